@@ -1,0 +1,402 @@
+r"""The audit: which objective does a method really minimise?
+
+In one round client i moves the model by ``mass_i(S) = a_i gamma_i tau_i`` times its gradient, to
+first order in the step size, if it is in the cohort. So a method walks down the objective with
+weights
+
+.. math:: \hat w_i \propto E\big[ 1\{i \in S\}\, a_i\, \gamma_i\, \tau_i \big]
+          = \frac{\tilde w_i \tau_i}{c_i q_i}, \qquad
+          \frac{1}{q_i} = E\Big[ \frac{1\{i \in S\}}{q_i^S} \Big],
+
+and it is *consistent* if that is the objective you meant, :math:`\hat w = w`.
+
+Momentum adds a share of its own. The cheap momentum is made from other cohorts than the one that
+uses it, and pulls towards the objective it estimates. Exact MVR uses the same cohort twice: its
+estimate of the gradient is correlated with how far that cohort moves in total, which shifts the
+objective unless every cohort moves equally far (docs/audit.md has the derivation).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, final
+
+import numpy as np
+
+from fedshuffle import methods
+from fedshuffle._arrays import FloatArray, IntArray
+from fedshuffle.auditing.findings import Finding, find
+from fedshuffle.auditing.quadrature import expected_ratio, probability_empty
+from fedshuffle.errors import FedShuffleError
+from fedshuffle.federation import Federation
+from fedshuffle.local_work import LocalWork, Workload
+from fedshuffle.methods import MVR, GlobalMomentum, InclusionProbability, Method, Participants
+from fedshuffle.methods.averaging import RatioOfSums, objective_weight
+from fedshuffle.methods.directions import gradient_weights
+from fedshuffle.randomness import Purpose, check_seed, generator
+from fedshuffle.sampling import One, Sampling
+from fedshuffle.sampling import parse as parse_sampling
+from fedshuffle.sampling.base import AlikePairs
+
+TOLERANCE = 1e-8
+"""Effective weights within this relative distance of the objective's count as equal."""
+
+_COHORTS = 4096
+"""So many cohorts are enumerated where no formula applies; beyond, the audit samples."""
+
+_LEVELS = 200
+"""So many different numbers of steps are taken one by one for the minimum over the cohort."""
+
+_BATCHES = 32
+"""The draws of a Monte Carlo estimate are split in so many parts to find its standard error."""
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class Audit:
+    """The objective that a method really minimises, beside the one that was meant."""
+
+    method: Method
+    sampling: Sampling
+    objective_weights: FloatArray
+    effective_weights: FloatArray
+    inclusion_probabilities: FloatArray
+    exact: bool
+    how: str
+    """closed form, quadrature, enumeration, or Monte Carlo."""
+    standard_errors: FloatArray | None
+    """Of the effective weights, where they are Monte Carlo estimates."""
+    findings: tuple[Finding, ...]
+    """What is wrong, why it matters and how to fix it."""
+
+    @property
+    def total_variation(self) -> float:
+        """``1/2 sum_i |w-hat_i - w_i|``: the share of the objective that is in the wrong place."""
+        return 0.5 * float(np.abs(self.effective_weights - self.objective_weights).sum())
+
+    @property
+    def ratios(self) -> FloatArray:
+        """``w-hat_i / w_i``: how many times too much each client counts."""
+        return self.effective_weights / self.objective_weights
+
+    @property
+    def largest_ratio(self) -> float:
+        """The largest factor between what a client counts and what it should, either way."""
+        return float(np.maximum(self.ratios, 1 / self.ratios).max())
+
+    @property
+    def consistent(self) -> bool | None:
+        """Whether the two objectives are the same; None where sampling cannot tell."""
+        if self.standard_errors is None:
+            return bool(np.abs(self.ratios - 1).max() <= TOLERANCE)
+        # Five standard errors, so that among a thousand clients chance alone does not accuse.
+        apart = np.abs(self.effective_weights - self.objective_weights)
+        return False if bool((apart > 5 * self.standard_errors + 1e-12).any()) else None
+
+    @property
+    def gaining(self) -> IntArray:
+        """Clients that count more than they should, most first."""
+        order = np.argsort(-self.ratios, kind="stable")
+        return order[self.ratios[order] > 1 + TOLERANCE]
+
+    @property
+    def losing(self) -> IntArray:
+        """Clients that count less than they should, most first."""
+        order = np.argsort(self.ratios, kind="stable")
+        return order[self.ratios[order] < 1 - TOLERANCE]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data, ready for JSON."""
+        errors = self.standard_errors
+        return {
+            "method": self.method.name,
+            "momentum": self.method.momentum,
+            "sampling": repr(self.sampling),
+            "objective_weights": self.objective_weights.tolist(),
+            "effective_weights": self.effective_weights.tolist(),
+            "inclusion_probabilities": self.inclusion_probabilities.tolist(),
+            "total_variation": self.total_variation,
+            "largest_ratio": self.largest_ratio,
+            "consistent": self.consistent,
+            "exact": self.exact,
+            "how": self.how,
+            "standard_errors": None if errors is None else errors.tolist(),
+            "gaining": self.gaining.tolist(),
+            "losing": self.losing.tolist(),
+            "findings": [dataclasses.asdict(finding) for finding in self.findings],
+        }
+
+
+def audit(
+    federation: Federation,
+    method: str | Method,
+    sampling: str | Sampling = "full",
+    work: LocalWork | None = None,
+    *,
+    seed: int = 0,
+    draws: int = 32_000,
+) -> Audit:
+    """The objective that a method really minimises on this federation.
+
+    ``seed`` and ``draws`` matter only where nothing exact is known and the audit has to sample.
+
+        >>> result = audit(Federation.from_sizes([1, 2, 3]), "fedavg-rr")
+        >>> (result.effective_weights * 14).round(6).tolist(), result.consistent
+        ([1.0, 4.0, 9.0], False)
+    """
+    method = methods.get(method)
+    if isinstance(sampling, str):
+        sampling = parse_sampling(sampling, federation)
+    if len(sampling) != len(federation):
+        raise FedShuffleError(
+            f"the sampling is for {len(sampling)} clients, but the federation has"
+            f" {len(federation)}."
+        )
+    workload = method.local_work(work or LocalWork()).on(federation.sizes)
+    method.check(workload, sampling)
+    setting = _Setting(federation, method, sampling, workload)
+    pull, how = _exact(setting)
+    errors = None
+    if pull is None:
+        pull, errors = _monte_carlo(setting, check_seed(seed), draws)
+        how = f"Monte Carlo, {draws} draws"
+    effective = pull / pull.sum()
+    return Audit(
+        method=method,
+        sampling=sampling,
+        objective_weights=federation.weights,
+        effective_weights=effective,
+        inclusion_probabilities=sampling.p,
+        exact=errors is None,
+        how=how,
+        standard_errors=errors,
+        findings=find(federation.weights, effective, errors, method, sampling, workload),
+    )
+
+
+@dataclass(frozen=True)
+class _Setting:
+    federation: Federation
+    method: Method
+    sampling: Sampling
+    workload: Workload
+
+    def participants(self, clients: IntArray, planned: IntArray, done: IntArray) -> Participants:
+        """Clients as the rules see them; arrays take the shape of ``planned``."""
+        column = (slice(None),) + (None,) * (planned.ndim - 1)
+        return Participants(
+            clients=clients,
+            weight=np.broadcast_to(self.federation.weights[clients][column], planned.shape),
+            probability=np.broadcast_to(self.sampling.p[clients][column], planned.shape),
+            planned=planned,
+            done=done,
+            longest=self.workload.longest,
+        )
+
+    @property
+    def common_steps(self) -> bool:
+        """Whether the members of a cohort agree on a number of steps that depends on the cohort."""
+        steps = self.workload.alone[0]
+        varied = steps.min() != steps.max() and not isinstance(self.sampling, One)
+        return isinstance(self.workload.work.steps, str) and bool(varied)
+
+
+def mass(method: Method, cohort: Participants) -> FloatArray:
+    """How far each client of a cohort moves the model along its gradient, per unit step size."""
+    rule = method.averaging
+    return rule.aggregation_weights(cohort) * rule.step_scale(cohort) * cohort.done
+
+
+def _pull(
+    setting: _Setting, mass: FloatArray, joint: FloatArray | None, momentum: FloatArray | None
+) -> FloatArray:
+    """The weights of the mean movement, not normalised.
+
+    ``mass``: E[1{i in S} mass_i]. ``joint``: E[1{i in S} (w_i/p_i) total mass of S]. ``momentum``:
+    what the cheap momentum estimates, E[1{i in S} c_i].
+    """
+    direction = setting.method.direction
+    total = float(mass.sum())
+    if isinstance(direction, MVR):
+        assert joint is not None
+        a, here = direction.a, 1 - probability_empty(setting.sampling)
+        return a * mass + (1 - a) * (
+            (1 - a) * total / here * setting.federation.weights + a * joint
+        )
+    if isinstance(direction, GlobalMomentum):
+        assert momentum is not None
+        a, here = direction.a, 1 - probability_empty(setting.sampling)
+        return a * mass + (1 - a) * total / here * momentum
+    return mass
+
+
+def _exact(setting: _Setting) -> tuple[FloatArray | None, str]:
+    """The pull by formula or by enumeration; None where neither is possible."""
+    interruption = setting.workload.work.interruption
+    if interruption is not None and interruption.random:
+        return None, ""
+    if setting.common_steps:
+        parts = _by_levels(setting)
+        how = "quadrature"
+    else:
+        parts, how = _by_formula(setting)
+    if parts is None:
+        parts, how = _by_enumeration(setting), "enumeration"
+    return (None if parts is None else _pull(setting, *parts)), how
+
+
+_Parts = tuple[FloatArray, FloatArray | None, FloatArray | None]
+
+
+def _by_formula(setting: _Setting) -> tuple[_Parts | None, str]:
+    """Closed forms and quadrature, where every client's steps are its own."""
+    method, sampling = setting.method, setting.sampling
+    planned, chances = setting.workload.alone
+    everyone = np.arange(len(setting.federation))
+    done = planned
+    if setting.workload.work.interruption is not None:
+        columns = planned.T
+        done = np.stack(
+            [setting.workload.work.interruption.done(c, everyone, 0, 0) for c in columns], axis=1
+        )
+    clients = setting.participants(everyone, planned, done)
+    rule, w = method.averaging, setting.federation.weights
+    weights = rule.weight(clients)
+    walked = weights * rule.step_scale(clients) * done  # mass times q
+    needs_joint = isinstance(method.direction, MVR)
+    needs_momentum = isinstance(method.direction, GlobalMomentum)
+
+    if isinstance(rule.normaliser, InclusionProbability):
+        mean = walked @ chances
+        joint = w / sampling.p * sampling.expected_sums(mean / sampling.p) if needs_joint else None
+        return (mean, joint, w if needs_momentum else None), "closed form"
+
+    ratio = rule.normaliser.ratio(weights, clients)
+    if ratio is None:
+        return None, ""
+    mass_ = expected_ratio(
+        sampling, ratio.u, c=walked, v=ratio.v, power=ratio.power, chances=chances
+    )
+    joint = momentum = None
+    if needs_joint:
+        total = _total_mass(walked, ratio)
+        if total is None:
+            return None, ""
+        joint = expected_ratio(sampling, total.u, v=total.v, power=total.power, chances=chances)
+        joint = None if joint is None else w / sampling.p * joint
+    if needs_momentum:
+        momentum = expected_ratio(sampling, clients.weight, c=clients.weight, chances=chances)
+    if mass_ is None or (needs_joint and joint is None) or (needs_momentum and momentum is None):
+        return None, ""
+    listed = len(chances) == 1 and sampling.cohorts(0) is not None
+    return (mass_, joint, momentum), "closed form" if listed else "quadrature"
+
+
+def _total_mass(walked: FloatArray, ratio: RatioOfSums) -> RatioOfSums | None:
+    """The mass of a whole cohort, ``(sum walked) (sum v) / (sum u)^power``, as a ratio of sums."""
+    if ratio.v is None:
+        return RatioOfSums(u=ratio.u, v=walked, power=ratio.power)
+    factor = walked / ratio.u
+    if ratio.power == 2 and np.ptp(factor) <= 1e-12 * factor.max():
+        return RatioOfSums(u=ratio.u, v=ratio.v * factor.flat[0], power=1)
+    return None
+
+
+def _by_levels(setting: _Setting) -> _Parts | None:
+    """FedAvg with the fewest steps of the cohort, K(S) = sum over levels of 1{S within level}.
+
+    A cohort takes at least t steps if all its members would: the others must be absent.
+    """
+    method, work = setting.method, setting.workload.work
+    plain = not isinstance(method.direction, (MVR, GlobalMomentum)) and work.interruption is None
+    planned, chances = setting.workload.alone
+    levels = np.unique(planned)
+    if work.steps != "min" or len(chances) > 1 or not plain or len(levels) > _LEVELS:
+        return None
+    w = setting.federation.weights[:, None]
+    everyone = setting.participants(np.arange(len(w)), planned, planned)
+    ratio = method.averaging.normaliser.ratio(w, everyone)
+    if method.averaging.weight is not objective_weight or ratio is None or ratio.v is not None:
+        return None
+    pull = np.zeros(len(w))
+    for level, below in zip(levels, [0, *levels[:-1]], strict=True):
+        u = np.where(planned >= level, w, np.inf)
+        part = expected_ratio(setting.sampling, u, c=w, power=ratio.power)
+        if part is None:
+            return None
+        pull += (level - below) * part
+        if (part * (levels[-1] - level) <= 1e-14 * pull).all():
+            break  # hardly any cohort takes more steps than this
+    return pull, None, None
+
+
+def _by_enumeration(setting: _Setting) -> _Parts | None:
+    """The definition itself, over every cohort."""
+    cohorts = setting.sampling.cohorts(_COHORTS)
+    planned, chances = setting.workload.alone
+    if cohorts is None or len(cohorts) > _COHORTS or len(chances) > 1:
+        return None
+    total = _Totals(setting)
+    for members, probability in cohorts:
+        if len(members):
+            total.add(members, planned[members, 0], seed=0, round=0, share=probability)
+    return total.mass, total.joint, total.momentum
+
+
+class _Totals:
+    """Running sums of what cohorts contribute."""
+
+    def __init__(self, setting: _Setting) -> None:
+        self.setting = setting
+        self.mass, self.joint, self.momentum = np.zeros((3, len(setting.federation)))
+
+    def add(self, members: IntArray, alone: IntArray, seed: int, round: int, share: float) -> None:
+        """Count one cohort, whose members would plan ``alone`` steps if it were for them."""
+        setting, method = self.setting, self.setting.method
+        planned = setting.workload.together(alone)
+        interruption = setting.workload.work.interruption
+        done = planned if interruption is None else interruption.done(planned, members, seed, round)
+        cohort = setting.participants(members, planned, done)
+        own = mass(method, cohort)
+        self.mass[members] += share * own
+        self.joint[members] += share * own.sum() * cohort.weight / cohort.probability
+        self.momentum[members] += share * gradient_weights(cohort, method.averaging.normaliser)
+
+
+def _monte_carlo(setting: _Setting, seed: int, draws: int) -> tuple[FloatArray, FloatArray]:
+    """The pull from drawn cohorts, and the standard error of the effective weights.
+
+    Clients with equal numbers have equal expectations, so they share their draws.
+    """
+    if draws < _BATCHES:
+        raise FedShuffleError(f"{draws} draws are too few to judge by: use at least {_BATCHES}.")
+    values, chances = setting.workload.alone
+    pool = _interchangeable(setting)
+    pulls = []
+    for batch in range(_BATCHES):
+        total = _Totals(setting)
+        count = draws // _BATCHES
+        for k in range(count):
+            round = batch * count + k
+            members = setting.sampling.draw(seed, round)
+            if not len(members):
+                continue
+            rng = generator(seed, Purpose.MONTE_CARLO, round=round)
+            pick = rng.choice(len(chances), size=len(members), p=chances)
+            total.add(members, values[members, pick], seed, round, share=1 / count)
+        pulls.append(_pull(setting, pool(total.mass), pool(total.joint), pool(total.momentum)))
+    shares = np.stack([pull / pull.sum() for pull in pulls])
+    return np.mean(pulls, axis=0), shares.std(axis=0, ddof=1) / np.sqrt(_BATCHES)
+
+
+def _interchangeable(setting: _Setting) -> Callable[[FloatArray], FloatArray]:
+    """A function that averages over clients with equal weight, steps and probability."""
+    if not isinstance(setting.sampling, AlikePairs):  # equal clients may keep different company
+        return lambda values: values
+    table = np.column_stack(
+        [setting.federation.weights, setting.sampling.p, setting.workload.alone[0]]
+    )
+    _, group, count = np.unique(table, axis=0, return_inverse=True, return_counts=True)
+    return lambda values: (np.bincount(group, weights=values) / count)[group]

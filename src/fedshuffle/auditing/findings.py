@@ -1,0 +1,87 @@
+"""Findings: what is wrong with a setting, why it matters, and how to fix it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import final
+
+import numpy as np
+
+from fedshuffle._arrays import FloatArray
+from fedshuffle.local_work import Workload
+from fedshuffle.methods import MVR, InclusionProbability, Method
+from fedshuffle.methods.averaging import own_steps, weight_per_step
+from fedshuffle.sampling import Full, Sampling
+
+
+@final
+@dataclass(frozen=True)
+class Finding:
+    """One cause of a bias."""
+
+    what: str
+    why: str
+    fix: str
+
+
+def find(
+    objective: FloatArray,
+    effective: FloatArray,
+    errors: FloatArray | None,
+    method: Method,
+    sampling: Sampling,
+    workload: Workload,
+) -> tuple[Finding, ...]:
+    """The causes of the difference between two objectives; none where there is no difference."""
+    slack = 1e-8 * objective if errors is None else 5 * errors + 1e-12
+    if (np.abs(effective - objective) <= slack).all():
+        return ()
+    rule, work = method.averaging, workload.work
+    steps = workload.alone[0]
+    uneven = int(steps.min()) != int(steps.max())
+    findings = []
+    balanced = rule.step_normalisation is own_steps or rule.weight is weight_per_step
+    if uneven and work.steps is None and not balanced:
+        findings.append(
+            Finding(
+                f"Clients take from {steps.min()} to {steps.max()} local steps at one step size.",
+                "A client that takes more steps moves the model further, so it counts by its"
+                " weight and by its steps.",
+                "Scale each client's step size by its number of steps: method fedshuffle.",
+            )
+        )
+    if uneven and isinstance(work.steps, str):
+        findings.append(
+            Finding(
+                f"The number of steps is the {work.steps} over each cohort.",
+                "Clients that are sampled together with large clients move the model further.",
+                "Give every client its own epochs and scale the step size: method fedshuffle.",
+            )
+        )
+    if not isinstance(rule.normaliser, InclusionProbability) and not isinstance(sampling, Full):
+        findings.append(
+            Finding(
+                "The aggregation weights are normalised over the cohort.",
+                "A client is divided by a larger sum when it is sampled itself, and most of all"
+                " when it is large, so large clients count too little and small ones too much.",
+                "Divide each weight by the client's inclusion probability: method fedshuffle.",
+            )
+        )
+    if work.interruption is not None and rule.step_normalisation is own_steps:
+        findings.append(
+            Finding(
+                "Some clients do not finish the steps that their step size was made for.",
+                "A client that stops early moves less far than its weight says.",
+                "Weigh by the share of the work that was done: method fedshuffle-gen.",
+            )
+        )
+    if isinstance(method.direction, MVR) and not isinstance(sampling, Full):
+        findings.append(
+            Finding(
+                "Exact MVR estimates the gradient from the cohort that then walks along it.",
+                "Cohorts of large total weight both steer and move more than others.",
+                "Use the cheap global momentum, or a sampling whose cohorts all have the same"
+                " total weight (full participation, or one client with probability w).",
+            )
+        )
+    return tuple(findings)

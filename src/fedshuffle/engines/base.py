@@ -1,0 +1,52 @@
+"""What an engine is: it answers the requests of methods, and knows nothing of methods."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from fedshuffle.engines.problem import Problem
+from fedshuffle.errors import TrainingError
+from fedshuffle.kernel import Order, Probe, Walk
+
+PROBE_ROWS = 1024
+"""Full gradients are computed in pieces of at most so many examples."""
+
+
+class Engine(Protocol):
+    """Answers many requests at once, so that runs in lockstep can share the work."""
+
+    problem: Problem
+
+    def walk(self, walks: Sequence[Walk]) -> list[Tensor]:
+        """For every walk the sums of the updates, one row per sum."""
+
+    def probe(self, probes: Sequence[Probe]) -> list[Tensor]:
+        """For every probe the weighted full gradients, one row per point."""
+
+
+def not_finite(problem: Problem, order: Order) -> TrainingError:
+    """The error for an update with NaN or infinity."""
+    batches = order.minibatches
+    return TrainingError(
+        f"the update is not finite after {batches.steps} steps of size {order.step_size:g}."
+        " The step size is probably too large: lower it.",
+        client=problem.federation.ids[batches.client],
+        round=batches.round,
+        stage="local training",
+    )
+
+
+def check_probe(problem: Problem, probe: Probe, gradients: Tensor) -> Tensor:
+    """The gradients of a probe, or an error where they are not finite."""
+    if not torch.isfinite(gradients).all():
+        raise TrainingError(
+            "the full gradient is not finite. The model has diverged: lower the step size.",
+            client=f"among {len(probe.clients)} of the cohort",
+            round=probe.round,
+            stage="probe",
+        )
+    return gradients

@@ -1,0 +1,98 @@
+"""The reference engine: one client at a time, one step after another, written to be read."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import final
+
+import torch
+from torch import Tensor
+
+from fedshuffle import kernel
+from fedshuffle.engines.base import PROBE_ROWS, check_probe, not_finite
+from fedshuffle.engines.problem import Problem
+from fedshuffle.errors import TrainingError
+from fedshuffle.kernel import Order, Probe, Walk
+
+
+@final
+class LoopEngine:
+    """Runs the kernel for any module and any loss. Other engines are held equal to this one."""
+
+    def __init__(self, problem: Problem) -> None:
+        self.problem = problem
+
+    def walk(self, walks: Sequence[Walk]) -> list[Tensor]:
+        return [self._walk(walk) for walk in walks]
+
+    def probe(self, probes: Sequence[Probe]) -> list[Tensor]:
+        return [self._probe(probe) for probe in probes]
+
+    def _walk(self, walk: Walk) -> Tensor:
+        x = walk.start
+        sums = x.new_zeros(walk.sums, len(x))
+        for order in walk.orders:
+            update = self._local(x, order) - x
+            if not torch.isfinite(update).all():
+                raise not_finite(self.problem, order)
+            sums += torch.outer(x.new_tensor(order.weights), update)
+        return sums
+
+    def _local(self, x: Tensor, order: Order) -> Tensor:
+        """The model of one client after its local steps."""
+        client, steering = order.minibatches.client, order.steering
+        seed = order.minibatches.model_seed()
+        y = x
+        with self._named(client, order.minibatches.round, "local training"):
+            for k, positions in enumerate(order.minibatches):
+                batch = self.problem.batch(self.problem.rows(client, positions))
+                gradient = self._gradient(y, batch, seed + k)
+                anchor = self._gradient(x, batch, seed + k) if steering.beta else None
+                y = kernel.step(
+                    y,
+                    x,
+                    gradient,
+                    anchor,
+                    order.step_size,
+                    steering.alpha,
+                    steering.beta,
+                    steering.mu,
+                    steering.v,
+                )
+        return y
+
+    def _probe(self, probe: Probe) -> Tensor:
+        gradients = torch.zeros_like(torch.stack(list(probe.points)))
+        offsets = self.problem.federation.offsets
+        for client, weight in zip(probe.clients.tolist(), probe.weights.tolist(), strict=True):
+            rows = torch.arange(int(offsets[client]), int(offsets[client + 1]))
+            with self._named(client, probe.round, "probe"):
+                for piece in torch.split(rows, PROBE_ROWS):
+                    batch = self.problem.batch(piece)
+                    share = weight * len(piece) / len(rows)
+                    for k, point in enumerate(probe.points):
+                        gradients[k] += share * self._gradient(point, batch, seed=0)
+        return check_probe(self.problem, probe, gradients)
+
+    def _gradient(self, point: Tensor, batch: tuple[Tensor, ...], seed: int) -> Tensor:
+        """The gradient of the minibatch loss; the seed rules the model's own randomness."""
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            loss = self.problem.loss_at(point, batch)
+        parameters = list(self.problem.parameters.values())
+        grads = torch.autograd.grad(loss, parameters, allow_unused=True, materialize_grads=True)
+        return torch.cat([grad.reshape(-1) for grad in grads])
+
+    @contextmanager
+    def _named(self, client: int, round: int, stage: str) -> Iterator[None]:
+        """Give what the user's model or loss raises the client, the round and the stage."""
+        try:
+            yield
+        except Exception as error:
+            raise TrainingError(
+                f"{type(error).__name__}: {error}",
+                client=self.problem.federation.ids[client],
+                round=round,
+                stage=stage,
+            ) from error

@@ -1,0 +1,89 @@
+"""The problem an engine works on: a model, a loss, and the federation's examples."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, final
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import parameters_to_vector, vector_to_parameters
+
+from fedshuffle.errors import FedShuffleError
+from fedshuffle.federation import Federation
+
+Loss = Callable[..., Tensor]
+"""``loss(model, *fields)``: the mean loss over the examples of a minibatch, a scalar tensor."""
+
+
+@final
+class Problem:
+    """A module and a loss over a federation, with the model's parameters as one flat vector.
+
+    >>> from fedshuffle import losses
+    >>> federation = Federation.from_arrays(torch.eye(4), torch.arange(4), sizes=[1, 3])
+    >>> Problem(nn.Linear(4, 4), losses.cross_entropy, federation).start.shape
+    torch.Size([20])
+    """
+
+    def __init__(self, model: nn.Module, loss: Loss, federation: Federation) -> None:
+        self.model = model
+        self.loss = loss
+        self.federation = federation
+        self.parameters = {k: p for k, p in model.named_parameters() if p.requires_grad}
+        if not self.parameters:
+            raise FedShuffleError("the model has no trainable parameters.")
+        kinds = {(p.dtype, p.device) for p in self.parameters.values()}
+        if len(kinds) > 1:
+            raise FedShuffleError(
+                f"the model mixes parameters of {sorted(map(str, kinds))}. Convert it to one dtype"
+                " and device."
+            )
+        self.dtype, self.device = kinds.pop()
+        _refuse_running_statistics(model)
+        self.fields = tuple(self._ready(field) for field in federation.tensors())
+        self.start = parameters_to_vector(self.parameters.values()).detach().clone()
+
+    def _ready(self, field: Tensor) -> Tensor:
+        """Examples on the model's device, and floating-point ones in its precision."""
+        if field.is_floating_point():
+            return field.to(self.device, self.dtype)
+        return field.to(self.device)
+
+    def load(self, x: Tensor) -> nn.Module:
+        """The module with the parameters ``x``."""
+        vector_to_parameters(x, self.parameters.values())
+        return self.model
+
+    def loss_at(self, x: Tensor, batch: tuple[Tensor, ...]) -> Tensor:
+        """The mean loss of model ``x`` on a minibatch."""
+        value = self.loss(self.load(x), *batch)
+        if value.ndim != 0:
+            raise FedShuffleError(
+                f"the loss has shape {tuple(value.shape)}, but it must be one number: return the"
+                " mean over the minibatch."
+            )
+        return value
+
+    def rows(self, client: int, positions: Any) -> Any:
+        """Positions among a client's examples as rows of the packed layout."""
+        return positions + int(self.federation.offsets[client])
+
+    def batch(self, rows: Any) -> tuple[Tensor, ...]:
+        """The examples at these rows."""
+        index = torch.as_tensor(rows, device=self.device)
+        return tuple(field[index] for field in self.fields)
+
+
+def _refuse_running_statistics(model: nn.Module) -> None:
+    """Running statistics are no parameters: averaging cannot be right for them, so say so."""
+    for name, module in model.named_modules():
+        if (
+            getattr(module, "track_running_stats", False)
+            and getattr(module, "running_mean", 0) is not None
+        ):
+            raise FedShuffleError(
+                f"layer {name!r} ({type(module).__name__}) keeps running statistics, which differ"
+                " from client to client and are not averaged. Use GroupNorm, or"
+                " track_running_stats=False."
+            )

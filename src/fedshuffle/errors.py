@@ -1,0 +1,28 @@
+"""Errors that name the thing at fault and the remedy."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class FedShuffleError(ValueError):
+    """Something the user can put right: the message says what is wrong and what to do."""
+
+
+class TrainingError(FedShuffleError):
+    """Training could not go on; carries the client, the round and the stage where it stopped."""
+
+    def __init__(self, message: str, *, client: object, round: int, stage: str) -> None:
+        super().__init__(f"round {round}, client {client}, {stage}: {message}")
+        self.client = client
+        self.round = round
+        self.stage = stage
+
+
+def unknown(kind: str, name: str, known: Iterable[str]) -> FedShuffleError:
+    """The error for a name that does not exist, with the nearest ones that do."""
+    names = sorted(known)
+    near = difflib.get_close_matches(name, names, n=1)
+    hint = f" Did you mean {near[0]!r}?" if near else ""
+    return FedShuffleError(f"unknown {kind} {name!r}.{hint} Known: {', '.join(names)}.")

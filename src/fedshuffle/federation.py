@@ -1,0 +1,176 @@
+"""The federation: clients, their examples in one packed layout, and the objective you mean."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from fedshuffle._arrays import FloatArray, IntArray, counts, frozen, positive
+from fedshuffle.errors import FedShuffleError
+
+if TYPE_CHECKING:
+    import torch
+    from torch.utils.data import Dataset
+
+
+@dataclass(frozen=True, eq=False)
+class Federation:
+    r"""The clients and the objective over them.
+
+    .. math:: f(x) = \sum_i w_i f_i(x), \qquad f_i(x) = \frac{1}{|D_i|} \sum_{j \in D_i} f_{ij}(x).
+
+    All examples lie in one array per field, sorted by client; client ``i`` owns the rows
+    ``offsets[i]:offsets[i + 1]``. Make one with :meth:`from_arrays`, :meth:`from_datasets`, or, for
+    questions that need no data, :meth:`from_sizes`.
+
+        >>> federation = Federation.from_sizes([1, 2, 3])
+        >>> federation.weights.round(3).tolist()
+        [0.167, 0.333, 0.5]
+        >>> Federation.from_arrays([[0.0], [1.0], [2.0]], client_ids=["b", "a", "b"]).ids
+        ('a', 'b')
+    """
+
+    sizes: IntArray
+    """Examples of each client."""
+    weights: FloatArray
+    """Objective weights w, positive, summing to one."""
+    offsets: IntArray
+    """Where each client's rows begin; n + 1 entries."""
+    fields: tuple[Any, ...] = ()
+    """The packed examples: numpy arrays or torch tensors with one row per example."""
+    ids: Sequence[Hashable] = ()
+    """The clients' own names, in order; their numbers where none were given."""
+
+    @classmethod
+    def from_sizes(cls, sizes: ArrayLike, weights: ArrayLike | None = None) -> Federation:
+        """Clients known only by how many examples they hold: enough for an audit."""
+        return cls._build((), counts(sizes, "sizes"), weights, None)
+
+    @classmethod
+    def from_arrays(
+        cls,
+        *fields: Any,
+        client_ids: Any = None,
+        sizes: ArrayLike | None = None,
+        weights: ArrayLike | None = None,
+    ) -> Federation:
+        """Arrays or tensors with one row per example, and who owns which row.
+
+        Give either ``client_ids``, one per row in any order (clients are then sorted by id, and
+        ``weights`` follow that order), or ``sizes``, where the first ``sizes[0]`` rows belong to
+        client 0, the next to client 1, and so on.
+        """
+        if (client_ids is None) == (sizes is None):
+            raise FedShuffleError(
+                "say who owns which row: give either client_ids (one per row) or sizes."
+            )
+        packed = [field if hasattr(field, "shape") else np.asarray(field) for field in fields]
+        rows = _common_length(packed)
+        if client_ids is None:
+            return cls._build(packed, counts(sizes, "sizes"), weights, None)  # type: ignore[arg-type]
+        owners = np.asarray(client_ids)
+        if owners.shape != (rows,):
+            raise FedShuffleError(
+                f"client_ids has shape {owners.shape}, but there are {rows} rows: give one id each."
+            )
+        names, owner, found = np.unique(owners, return_inverse=True, return_counts=True)
+        order = np.argsort(owner, kind="stable")
+        return cls._build([field[order] for field in packed], found, weights, names.tolist())
+
+    @classmethod
+    def from_datasets(
+        cls, datasets: Sequence[Dataset[Any]], weights: ArrayLike | None = None
+    ) -> Federation:
+        """One map-style torch dataset per client; its examples are read once and packed."""
+        import torch
+        from torch.utils.data import default_collate
+
+        sizes = [len(dataset) for dataset in datasets]  # type: ignore[arg-type]
+        sizes_checked = counts(sizes, "sizes of the datasets")
+        examples = [
+            dataset[j] for dataset, m in zip(datasets, sizes, strict=True) for j in range(m)
+        ]
+        collated = default_collate(examples)
+        fields = (collated,) if isinstance(collated, torch.Tensor) else tuple(collated)
+        return cls._build(list(fields), sizes_checked, weights, None)
+
+    @classmethod
+    def _build(
+        cls,
+        fields: Sequence[Any],
+        sizes: IntArray,
+        weights: ArrayLike | None,
+        ids: Sequence[Hashable] | None,
+    ) -> Federation:
+        n = len(sizes)
+        offsets = np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64)
+        if fields and _common_length(fields) != offsets[-1]:
+            raise FedShuffleError(
+                f"sizes add up to {offsets[-1]} examples, but the arrays have {len(fields[0])}"
+                " rows."
+            )
+        objective = positive(sizes if weights is None else weights, n, "weights")
+        federation = cls(
+            sizes=frozen(sizes),
+            weights=frozen(objective / objective.sum()),
+            offsets=frozen(offsets),
+            fields=tuple(fields),
+            ids=range(n) if ids is None else tuple(ids),
+        )
+        for index, field in enumerate(fields):
+            federation._check_finite(index, field)
+        return federation
+
+    def _check_finite(self, index: int, field: Any) -> None:
+        """NaN or infinity in the data would poison every model: name the first culprit."""
+        if isinstance(field, np.ndarray):
+            if field.dtype.kind not in "fc":
+                if field.dtype.kind in "iub":
+                    return
+                raise FedShuffleError(
+                    f"field {index} holds {field.dtype} values. Convert it to numbers first."
+                )
+            good = np.isfinite(field)
+        elif field.is_floating_point():
+            good = field.isfinite().cpu().numpy()
+        else:
+            return
+        if not good.all():
+            row = int(np.flatnonzero(~good.reshape(len(good), -1).all(axis=1))[0])
+            client = int(np.searchsorted(self.offsets, row, side="right")) - 1
+            raise FedShuffleError(
+                f"field {index} of client {self.ids[client]!r} has NaN or infinity in its example"
+                f" {row - int(self.offsets[client])}. Clean or drop that example."
+            )
+
+    def __len__(self) -> int:
+        return len(self.sizes)
+
+    def __repr__(self) -> str:
+        shapes = ", ".join(str(tuple(field.shape)) for field in self.fields) or "sizes only"
+        return f"Federation({len(self)} clients, {self.offsets[-1]} examples, {shapes})"
+
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        """The packed fields as torch tensors (without a copy where the memory allows it)."""
+        import torch
+
+        if not self.fields:
+            raise FedShuffleError(
+                "this federation has sizes only, and training needs examples."
+                " Use Federation.from_arrays or Federation.from_datasets."
+            )
+        return tuple(torch.as_tensor(field) for field in self.fields)
+
+
+def _common_length(fields: Sequence[Any]) -> int:
+    if not fields:
+        raise FedShuffleError("give at least one array of examples.")
+    lengths = {int(field.shape[0]) if len(field.shape) else -1 for field in fields}
+    if len(lengths) != 1 or -1 in lengths:
+        shapes = ", ".join(str(tuple(field.shape)) for field in fields)
+        raise FedShuffleError(f"all fields need one row per example, got shapes {shapes}.")
+    return lengths.pop()

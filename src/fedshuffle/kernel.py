@@ -1,0 +1,95 @@
+r"""The one kernel, and the words in which methods and engines speak to each other.
+
+Every method is one local step
+
+.. math:: y \leftarrow y - \gamma (\alpha g(y; B) - \beta g(x; B) + v + \mu (y - x))
+
+where :math:`x` is the global model, :math:`B` the minibatch, and the step size :math:`\gamma`, the
+scalars :math:`\alpha, \beta, \mu` and the vector :math:`v` are fixed for the round. A method sends
+two kinds of requests, :class:`Probe` and :class:`Walk`; an engine answers them. Neither knows more
+of the other than stands here. Models are flat vectors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, final
+
+from fedshuffle._arrays import FloatArray, IntArray
+from fedshuffle.local_work import Minibatches
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Steering:
+    """The constants of the kernel: which way to walk."""
+
+    alpha: float = 1.0
+    beta: float = 0.0
+    mu: float = 0.0
+    v: Tensor | None = None
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Order:
+    """What one client does in one round, and how its update counts in each of the sums."""
+
+    minibatches: Minibatches
+    step_size: float
+    steering: Steering
+    weights: Sequence[float]
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Walk:
+    """Walk every order from ``start``; the answer has a row ``sum_i weights_i[k] (y_i - start)``
+    for every k.
+    """
+
+    start: Tensor
+    orders: Sequence[Order]
+    sums: int
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Probe:
+    """The answer has a row ``sum_i weights_i grad f_i(point)`` for every point, from full gradients
+    over the clients' data.
+    """
+
+    points: Sequence[Tensor]
+    clients: IntArray
+    weights: FloatArray
+    round: int
+
+
+Request = Probe | Walk
+
+
+def step(
+    y: Tensor,
+    x: Tensor,
+    gradient: Tensor,
+    gradient_at_x: Tensor | None,
+    step_size: float | Tensor,
+    alpha: float | Tensor,
+    beta: float | Tensor,
+    mu: float | Tensor,
+    v: Tensor | None,
+) -> Tensor:
+    """One local step. Scalars may be columns, one row per client, with models as rows."""
+    direction = alpha * gradient
+    if gradient_at_x is not None:
+        direction = direction - beta * gradient_at_x
+    if v is not None:
+        direction = direction + v
+    if not isinstance(mu, float) or mu != 0.0:
+        direction = direction + mu * (y - x)
+    return y - step_size * direction

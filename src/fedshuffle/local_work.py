@@ -1,0 +1,270 @@
+"""Local work: how many steps a client takes in a round, and on which minibatches."""
+
+from __future__ import annotations
+
+import abc
+import functools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal, NamedTuple, final, get_args
+
+import numpy as np
+
+from fedshuffle._arrays import FloatArray, IntArray, counts
+from fedshuffle.errors import FedShuffleError, unknown
+from fedshuffle.randomness import Purpose, generator
+
+Order = Literal["reshuffled", "replacement", "once", "sequential"]
+ORDERS: tuple[str, ...] = get_args(Order)
+
+
+@final
+@dataclass(frozen=True)
+class EpochRange:
+    """A number of epochs drawn uniformly from ``low..high`` for every client and round."""
+
+    low: int
+    high: int
+
+    def __post_init__(self) -> None:
+        counts([self.low, self.high], "the range of epochs")
+        if self.low > self.high:
+            raise FedShuffleError(f"the range of epochs {self.low}..{self.high} is empty.")
+
+
+class Interruption(abc.ABC):
+    """How many of its planned steps a client really does."""
+
+    random: bool
+    """Whether the answer depends on chance (the audit then samples)."""
+
+    @abc.abstractmethod
+    def done(self, planned: IntArray, clients: IntArray, seed: int, round: int) -> IntArray:
+        """Steps done, from 1 to ``planned``, for each of the clients."""
+
+
+@final
+@dataclass(frozen=True)
+class MissLast(Interruption):
+    """Every client misses its last steps, but does at least one."""
+
+    steps: int = 1
+    random = False
+
+    def done(self, planned: IntArray, clients: IntArray, seed: int, round: int) -> IntArray:
+        return np.maximum(planned - self.steps, 1)
+
+
+@final
+@dataclass(frozen=True)
+class AtMost(Interruption):
+    """A time limit: no client does more than so many steps."""
+
+    steps: int
+    random = False
+
+    def __post_init__(self) -> None:
+        counts([self.steps], "the most steps a client can do")
+
+    def done(self, planned: IntArray, clients: IntArray, seed: int, round: int) -> IntArray:
+        return np.minimum(planned, self.steps)
+
+
+@final
+@dataclass(frozen=True)
+class RandomStop(Interruption):
+    """With this probability a client stops early, after a uniform number of its planned steps."""
+
+    probability: float
+    random = True
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.probability <= 1:
+            raise FedShuffleError(
+                f"the probability of stopping early is {self.probability}; choose one in [0, 1]."
+            )
+
+    def done(self, planned: IntArray, clients: IntArray, seed: int, round: int) -> IntArray:
+        result = planned.copy()
+        for k, client in enumerate(clients.tolist()):
+            rng = generator(seed, Purpose.INTERRUPTION, round=round, client=client)
+            if rng.random() < self.probability:
+                result[k] = rng.integers(1, planned[k], endpoint=True)
+        return result
+
+
+@final
+@dataclass(frozen=True)
+class LocalWork:
+    """What a sampled client is asked to do.
+
+    With batch size B, client i has ``k_i = ceil(|D_i| / B)`` steps per epoch (the last minibatch
+    may be smaller, and a client smaller than the batch has one step) and ``tau_i = E_i k_i`` steps.
+
+    Args:
+        epochs: one number for all, a number per client, or an :class:`EpochRange`.
+        steps: instead of epochs, the same number of steps for every client: a number, or the
+            ``"min"`` or ``"mean"`` (rounded) over the cohort of the steps that epochs would give.
+        batch_size: examples per step.
+        order: ``"reshuffled"`` anew every epoch, with ``"replacement"``, shuffled ``"once"`` and
+            for all, or ``"sequential"``.
+        interruption: how much of the plan gets done; all of it by default.
+
+    >>> LocalWork(epochs=2, batch_size=32).on(np.array([10, 100])).longest
+    8
+    """
+
+    epochs: int | Sequence[int] | EpochRange = 1
+    steps: int | Literal["min", "mean"] | None = None
+    batch_size: int = 1
+    order: Order = "reshuffled"
+    interruption: Interruption | None = None
+
+    def __post_init__(self) -> None:
+        counts([self.batch_size], "batch size")
+        if self.order not in ORDERS:
+            raise unknown("order", self.order, ORDERS)
+        if isinstance(self.steps, str):
+            if self.steps not in ("min", "mean"):
+                raise unknown("number of steps", self.steps, ("min", "mean"))
+        elif self.steps is not None:
+            counts([self.steps], "steps")
+        if not isinstance(self.epochs, EpochRange):
+            counts(np.atleast_1d(np.asarray(self.epochs)), "epochs")
+
+    def on(self, sizes: IntArray) -> Workload:
+        """The work for clients of these sizes."""
+        return Workload(self, sizes)
+
+
+class Plan(NamedTuple):
+    """The steps of a cohort in one round."""
+
+    planned: IntArray
+    done: IntArray
+    longest: int
+    """The most steps any client of the federation may be asked for (in such a round)."""
+
+
+@final
+class Workload:
+    """Local work for given client sizes."""
+
+    def __init__(self, work: LocalWork, sizes: IntArray) -> None:
+        self.work = work
+        self.sizes = sizes
+        self.steps_per_epoch = -(-sizes // work.batch_size)
+        if not isinstance(work.epochs, EpochRange) and np.size(work.epochs) not in (1, len(sizes)):
+            raise FedShuffleError(
+                f"epochs lists {np.size(work.epochs)} numbers for {len(sizes)} clients: give one"
+                " for each, or one for all."
+            )
+
+    @functools.cached_property
+    def alone(self) -> tuple[IntArray, FloatArray]:
+        """The steps each client may be given by its epochs: values (n, A), chances (A,)."""
+        if isinstance(self.work.steps, int):
+            return np.full((len(self.sizes), 1), self.work.steps), np.ones(1)
+        if isinstance(self.work.epochs, EpochRange):
+            epochs = np.arange(self.work.epochs.low, self.work.epochs.high + 1)
+            return np.outer(self.steps_per_epoch, epochs), np.full(len(epochs), 1 / len(epochs))
+        return (self.steps_per_epoch * np.asarray(self.work.epochs))[:, None], np.ones(1)
+
+    @functools.cached_property
+    def longest(self) -> int:
+        """The most steps that any client may be asked for."""
+        return int(self.alone[0].max())
+
+    def plan(self, cohort: IntArray, seed: int, round: int) -> Plan:
+        """Steps planned and done by each client of a cohort: pure in (seed, round, client)."""
+        planned = self._planned(cohort, seed, round)
+        done = planned
+        if self.work.interruption is not None and len(cohort):
+            done = self.work.interruption.done(planned, cohort, seed, round)
+            if ((done < 1) | (done > planned)).any():
+                raise FedShuffleError(
+                    f"{self.work.interruption!r} left a client with {done.min()} steps done."
+                    " Leave at least 1 and at most the planned number; a client that did nothing"
+                    " did not take part, which is the sampling's to say."
+                )
+        together = isinstance(self.work.steps, str) and len(cohort)
+        return Plan(planned, done, int(planned[0]) if together else self.longest)
+
+    def _planned(self, cohort: IntArray, seed: int, round: int) -> IntArray:
+        values, chances = self.alone
+        planned = values[cohort, 0]
+        if len(chances) > 1:
+            draws = [
+                generator(seed, Purpose.EPOCHS, round=round, client=client).integers(len(chances))
+                for client in cohort.tolist()
+            ]
+            planned = values[cohort, np.array(draws, dtype=np.int64)]
+        return self.together(planned)
+
+    def together(self, planned: IntArray) -> IntArray:
+        """The steps of a cohort, where its members agree on the minimum or the mean."""
+        if not isinstance(self.work.steps, str) or not len(planned):
+            return planned
+        common = planned.min() if self.work.steps == "min" else round(float(planned.mean()))
+        return np.full_like(planned, common)
+
+    def stream(self, client: int, steps: int, seed: int, round: int) -> Minibatches:
+        """The minibatches of one client in one round."""
+        work = self.work
+        size = int(self.sizes[client])
+        return Minibatches(client, size, steps, work.batch_size, work.order, seed, round)
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Minibatches:
+    """The minibatches a client walks through, as positions among its own examples.
+
+    Iterate to get one index array per step. In a reshuffled epoch every example comes exactly once.
+
+        >>> [b.tolist() for b in Minibatches(0, 5, 3, 2, "sequential", seed=1, round=0)]
+        [[0, 1], [2, 3], [4]]
+    """
+
+    client: int
+    size: int
+    steps: int
+    batch_size: int
+    order: Order
+    seed: int
+    round: int
+
+    def __iter__(self) -> Iterator[IntArray]:
+        per_epoch = -(-self.size // self.batch_size)
+        left = self.steps
+        for epoch in self._epochs():
+            for k in range(min(left, per_epoch)):
+                yield epoch[k * self.batch_size : (k + 1) * self.batch_size]
+            left -= per_epoch
+            if left <= 0:
+                return
+
+    def _epochs(self) -> Iterator[IntArray]:
+        """One order of the examples after another, without end."""
+        if self.order == "sequential":
+            while True:
+                yield np.arange(self.size)
+        # A client that shuffles once and for all draws the same order in every round.
+        once = self.order == "once"
+        rng = generator(
+            self.seed, Purpose.ORDER, round=0 if once else self.round + 1, client=self.client
+        )
+        if once:
+            fixed = rng.permutation(self.size)
+            while True:
+                yield fixed
+        while True:
+            if self.order == "reshuffled":
+                yield rng.permutation(self.size)
+            else:
+                yield rng.integers(self.size, size=self.size)
+
+    def model_seed(self) -> int:
+        """The seed for the model's own randomness (dropout) at this client in this round."""
+        rng = generator(self.seed, Purpose.MODEL, round=self.round, client=self.client)
+        return int(rng.integers(1 << 63))

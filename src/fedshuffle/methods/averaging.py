@@ -1,0 +1,198 @@
+r"""FedShuffleGen: every averaging method is three rules (c, w-tilde, q).
+
+In a round with cohort S, client i walks its local steps with step size
+
+.. math:: \gamma_i = \eta \, \tau_{\max} / c_i,
+
+and the server moves by
+
+.. math:: x \leftarrow x + \eta_g \sum_{i \in S} a_i (y_i - x), \qquad a_i = \tilde w_i / q_i^S.
+
+Here :math:`\eta` is the step size of a client with :math:`c_i = \tau_{\max}`, the most steps any
+client of the federation may take; the paper's :math:`\eta_l` is :math:`\eta \, \tau_{\max}`.
+The three rules also say which objective is really minimised: see :mod:`fedshuffle.audit`.
+"""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import final
+
+import numpy as np
+
+from fedshuffle._arrays import FloatArray, IntArray
+from fedshuffle.errors import FedShuffleError
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Participants:
+    """What the rules may know of clients: arrays of equal shape, one entry per client."""
+
+    clients: IntArray
+    """The clients' numbers."""
+    weight: FloatArray
+    """Objective weight w."""
+    probability: FloatArray
+    """Inclusion probability p."""
+    planned: IntArray
+    """Local steps the client was asked to do."""
+    done: IntArray
+    """Local steps it did."""
+    longest: int
+    """The most steps any client of the federation may be asked for."""
+    round: int = 0
+    """The round they take part in."""
+
+
+ClientRule = Callable[[Participants], FloatArray]
+"""A number for every client that depends on that client alone (not on who else takes part)."""
+
+
+# Step normalisations c -----------------------------------------------------------------------
+
+
+def steps_of_the_longest(clients: Participants) -> FloatArray:
+    """``c_i = tau_max``: every client uses the same step size."""
+    return np.full(clients.planned.shape, float(clients.longest))
+
+
+def own_steps(clients: Participants) -> FloatArray:
+    """``c_i = tau_i``, the planned steps: a client that walks more steps makes them smaller."""
+    return clients.planned.astype(np.float64)
+
+
+# Aggregation weights w-tilde -----------------------------------------------------------------
+
+
+def objective_weight(clients: Participants) -> FloatArray:
+    """``w-tilde_i = w_i``."""
+    return clients.weight
+
+
+def weight_per_step(clients: Participants) -> FloatArray:
+    """``w-tilde_i = w_i / (steps done)``: what FedNova does."""
+    return clients.weight / clients.done
+
+
+def weight_per_share_done(clients: Participants) -> FloatArray:
+    """``w-tilde_i = w_i * planned / done``: repairs unfinished work."""
+    return clients.weight * (clients.planned / clients.done)
+
+
+# Normalisers q -------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class RatioOfSums:
+    """A normaliser written as ``1 / q^S = (sum of v over S) / (sum of u over S) ** power``.
+
+    Without ``v`` the numerator is 1. From this form the audit computes expectations exactly.
+    """
+
+    u: FloatArray
+    v: FloatArray | None = None
+    power: int = 1
+
+
+class Normaliser(abc.ABC):
+    """The rule q: by what the server divides the weighted update of a client in the cohort."""
+
+    @abc.abstractmethod
+    def divide(self, weights: FloatArray, cohort: Participants) -> FloatArray:
+        """``weights / q^S`` for the clients of a cohort."""
+
+    @abc.abstractmethod
+    def ratio(self, weights: FloatArray, clients: Participants) -> RatioOfSums | None:
+        """The normaliser as a ratio of sums over the cohort; None where it is not one."""
+
+
+@final
+class InclusionProbability(Normaliser):
+    """``q_i^S = p_i``: every client counts in expectation by its weight, whoever was sampled."""
+
+    def divide(self, weights: FloatArray, cohort: Participants) -> FloatArray:
+        return weights / cohort.probability
+
+    def ratio(self, weights: FloatArray, clients: Participants) -> None:
+        return None
+
+
+@final
+class SumOne(Normaliser):
+    """``q^S`` = the sum of w-tilde over S, so that the aggregation weights sum to one."""
+
+    def divide(self, weights: FloatArray, cohort: Participants) -> FloatArray:
+        return weights / float(weights.sum())
+
+    def ratio(self, weights: FloatArray, clients: Participants) -> RatioOfSums:
+        return RatioOfSums(u=weights)
+
+
+@final
+class EffectiveSteps(Normaliser):
+    """The original FedNova: ``a_i = (w_i / W_S) / tau_i * tau_eff``, where ``W_S`` is the sum of w
+    over S and ``tau_eff`` the w-weighted mean of the steps done in S.
+    """
+
+    def divide(self, weights: FloatArray, cohort: Participants) -> FloatArray:
+        walked = float(cohort.weight @ cohort.done)
+        return weights * (walked / float(cohort.weight.sum()) ** 2)
+
+    def ratio(self, weights: FloatArray, clients: Participants) -> RatioOfSums:
+        return RatioOfSums(u=clients.weight, v=clients.weight * clients.done, power=2)
+
+
+@final
+@dataclass(frozen=True)
+class Custom(Normaliser):
+    """The user's own q: a function of (w-tilde, cohort) that returns one number per client."""
+
+    q: Callable[[FloatArray, Participants], FloatArray]
+
+    def divide(self, weights: FloatArray, cohort: Participants) -> FloatArray:
+        return weights / self.q(weights, cohort)
+
+    def ratio(self, weights: FloatArray, clients: Participants) -> None:
+        return None
+
+
+@final
+@dataclass(frozen=True)
+class FedShuffleGen:
+    """The averaging rule (c, w-tilde, q); the paper's Algorithm "FedShuffleGen".
+
+    >>> fedshuffle = FedShuffleGen(own_steps, objective_weight, InclusionProbability())
+    >>> steps = np.array([1, 3])
+    >>> cohort = Participants(
+    ...     clients=np.array([0, 1]), weight=np.array([0.25, 0.75]),
+    ...     probability=np.array([0.5, 0.5]), planned=steps, done=steps, longest=3,
+    ... )
+    >>> fedshuffle.step_scale(cohort).tolist(), fedshuffle.aggregation_weights(cohort).tolist()
+    ([3.0, 1.0], [0.5, 1.5])
+    """
+
+    step_normalisation: ClientRule
+    weight: ClientRule
+    normaliser: Normaliser
+
+    def step_scale(self, clients: Participants) -> FloatArray:
+        """``gamma_i / eta = tau_max / c_i``."""
+        return _positive(clients.longest / self.step_normalisation(clients), "step normalisation c")
+
+    def aggregation_weights(self, cohort: Participants) -> FloatArray:
+        """``a_i = w-tilde_i / q_i^S`` for the clients of a cohort."""
+        return _positive(
+            self.normaliser.divide(self.weight(cohort), cohort), "aggregation weight w/q"
+        )
+
+
+def _positive(values: FloatArray, what: str) -> FloatArray:
+    # min() is NaN-propagating, so one comparison rejects NaN, zero and negative numbers.
+    if values.size and not (values.min() > 0 and values.max() < np.inf):
+        raise FedShuffleError(
+            f"the {what} of a client is {values.min():g}. Every rule must give positive numbers."
+        )
+    return values

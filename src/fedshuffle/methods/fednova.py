@@ -1,0 +1,57 @@
+"""FedNova: one step size for all, updates divided by the number of steps.
+
+    c = tau_max,  w-tilde = w / tau,  q^S = sum of w-tilde over S            (scaling "sum")
+                                      q^S = (sum_S w)^2 / sum_S w tau        (scaling "original")
+
+Under full participation the objective is the one you meant. Under sampling, the sum over the
+cohort brings a bias back unless ``w_i / tau_i`` is the same for all clients. The two scalings
+differ in how far a round moves: the original keeps the mean distance that clients walked, which is
+much further when steps are very uneven; the paper's experiments keep the sum of the weights at one.
+
+Reference: Wang et al., Tackling the Objective Inconsistency Problem in Heterogeneous Federated
+Optimization, 2020.
+"""
+
+from __future__ import annotations
+
+from fedshuffle.methods.averaging import (
+    EffectiveSteps,
+    FedShuffleGen,
+    SumOne,
+    steps_of_the_longest,
+    weight_per_step,
+)
+from fedshuffle.methods.method import Method
+
+SUM = FedShuffleGen(steps_of_the_longest, weight_per_step, SumOne())
+ORIGINAL = FedShuffleGen(steps_of_the_longest, weight_per_step, EffectiveSteps())
+_REFERENCE = "Wang et al. 2020"
+
+METHODS = (
+    Method(
+        "fednova",
+        "FedNova, weights summing to one, examples drawn with replacement",
+        SUM,
+        work={"order": "replacement"},
+        reference=_REFERENCE,
+    ),
+    Method(
+        "fednova-rr",
+        "FedNova, weights summing to one, reshuffled epochs",
+        SUM,
+        reference="Horvath et al. 2022",
+    ),
+    Method(
+        "fednova-original",
+        "FedNova in its authors' scaling, examples drawn with replacement",
+        ORIGINAL,
+        work={"order": "replacement"},
+        reference=_REFERENCE,
+    ),
+    Method(
+        "fednova-original-rr",
+        "FedNova in its authors' scaling, reshuffled epochs",
+        ORIGINAL,
+        reference=_REFERENCE,
+    ),
+)

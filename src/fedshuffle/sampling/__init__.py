@@ -1,0 +1,73 @@
+"""Samplings: who takes part in a round, each with its inclusion probabilities.
+
+A sampling is an object (:class:`Uniform`, :class:`Independent`, ...) or the text that names one,
+which :func:`parse` reads: ``full``, ``uniform:B``, ``importance:B``, ``independent:p1,p2,...``,
+``one``, ``ais:B``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from fedshuffle.errors import FedShuffleError, unknown
+from fedshuffle.federation import Federation
+from fedshuffle.sampling.approximate import ApproximateIndependent
+from fedshuffle.sampling.base import Cohorts, Sampling
+from fedshuffle.sampling.full import Full
+from fedshuffle.sampling.independent import Independent, importance, importance_probabilities
+from fedshuffle.sampling.one import One
+from fedshuffle.sampling.table import Table
+from fedshuffle.sampling.uniform import Uniform
+
+__all__ = [
+    "ApproximateIndependent",
+    "Cohorts",
+    "Full",
+    "Independent",
+    "One",
+    "Sampling",
+    "Table",
+    "Uniform",
+    "importance",
+    "importance_probabilities",
+    "parse",
+]
+
+
+def parse(text: str, federation: Federation) -> Sampling:
+    """The sampling that a text names, for this federation.
+
+    >>> parse("uniform:2", Federation.from_sizes([1, 2, 3]))
+    uniform:2
+    """
+    name, _, argument = text.strip().partition(":")
+    if name not in _MAKERS:
+        raise unknown("sampling", name, _MAKERS)
+    form, make = _MAKERS[name]
+    if bool(argument) != (":" in form):
+        raise FedShuffleError(f"sampling {text!r} is incomplete or has too much: write {form!r}.")
+    try:
+        sampling = make(argument, federation)
+    except FedShuffleError:
+        raise
+    except ValueError as error:
+        raise FedShuffleError(f"sampling {text!r} cannot be read: write {form!r}.") from error
+    if len(sampling) != len(federation):
+        raise FedShuffleError(
+            f"sampling {text!r} speaks of {len(sampling)} clients, but the federation has"
+            f" {len(federation)}."
+        )
+    return sampling
+
+
+_MAKERS: dict[str, tuple[str, Callable[[str, Federation], Sampling]]] = {
+    "full": ("full", lambda _, f: Full(len(f))),
+    "uniform": ("uniform:B", lambda b, f: Uniform(len(f), int(b))),
+    "importance": ("importance:B", lambda b, f: importance(f.sizes, int(b))),
+    "independent": ("independent:p1,p2,...", lambda p, _: Independent(p.split(","))),
+    "one": ("one", lambda _, f: One(f.sizes / f.sizes.sum())),
+    "ais": (
+        "ais:B",
+        lambda b, f: ApproximateIndependent(importance_probabilities(f.sizes, int(b))),
+    ),
+}

@@ -1,0 +1,120 @@
+"""What every sampling offers: who takes part in a round, and with which probabilities."""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from fedshuffle._arrays import FloatArray, IntArray
+from fedshuffle.errors import FedShuffleError
+
+PAIRS_LIMIT = 20_000
+"""Above this many clients a dense matrix of pair probabilities is refused (3 GB and more)."""
+
+
+@dataclass(frozen=True, eq=False)
+class Cohorts:
+    """Cohorts written out one after another, each with its probability.
+
+    Cohort ``k`` is ``members[starts[k]:starts[k + 1]]``; ``starts`` ends with ``len(members)``.
+    """
+
+    members: IntArray
+    starts: IntArray
+    probabilities: FloatArray
+
+    def __len__(self) -> int:
+        return len(self.probabilities)
+
+    def __iter__(self) -> Iterator[tuple[IntArray, float]]:
+        return (self[k] for k in range(len(self)))
+
+    def __getitem__(self, k: int) -> tuple[IntArray, float]:
+        return self.members[self.starts[k] : self.starts[k + 1]], float(self.probabilities[k])
+
+    @classmethod
+    def of(cls, cohorts: list[tuple[tuple[int, ...], float]]) -> Cohorts:
+        """From a list of (members, probability)."""
+        lengths = [len(members) for members, _ in cohorts]
+        flat = [i for members, _ in cohorts for i in members]
+        return cls(
+            np.array(flat, dtype=np.int64),
+            np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64),
+            np.array([probability for _, probability in cohorts], dtype=np.float64),
+        )
+
+
+class Sampling(abc.ABC):
+    """A random set S of clients.
+
+    ``p[i]`` is the inclusion probability P(i in S). The vector ``s`` is one that satisfies
+    ``P - p p^T <= Diag(p_1 s_1, ..., p_n s_n)`` with ``P`` the matrix of pair probabilities (the
+    paper's equation for arbitrary participation); it measures the variance that sampling adds.
+    """
+
+    p: FloatArray
+
+    def __len__(self) -> int:
+        return len(self.p)
+
+    @property
+    @abc.abstractmethod
+    def s(self) -> FloatArray:
+        """The variance vector of the paper."""
+
+    @abc.abstractmethod
+    def pair_probabilities(self) -> FloatArray:
+        """The matrix ``P[i, j] = P(i in S and j in S)``; its diagonal is ``p``."""
+
+    @abc.abstractmethod
+    def expected_sums(self, v: FloatArray) -> FloatArray:
+        """``E[1{i in S} * sum of v over S]`` for every client i, without the matrix."""
+
+    @abc.abstractmethod
+    def draw(self, seed: int, round: int) -> IntArray:
+        """The cohort of a round, sorted: a pure function of (seed, round)."""
+
+    @abc.abstractmethod
+    def cohorts(self, limit: int) -> Cohorts | None:
+        """Every possible cohort with its probability, or None where there are more than limit."""
+
+
+class AlikePairs(Sampling):
+    """A sampling whose pairs are all correlated alike: ``P[i, j] = rho p_i p_j`` for i != j.
+
+    Then ``P - p p^T = Diag(p - rho p^2) - (1 - rho) p p^T``, and as ``rho <= 1`` for all of these
+    samplings, ``s_i = 1 - rho p_i`` is valid.
+    """
+
+    rho: float
+
+    @property
+    def s(self) -> FloatArray:
+        return np.maximum(1.0 - self.rho * self.p, 0.0)
+
+    def pair_probabilities(self) -> FloatArray:
+        if len(self) > PAIRS_LIMIT:
+            raise FedShuffleError(
+                f"a matrix of pair probabilities for {len(self)} clients does not fit in memory."
+                " Use expected_sums, or p and s."
+            )
+        pairs = self.rho * np.outer(self.p, self.p)
+        np.fill_diagonal(pairs, self.p)
+        return pairs
+
+    def expected_sums(self, v: FloatArray) -> FloatArray:
+        own = self.p * v
+        others = float(own.sum()) - own
+        return own + self.rho * self.p * others
+
+
+def check_cohort_size(b: int, n: int, what: str) -> int:
+    """B as an int from 1 to n, or a clear error."""
+    if isinstance(b, bool) or int(b) != b or not 1 <= b <= n:
+        raise FedShuffleError(
+            f"{what}: cannot take {b} of {n} clients. Choose a whole number from 1 to {n}."
+        )
+    return int(b)
