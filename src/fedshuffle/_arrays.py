@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from typing import Any
 
 import numpy as np
@@ -19,7 +20,18 @@ def frozen(array: NDArray[Any]) -> NDArray[Any]:
     return array
 
 
-def counts(values: ArrayLike, what: str) -> IntArray:
+def count(value: Any, what: str) -> int:
+    """A whole number of at least one, or a clear error."""
+    try:
+        number = operator.index(value)
+    except TypeError:
+        number = 0
+    if number < 1 or isinstance(value, bool):
+        raise FedShuffleError(f"{what} is {value!r}, but must be a whole number of at least 1.")
+    return number
+
+
+def counts(values: ArrayLike, what: str, remedy: str = "") -> IntArray:
     """A vector of whole numbers of at least one, or an error that names the first bad entry."""
     array = np.asarray(values)
     if array.ndim != 1 or array.size == 0:
@@ -34,8 +46,8 @@ def counts(values: ArrayLike, what: str) -> IntArray:
     if bad.size:
         i = int(bad[0])
         raise FedShuffleError(
-            f"{what}: entry {i} is {array[i]}, but every entry must be a whole number of at least"
-            f" 1. Leave out clients without examples."
+            f"{what}: client {i} has {array[i]:g}, but every client must have a whole number of at"
+            f" least 1.{remedy}"
         )
     return whole
 

@@ -48,7 +48,7 @@ class Federation:
     @classmethod
     def from_sizes(cls, sizes: ArrayLike, weights: ArrayLike | None = None) -> Federation:
         """Clients known only by how many examples they hold: enough for an audit."""
-        return cls._build((), counts(sizes, "sizes"), weights, None)
+        return cls._build((), _checked(sizes), weights, None)
 
     @classmethod
     def from_arrays(
@@ -71,7 +71,7 @@ class Federation:
         packed = [field if hasattr(field, "shape") else np.asarray(field) for field in fields]
         rows = _common_length(packed)
         if client_ids is None:
-            return cls._build(packed, counts(sizes, "sizes"), weights, None)  # type: ignore[arg-type]
+            return cls._build(packed, _checked(sizes), weights, None)
         owners = np.asarray(client_ids)
         if owners.shape != (rows,):
             raise FedShuffleError(
@@ -90,13 +90,13 @@ class Federation:
         from torch.utils.data import default_collate
 
         sizes = [len(dataset) for dataset in datasets]  # type: ignore[arg-type]
-        sizes_checked = counts(sizes, "sizes of the datasets")
+        checked = _checked(sizes)
         examples = [
             dataset[j] for dataset, m in zip(datasets, sizes, strict=True) for j in range(m)
         ]
         collated = default_collate(examples)
         fields = (collated,) if isinstance(collated, torch.Tensor) else tuple(collated)
-        return cls._build(list(fields), sizes_checked, weights, None)
+        return cls._build(list(fields), checked, weights, None)
 
     @classmethod
     def _build(
@@ -164,6 +164,10 @@ class Federation:
                 " Use Federation.from_arrays or Federation.from_datasets."
             )
         return tuple(torch.as_tensor(field) for field in self.fields)
+
+
+def _checked(sizes: Any) -> IntArray:
+    return counts(sizes, "sizes", " Leave out clients without examples.")
 
 
 def _common_length(fields: Sequence[Any]) -> int:

@@ -10,7 +10,7 @@ from typing import Literal, NamedTuple, final, get_args
 
 import numpy as np
 
-from fedshuffle._arrays import FloatArray, IntArray, counts
+from fedshuffle._arrays import FloatArray, IntArray, count, counts
 from fedshuffle.errors import FedShuffleError, unknown
 from fedshuffle.randomness import Purpose, generator
 
@@ -27,7 +27,7 @@ class EpochRange:
     high: int
 
     def __post_init__(self) -> None:
-        counts([self.low, self.high], "the range of epochs")
+        count(self.low, "the fewest epochs")
         if self.low > self.high:
             raise FedShuffleError(f"the range of epochs {self.low}..{self.high} is empty.")
 
@@ -51,6 +51,9 @@ class MissLast(Interruption):
     steps: int = 1
     random = False
 
+    def __post_init__(self) -> None:
+        count(self.steps, "the number of missed steps")
+
     def done(self, planned: IntArray, clients: IntArray, seed: int, round: int) -> IntArray:
         return np.maximum(planned - self.steps, 1)
 
@@ -64,7 +67,7 @@ class AtMost(Interruption):
     random = False
 
     def __post_init__(self) -> None:
-        counts([self.steps], "the most steps a client can do")
+        count(self.steps, "the most steps a client can do")
 
     def done(self, planned: IntArray, clients: IntArray, seed: int, round: int) -> IntArray:
         return np.minimum(planned, self.steps)
@@ -121,16 +124,18 @@ class LocalWork:
     interruption: Interruption | None = None
 
     def __post_init__(self) -> None:
-        counts([self.batch_size], "batch size")
+        count(self.batch_size, "batch size")
         if self.order not in ORDERS:
             raise unknown("order", self.order, ORDERS)
         if isinstance(self.steps, str):
             if self.steps not in ("min", "mean"):
                 raise unknown("number of steps", self.steps, ("min", "mean"))
         elif self.steps is not None:
-            counts([self.steps], "steps")
-        if not isinstance(self.epochs, EpochRange):
-            counts(np.atleast_1d(np.asarray(self.epochs)), "epochs")
+            count(self.steps, "the number of steps")
+        if isinstance(self.epochs, int):
+            count(self.epochs, "the number of epochs")
+        elif not isinstance(self.epochs, EpochRange):
+            counts(self.epochs, "epochs")
 
     def on(self, sizes: IntArray) -> Workload:
         """The work for clients of these sizes."""

@@ -7,10 +7,12 @@ from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, final
 
+import torch
 from rich.progress import track
 from torch import Tensor, nn
 
 from fedshuffle import engines, methods, schedules
+from fedshuffle._arrays import count
 from fedshuffle.engines import Engine, Loss, Problem
 from fedshuffle.errors import FedShuffleError
 from fedshuffle.federation import Federation
@@ -156,7 +158,8 @@ def train(
     """Train a model over a federation. The model given is left as it is.
 
     ``step_size`` is that of the client with the most local steps; methods scale it for the others.
-    ``evaluate`` is called with the model after every ``evaluate_every`` rounds and after the last.
+    ``evaluate`` is called with the model, in evaluation mode and without gradients, after every
+    ``evaluate_every`` rounds and after the last.
 
         >>> import torch
         >>> from fedshuffle import Federation, losses
@@ -167,6 +170,8 @@ def train(
         >>> bool((result.model.weight.flatten() - 1 / 6).abs().max() < 0.05)
         True
     """
+    count(rounds, "rounds")
+    count(evaluate_every, "evaluate_every")
     problem = Problem(copy.deepcopy(model), loss, federation)
     runner = engines.make(engine, problem)
     run = Run(federation, method, sampling, work, step_size, server_step_size, seed)
@@ -177,5 +182,16 @@ def train(
         states = track(states, description=run.method.name, total=rounds)  # type: ignore[assignment]
     for (state,) in states:
         if evaluate and (state.round % evaluate_every == 0 or state.round == rounds):
-            history.append({"round": state.round, **evaluate(problem.load(state.x))})
+            history.append({"round": state.round, **_evaluated(evaluate, problem.load(state.x))})
     return Result(problem.load(state.x), history)
+
+
+def _evaluated(
+    evaluate: Callable[[nn.Module], Mapping[str, float]], model: nn.Module
+) -> Mapping[str, float]:
+    training = model.training
+    model.eval()
+    with torch.no_grad():
+        record = evaluate(model)
+    model.train(training)
+    return record

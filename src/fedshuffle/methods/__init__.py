@@ -1,7 +1,7 @@
 """Methods by name. Each file of this folder that ends in a table ``METHODS`` is one family.
 
 >>> get("fedshuffle").summary
-'scaled step sizes, reshuffled epochs, weights w/p'
+'scaled step sizes, reshuffled epochs, w/p'
 """
 
 from __future__ import annotations

@@ -33,20 +33,20 @@ METHODS = (
     ),
     Method(
         "fedavg-rr",
-        "FedAvg with local epochs in reshuffled order, as practised",
+        "FedAvg with reshuffled epochs, as practised",
         RULE,
         reference=_REFERENCE,
     ),
     Method(
         "fedavg-min",
-        "FedAvg, every client the fewest steps of the cohort, with replacement",
+        "FedAvg, the cohort's fewest steps for all, with replacement",
         RULE,
         work={"order": "replacement", "steps": "min"},
         reference="Horvath et al. 2022",
     ),
     Method(
         "fedavg-mean",
-        "FedAvg, every client the mean steps of the cohort, with replacement",
+        "FedAvg, the cohort's mean steps for all, with replacement",
         RULE,
         work={"order": "replacement", "steps": "mean"},
         reference="Horvath et al. 2022",

@@ -30,27 +30,27 @@ _REFERENCE = "Wang et al. 2020"
 METHODS = (
     Method(
         "fednova",
-        "FedNova, weights summing to one, examples drawn with replacement",
+        "FedNova, sum of weights kept, with replacement",
         SUM,
         work={"order": "replacement"},
         reference=_REFERENCE,
     ),
     Method(
         "fednova-rr",
-        "FedNova, weights summing to one, reshuffled epochs",
+        "FedNova, sum of weights kept, reshuffled epochs",
         SUM,
         reference="Horvath et al. 2022",
     ),
     Method(
         "fednova-original",
-        "FedNova in its authors' scaling, examples drawn with replacement",
+        "FedNova, its authors' scaling, with replacement",
         ORIGINAL,
         work={"order": "replacement"},
         reference=_REFERENCE,
     ),
     Method(
         "fednova-original-rr",
-        "FedNova in its authors' scaling, reshuffled epochs",
+        "FedNova, its authors' scaling, reshuffled epochs",
         ORIGINAL,
         reference=_REFERENCE,
     ),

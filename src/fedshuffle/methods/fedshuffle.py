@@ -36,32 +36,32 @@ _REFERENCE = "Horvath et al. 2022"
 METHODS = (
     Method(
         "fedshuffle",
-        "scaled step sizes, reshuffled epochs, weights w/p",
+        "scaled step sizes, reshuffled epochs, w/p",
         RULE,
         reference=_REFERENCE,
     ),
     Method(
         "fedshuffle-so",
-        "FedShuffle with weights that sum to one over the cohort (biased)",
+        "FedShuffle with weights summing to one (biased)",
         SUM_ONE,
         reference=_REFERENCE,
     ),
     Method(
         "fedshuffle-gen",
-        "FedShuffle that repairs unfinished work by the aggregation weight",
+        "FedShuffle that repairs unfinished work",
         HYBRID,
         reference=_REFERENCE,
     ),
     Method(
         "fedshuffle-mvr",
-        "FedShuffle with exact momentum variance reduction (a = 0.1)",
+        "FedShuffle with exact MVR momentum, a = 0.1",
         RULE,
         direction=MVR(0.1),
         reference=_REFERENCE,
     ),
     Method(
         "fedrr",
-        "FedShuffle for full participation and equal sizes, also called LocalRR",
+        "FedShuffle for balanced clients; LocalRR",
         RULE,
         balanced_only=True,
         reference="Mishchenko et al. 2021; Yun et al. 2021",

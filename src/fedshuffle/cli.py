@@ -1,0 +1,171 @@
+"""The command line. Each command parses its words, calls the library, and prints."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import numpy as np
+import typer
+from rich.console import Console
+
+from fedshuffle import __version__, methods
+from fedshuffle._arrays import FloatArray, IntArray
+from fedshuffle.auditing import audit as run_audit
+from fedshuffle.errors import FedShuffleError, unknown
+from fedshuffle.federation import Federation
+from fedshuffle.local_work import EpochRange, LocalWork
+
+app = typer.Typer(
+    help="Federated learning that optimises the objective you meant.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+console = Console()
+
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON for a program.")]
+Out = Annotated[Path, typer.Option(help="Folder for the results; made if it does not exist.")]
+
+
+def main() -> None:
+    """Run the command; what the user can put right is said in one line, without a traceback."""
+    try:
+        app()
+    except FedShuffleError as error:
+        Console(stderr=True).print(f"[bold red]error:[/] {error}", highlight=False, soft_wrap=True)
+        sys.exit(2)
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        print(__version__)
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    pass
+
+
+@app.command()
+def audit(
+    sizes: Annotated[str, typer.Option(help="Examples per client: 1,2,3 or @file, one a line.")],
+    method: Annotated[str, typer.Option(help="See 'fedshuffle methods'.")] = "fedavg-rr",
+    sampling: Annotated[
+        str,
+        typer.Option(help="full, uniform:B, importance:B, independent:p1,p2,..., one, ais:B."),
+    ] = "full",
+    epochs: Annotated[
+        str, typer.Option(help="2 for all, 1,2,3 per client, or 2..5 at random.")
+    ] = "1",
+    batch_size: Annotated[int, typer.Option(help="Examples per local step.")] = 1,
+    weights: Annotated[
+        str | None, typer.Option(help="Objective weights as for --sizes; by size if not given.")
+    ] = None,
+    momentum: Annotated[
+        str | None, typer.Option(help="none, mvr:A (exact) or global:A (cheap); 0.9 is A = 0.1.")
+    ] = None,
+    seed: Annotated[int, typer.Option(help="For audits that have to sample.")] = 0,
+    draws: Annotated[int, typer.Option(help="For audits that have to sample.")] = 32_000,
+    as_json: AsJson = False,
+) -> None:
+    """Say which objective a method really minimises on a federation."""
+    federation = Federation.from_sizes(
+        _numbers(sizes, "--sizes"), None if weights is None else _numbers(weights, "--weights")
+    )
+    chosen = methods.get(method)
+    if momentum is not None:
+        chosen = chosen.with_momentum(methods.parse_momentum(momentum))
+    work = LocalWork(epochs=_epochs(epochs), batch_size=batch_size)
+    result = run_audit(federation, chosen, sampling, work, seed=seed, draws=draws)
+    if as_json:
+        print(json.dumps(result.to_dict()))
+        return
+    from fedshuffle.report.audit import print_audit
+
+    print_audit(console, result, federation)
+
+
+@app.command(name="methods")
+def list_methods(as_json: AsJson = False) -> None:
+    """List the methods, and when each minimises the objective you meant."""
+    from fedshuffle.report.methods import describe, print_methods
+
+    if as_json:
+        print(json.dumps([describe(method) for method in methods.available()]))
+    else:
+        print_methods(console)
+
+
+@app.command()
+def reproduce(
+    experiment: Annotated[str, typer.Argument(help="quadratic: the paper's toy figures.")],
+    out: Out,
+    rounds: Annotated[int, typer.Option(help="Rounds of training.")] = 1000,
+) -> None:
+    """Run an experiment of the paper and say which of its claims were seen."""
+    if experiment != "quadratic":
+        raise unknown("experiment", experiment, ["quadratic"])
+    from fedshuffle.experiments.quadratic import reproduce as reproduce_quadratic
+
+    reproduce_quadratic(out, rounds)
+
+
+@app.command()
+def demo(
+    out: Out = Path("fedshuffle-demo"),
+    seed: Annotated[int, typer.Option(help="Seed of the split and of the training.")] = 0,
+) -> None:
+    """Audit and train three methods on real data, and write a one-page report."""
+    from fedshuffle.experiments.demo import demo as run_demo
+    from fedshuffle.report.demo import print_summary
+
+    print_summary(console, run_demo(out, seed=seed))
+
+
+def _numbers(text: str, option: str) -> FloatArray | IntArray:
+    """Numbers from ``1,2,3`` or from ``@file`` with one a line."""
+    if text.startswith("@"):
+        path = Path(text[1:])
+        try:
+            lines = path.read_text(encoding="utf-8").split("\n")
+        except (OSError, UnicodeDecodeError) as error:
+            raise FedShuffleError(f"{option}: cannot read {str(path)!r}: {error}.") from error
+        words = [(f"line {k}", line.strip()) for k, line in enumerate(lines, 1) if line.strip()]
+    else:
+        words = [(f"entry {k}", word.strip()) for k, word in enumerate(text.split(","), 1)]
+    numbers = []
+    for where, word in words:
+        try:
+            numbers.append(float(word))
+        except ValueError:
+            raise FedShuffleError(
+                f"{option}: {where} is {word!r}, which is not a number."
+            ) from None
+    return np.array(numbers)
+
+
+def _epochs(text: str) -> int | list[int] | EpochRange:
+    try:
+        if ".." in text:
+            low, high = text.split("..")
+            return EpochRange(int(low), int(high))
+        epochs = [int(word) for word in text.split(",")]
+    except FedShuffleError:
+        raise
+    except ValueError:
+        raise FedShuffleError(
+            f"--epochs: cannot read {text!r}. Write 2 for all, 1,2,3 per client, or 2..5."
+        ) from None
+    return epochs[0] if len(epochs) == 1 else epochs
+
+
+if __name__ == "__main__":
+    main()

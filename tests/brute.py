@@ -1,0 +1,71 @@
+"""Definitions written out the long way, to hold the library against."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fedshuffle.sampling import Sampling
+
+Floats = NDArray[np.float64]
+
+
+def cohorts(sampling: Sampling) -> list[tuple[tuple[int, ...], float]]:
+    """Every cohort with its probability, as the sampling itself lists them."""
+    listed = sampling.cohorts(1 << 20)
+    assert listed is not None
+    return [(tuple(members.tolist()), probability) for members, probability in listed]
+
+
+def independent(p: Floats) -> list[tuple[tuple[int, ...], float]]:
+    """Every cohort of independent sampling, from the definition."""
+    rows = []
+    for picks in itertools.product([0, 1], repeat=len(p)):
+        chance = np.prod([q if pick else 1 - q for pick, q in zip(picks, p, strict=True)])
+        rows.append((tuple(i for i, pick in enumerate(picks) if pick), float(chance)))
+    return rows
+
+
+def uniform(n: int, b: int) -> list[tuple[tuple[int, ...], float]]:
+    """Every cohort of b of n clients, from the definition."""
+    subsets = list(itertools.combinations(range(n), b))
+    return [(subset, 1 / len(subsets)) for subset in subsets]
+
+
+def approximate(p: Floats, k: int) -> list[tuple[tuple[int, ...], float]]:
+    """Every cohort of approximate independent sampling, from the definition (with repeats)."""
+    n = len(p)
+    rows = []
+    for invited, chance in uniform(n, k):
+        for picks in itertools.product([0, 1], repeat=k):
+            keep = [n * p[i] / k for i in invited]
+            kept = np.prod([q if pick else 1 - q for pick, q in zip(picks, keep, strict=True)])
+            cohort = tuple(i for i, pick in zip(invited, picks, strict=True) if pick)
+            rows.append((cohort, chance * float(kept)))
+    return rows
+
+
+def expected_ratio(
+    rows: list[tuple[tuple[int, ...], float]],
+    u: Floats,
+    c: Floats,
+    v: Floats | None,
+    power: int,
+    chances: Floats,
+) -> Floats:
+    """``E[1{i in S} c_i (sum_S v) / (sum_S u)^power]`` over cohorts and alternatives."""
+    total = np.zeros(len(u))
+    for cohort, probability in rows:
+        members = np.array(cohort, dtype=int)
+        if not len(members):
+            continue
+        for picks in itertools.product(range(len(chances)), repeat=len(members)):
+            pick = np.array(picks)
+            share = probability * float(np.prod(chances[pick]))
+            numerator = 1.0 if v is None else float(v[members, pick].sum())
+            denominator = float(u[members, pick].sum())
+            if np.isfinite(denominator):
+                total[members] += share * c[members, pick] * numerator / denominator**power
+    return total

@@ -1,0 +1,82 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from fedshuffle import MVR, FedShuffleError, GlobalMomentum, Method, methods
+from fedshuffle.methods import Participants, Plain, parse_momentum
+
+
+def test_the_methods_of_the_paper_are_there() -> None:
+    names = {method.name for method in methods.available()}
+    assert {
+        "fedavg",
+        "fedavg-rr",
+        "fedavg-min",
+        "fedavg-mean",
+        "fednova",
+        "fednova-rr",
+        "fedshuffle",
+        "fedshuffle-so",
+        "fedshuffle-gen",
+        "fedshuffle-mvr",
+        "fedrr",
+        "nastya",
+    } <= names
+    assert methods.get("fedshuffle-mvr").momentum == "mvr:0.1"
+
+
+def cohort(n: int = 3, seed: int = 0) -> Participants:
+    rng = np.random.default_rng(seed)
+    planned = rng.integers(2, 9, size=n)
+    return Participants(
+        clients=np.arange(n),
+        weight=rng.dirichlet(np.ones(n + 2))[:n],
+        probability=rng.uniform(0.2, 1, n),
+        planned=planned,
+        done=np.maximum(1, planned - rng.integers(0, 3, size=n)),
+        longest=12,
+    )
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_sum_one_weights_sum_to_one(seed: int) -> None:
+    for name in ("fedavg", "fednova", "fedshuffle-so"):
+        weights = methods.get(name).averaging.aggregation_weights(cohort(seed=seed))
+        assert weights.sum() == pytest.approx(1, rel=1e-12)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_original_fednova_walks_the_mean_distance(seed: int) -> None:
+    """sum_i a_i tau_i = tau_eff, the weighted mean of the steps."""
+    clients = cohort(seed=seed)
+    weights = methods.get("fednova-original").averaging.aggregation_weights(clients)
+    share = clients.weight / clients.weight.sum()
+    assert (weights * clients.done).sum() == pytest.approx(share @ clients.done, rel=1e-12)
+
+
+def test_fedshuffle_clients_all_walk_equally_far() -> None:
+    clients = cohort()
+    scale = methods.get("fedshuffle").averaging.step_scale(clients)
+    np.testing.assert_allclose(scale * clients.planned, clients.longest)
+
+
+def test_names_are_taken_once() -> None:
+    method = Method("fedavg", "again", methods.get("fedavg").averaging)
+    with pytest.raises(FedShuffleError, match="exists already"):
+        methods.register(method)
+
+
+def test_momentum_from_text() -> None:
+    assert parse_momentum("mvr:0.3") == MVR(0.3)
+    assert parse_momentum("global") == GlobalMomentum(0.1)
+    assert parse_momentum("none") == Plain()
+    for text, message in [
+        ("mrv:0.1", "Did you mean 'mvr'"),
+        ("mvr:x", "write 'mvr:0.1'"),
+        ("mvr:0", "outside"),
+        ("global:1.5", "outside"),
+        ("none:1", "unknown momentum"),
+    ]:
+        with pytest.raises(FedShuffleError, match=message):
+            parse_momentum(text)
