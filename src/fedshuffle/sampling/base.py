@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import abc
+import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -31,6 +32,15 @@ class Cohorts:
 
     def __iter__(self) -> Iterator[tuple[IntArray, float]]:
         return (self[k] for k in range(len(self)))
+
+    def at(self, ticket: float) -> IntArray:
+        """The cohort that a uniform number from [0, 1) picks."""
+        k = int(np.searchsorted(self._cumulative, ticket * self._cumulative[-1], side="right"))
+        return self[min(k, len(self) - 1)][0]
+
+    @functools.cached_property
+    def _cumulative(self) -> FloatArray:
+        return np.cumsum(self.probabilities)
 
     def __getitem__(self, k: int) -> tuple[IntArray, float]:
         return self.members[self.starts[k] : self.starts[k + 1]], float(self.probabilities[k])

@@ -31,15 +31,13 @@ class One(AlikePairs):
                 f"sampling one client: the probabilities sum to {p.sum():g}. Divide them by that."
             )
         self.p = frozen(p / p.sum())
-        self._cumulative = np.cumsum(self.p)
+        self._cohorts = Cohorts(np.arange(len(p)), np.arange(len(p) + 1), self.p)
 
     def __repr__(self) -> str:
         return "one"
 
     def draw(self, seed: int, round: int) -> IntArray:
-        ticket = generator(seed, Purpose.COHORT, round=round).random() * self._cumulative[-1]
-        return np.array([np.searchsorted(self._cumulative, ticket, side="right")])
+        return self._cohorts.at(generator(seed, Purpose.COHORT, round=round).random())
 
     def cohorts(self, limit: int) -> Cohorts:
-        n = len(self)
-        return Cohorts(np.arange(n), np.arange(n + 1), self.p)
+        return self._cohorts

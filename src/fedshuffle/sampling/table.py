@@ -59,10 +59,7 @@ class Table(Sampling):
         return sums
 
     def draw(self, seed: int, round: int) -> IntArray:
-        cumulative = np.cumsum(self._cohorts.probabilities)
-        ticket = generator(seed, Purpose.COHORT, round=round).random() * cumulative[-1]
-        members, _ = self._cohorts[int(np.searchsorted(cumulative, ticket, side="right"))]
-        return members
+        return self._cohorts.at(generator(seed, Purpose.COHORT, round=round).random())
 
     def cohorts(self, limit: int) -> Cohorts:
         return self._cohorts
