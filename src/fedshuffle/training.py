@@ -103,21 +103,23 @@ def play(engine: Engine, runs: Sequence[Run], states: Sequence[State]) -> list[S
     """One round of every run, in lockstep: requests of the same kind go to the engine together."""
     rounds = [run.round(state) for run, state in zip(runs, states, strict=True)]
     after: list[State | None] = [None] * len(runs)
+    waiting: dict[int, Request] = {}
     answers: dict[int, Tensor | None] = dict.fromkeys(range(len(runs)))
     while answers:
-        asked: dict[int, Request] = {}
         for k, answer in answers.items():
             try:
-                asked[k] = rounds[k].send(answer)
+                waiting[k] = rounds[k].send(answer)
             except StopIteration as stop:
                 after[k] = stop.value
-        probes = {k: request for k, request in asked.items() if isinstance(request, Probe)}
-        walks = {k: request for k, request in asked.items() if isinstance(request, Walk)}
+        probes = {k: request for k, request in waiting.items() if isinstance(request, Probe)}
+        walks = {k: request for k, request in waiting.items() if isinstance(request, Walk)}
         answers = {}
-        if probes:
+        if probes:  # walks wait until nobody probes any more, so that all runs walk together
             answers.update(zip(probes, engine.probe(list(probes.values())), strict=True))
-        if walks:
+        elif walks:
             answers.update(zip(walks, engine.walk(list(walks.values())), strict=True))
+        for k in answers:
+            del waiting[k]
     return [state for state in after if state is not None]
 
 

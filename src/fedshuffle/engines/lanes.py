@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from typing import Any, final
+from typing import final
 
 import numpy as np
 import torch
@@ -36,20 +36,21 @@ class LanesEngine:
         shapes = [p.shape for p in problem.parameters.values()]
         lengths = [p.numel() for p in problem.parameters.values()]
 
-        def losses(models: Tensor, *batch: Tensor) -> Tensor:
-            parts = torch.split(models, lengths, dim=1)
+        def loss(model: Tensor, *batch: Tensor) -> Tensor:
+            parts = torch.split(model, lengths)
             parameters = {
-                name: part.reshape(-1, *shape)
+                name: part.reshape(shape)
                 for name, part, shape in zip(names, parts, shapes, strict=True)
             }
-            call: Callable[..., Any] = vmap(lambda p, *b: functional_call(objective, p, b))
-            values: Tensor = call(parameters, *batch)
-            return values
+            value: Tensor = functional_call(objective, parameters, batch)
+            return value
 
-        self._losses = losses
+        self._losses: Callable[..., Tensor] = vmap(loss)
 
     def walk(self, walks: Sequence[Walk]) -> list[Tensor]:
-        sums = [walk.start.new_zeros(walk.sums, len(walk.start)) for walk in walks]
+        # All sums of all walks are the rows of one table.
+        first = np.cumsum([0, *(walk.sums for walk in walks)])
+        sums = walks[0].start.new_zeros(int(first[-1]), len(walks[0].start))
         lanes = [(k, order) for k, walk in enumerate(walks) for order in walk.orders]
         lanes.sort(key=lambda lane: -lane[1].minibatches.steps)  # alike lengths side by side
         for begin in range(0, len(lanes), self.width):
@@ -60,13 +61,11 @@ class LanesEngine:
             finite = torch.isfinite(updates).all(dim=1)
             if not finite.all():
                 raise not_finite(self.problem, orders[int((~finite).nonzero()[0])])
-            members: dict[int, list[int]] = defaultdict(list)
-            for lane, (k, _) in enumerate(group):
-                members[k].append(lane)
-            for k, own in members.items():
-                weights = updates.new_tensor([orders[lane].weights for lane in own])
-                sums[k] += weights.T @ updates[own]
-        return sums
+            weights = np.zeros((len(sums), len(group)))
+            for lane, (k, order) in enumerate(group):
+                weights[first[k] : first[k + 1], lane] = order.weights
+            sums += updates.new_tensor(weights) @ updates
+        return list(torch.split(sums, [walk.sums for walk in walks]))
 
     def _local(self, x: Tensor, orders: Sequence[Order]) -> Tensor:
         """The models of a group of clients after their local steps, one row each."""
@@ -78,20 +77,21 @@ class LanesEngine:
         zero = torch.zeros_like(x[0])
         v = torch.stack([zero if steering.v is None else steering.v for steering in steerings])
 
-        streams = [
-            [self.problem.rows(order.minibatches.client, p) for p in order.minibatches]
-            for order in orders
-        ]
+        # Runs in lockstep often walk the same minibatches: draw them once.
+        drawn = {
+            stream: [self.problem.rows(stream.client, positions) for positions in stream]
+            for stream in {order.minibatches for order in orders}
+        }
+        streams = [drawn[order.minibatches] for order in orders]
         y = x.clone()
         for k in range(max(len(stream) for stream in streams)):
-            for lanes, batch in self._groups(streams, k, steerings):
-                gradient = self._gradient(y[lanes], batch)
-                anchored = bool(steerings[int(lanes[0])].beta)
+            for lanes, anchored, rows in self._groups(streams, k, steerings):
+                gradient, anchor = self._gradients(y[lanes], x[lanes], rows, anchored)
                 y[lanes] = kernel.step(
                     y[lanes],
                     x[lanes],
                     gradient,
-                    self._gradient(x[lanes], batch) if anchored else None,
+                    anchor,
                     gamma[lanes],
                     alpha[lanes],
                     beta[lanes],
@@ -100,33 +100,50 @@ class LanesEngine:
                 )
         return y
 
+    def _gradients(
+        self, y: Tensor, x: Tensor, rows: IntArray, anchored: list[int]
+    ) -> tuple[Tensor, Tensor | None]:
+        """The gradients at y and, for the lanes that the kernel anchors there, at x: one pass."""
+        if not anchored:
+            return self._gradient(y, self.problem.batch(rows)), None
+        batch = self.problem.batch(np.concatenate([rows, rows[anchored]]))
+        both = self._gradient(torch.cat([y, x[anchored]]), batch)
+        at_y, at_x = both[: len(y)], both[len(y) :]
+        anchor = torch.zeros_like(at_y)
+        anchor[anchored] = at_x
+        return at_y, anchor
+
     def _groups(
         self, streams: Sequence[Sequence[IntArray]], k: int, steerings: Sequence[kernel.Steering]
-    ) -> list[tuple[Tensor, tuple[Tensor, ...]]]:
-        """Lanes that still walk at step k, grouped by minibatch length and kind of step."""
-        groups: dict[tuple[int, bool], list[int]] = defaultdict(list)
+    ) -> list[tuple[Tensor, list[int], IntArray]]:
+        """Lanes that still walk at step k, grouped by minibatch length; which of them need the
+        gradient at x; and the rows of their minibatches.
+        """
+        groups: dict[int, list[int]] = defaultdict(list)
         for lane, stream in enumerate(streams):
             if k < len(stream):
-                groups[len(stream[k]), bool(steerings[lane].beta)].append(lane)
+                groups[len(stream[k])].append(lane)
         return [
             (
                 torch.tensor(lanes),
-                self.problem.batch(np.stack([streams[lane][k] for lane in lanes])),
+                [place for place, lane in enumerate(lanes) if steerings[lane].beta],
+                np.stack([streams[lane][k] for lane in lanes]),
             )
             for lanes in groups.values()
         ]
 
     def probe(self, probes: Sequence[Probe]) -> list[Tensor]:
         offsets = self.problem.federation.offsets
-        answers = [torch.zeros_like(torch.stack(list(probe.points))) for probe in probes]
-        pieces: dict[int, list[tuple[Tensor, Tensor, float, IntArray]]] = defaultdict(list)
-        for probe, answer in zip(probes, answers, strict=True):
+        starts = np.cumsum([0, *(len(probe.points) for probe in probes[:-1])]).tolist()
+        answers = torch.zeros_like(torch.stack([x for probe in probes for x in probe.points]))
+        pieces: dict[int, list[tuple[Tensor, int, float, IntArray]]] = defaultdict(list)
+        for start, probe in zip(starts, probes, strict=True):
             for client, weight in zip(probe.clients.tolist(), probe.weights.tolist(), strict=True):
                 rows = np.arange(offsets[client], offsets[client + 1])
                 for begin in range(0, len(rows), PROBE_ROWS):
                     piece = rows[begin : begin + PROBE_ROWS]
                     share = weight * len(piece) / len(rows)
-                    for point, target in zip(probe.points, answer, strict=True):
+                    for target, point in enumerate(probe.points, start):
                         pieces[len(piece)].append((point, target, share, piece))
         for group in pieces.values():
             for begin in range(0, len(group), self.width):
@@ -134,12 +151,11 @@ class LanesEngine:
                     *group[begin : begin + self.width], strict=True
                 )
                 gradients = self._gradient(torch.stack(points), self.problem.batch(np.stack(rows_)))
-                weighted = _column(gradients, shares) * gradients
-                for target, row in zip(targets, weighted, strict=True):
-                    target += row
+                answers.index_add_(0, torch.tensor(targets), _column(gradients, shares) * gradients)
+        parts = torch.split(answers, [len(probe.points) for probe in probes])
         return [
-            check_probe(self.problem, probe, answer)
-            for probe, answer in zip(probes, answers, strict=True)
+            check_probe(self.problem, probe, part)
+            for probe, part in zip(probes, parts, strict=True)
         ]
 
     def _gradient(self, models: Tensor, batch: tuple[Tensor, ...]) -> Tensor:

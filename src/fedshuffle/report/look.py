@@ -15,6 +15,8 @@ _LABELS = {
     "fednova-original-rr": "FedNovaRR (original)",
     "fedshuffle": "FedShuffle",
     "fedshuffle-so": "FedShuffle w/ SO",
+    "fedshuffle-uniform": "FedShuffle, uniform",
+    "fedshuffle-importance": "FedShuffle w/ IS",
     "fedshuffle-gen": "FedShuffleGen",
     "fedshuffle-mvr": "FedShuffleMVR",
     "fedrr": "FedRR",
@@ -31,6 +33,8 @@ _COLOURS = {
     "fednova-rr": "#0072B2",
     "fedshuffle": "#009E73",
     "fedshuffle-so": "#D55E00",
+    "fedshuffle-uniform": "#0072B2",
+    "fedshuffle-importance": "#009E73",
     "fedshuffle-gen": "#CC79A7",
 }
 
