@@ -10,7 +10,8 @@ from torch.nn.utils import parameters_to_vector
 from fedshuffle import Federation, FedShuffleError, LocalWork, Method, methods, schedules, train
 from fedshuffle.engines import LanesEngine, LoopEngine
 from fedshuffle.sampling import Independent, Table, Uniform
-from fedshuffle.training import Run, State, play, simulate
+from fedshuffle.state import State
+from fedshuffle.training import Run, play, simulate
 from tests.problems import Point, copies, half_squared_distance, quadratic, targets
 
 FEDERATION = Federation.from_arrays(targets(12, 2), sizes=[1, 2, 3, 6])
@@ -121,8 +122,10 @@ def test_evaluation_is_called_when_asked() -> None:
         evaluate=lambda model: {"norm": float(parameters_to_vector(model.parameters()).norm())},
         evaluate_every=3,
     )
-    assert [record["round"] for record in result.history] == [3, 6, 7]
-    assert all(record["norm"] > 0 for record in result.history)
+    assert [record["round"] for record in result.history] == list(range(1, 8))
+    assert [record["round"] for record in result.history if "norm" in record] == [3, 6, 7]
+    assert all(record["clients"] == 4 and record["steps"] == 12 for record in result.history)
+    assert all(record["bytes_up"] == 4 * 2 * 8 for record in result.history)
 
 
 @pytest.mark.parametrize(

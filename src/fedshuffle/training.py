@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import copy
+import hashlib
+import time
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, final
 
 import torch
+from rich.console import Console
 from rich.progress import track
 from torch import Tensor, nn
 
@@ -19,21 +23,12 @@ from fedshuffle.federation import Federation
 from fedshuffle.kernel import Probe, Request, Walk
 from fedshuffle.local_work import LocalWork, Workload
 from fedshuffle.methods import Method, Participants
-from fedshuffle.methods.directions import Memory
 from fedshuffle.randomness import check_seed
+from fedshuffle.runs import RunFolder
 from fedshuffle.sampling import Sampling
 from fedshuffle.sampling import parse as parse_sampling
 from fedshuffle.schedules import Schedule
-
-
-@final
-@dataclass(frozen=True)
-class State:
-    """All that changes during a run."""
-
-    x: Tensor
-    memory: Memory = field(default_factory=dict)
-    round: int = 0
+from fedshuffle.state import State
 
 
 @final
@@ -67,6 +62,24 @@ class Run:
         self.seed = check_seed(seed)
         schedules.value(step_size, 0, "step size")
         schedules.value(server_step_size, 0, "server step size")
+
+    def settings(self) -> dict[str, Any]:
+        """What the trajectory depends on, as plain data."""
+        numbers = (self.federation.sizes, self.federation.weights, self.sampling.p)
+        digest = hashlib.sha256(b"".join(array.tobytes() for array in numbers))
+        return {
+            "method": self.method.name,
+            "momentum": self.method.momentum,
+            "sampling": repr(self.sampling),
+            "work": repr(self.workload.work),
+            "step_size": "schedule" if callable(self.step_size) else self.step_size,
+            "server_step_size": (
+                "schedule" if callable(self.server_step_size) else self.server_step_size
+            ),
+            "seed": self.seed,
+            "clients": len(self.federation),
+            "clients_sha256": digest.hexdigest(),
+        }
 
     def cohort(self, round: int) -> Participants:
         """Who takes part in a round, and what they do: a pure function of (seed, round)."""
@@ -123,21 +136,24 @@ def play(engine: Engine, runs: Sequence[Run], states: Sequence[State]) -> list[S
     return [state for state in after if state is not None]
 
 
-def simulate(engine: Engine, runs: Sequence[Run], rounds: int) -> Iterator[list[State]]:
-    """The states of all runs after each round, from the problem's start."""
-    states = [State(engine.problem.start) for _ in runs]
+def simulate(
+    engine: Engine, runs: Sequence[Run], rounds: int, states: Sequence[State] | None = None
+) -> Iterator[list[State]]:
+    """The states of all runs after each round, from the problem's start unless given."""
+    current = list(states or [State(engine.problem.start) for _ in runs])
     for _ in range(rounds):
-        states = play(engine, runs, states)
-        yield states
+        current = play(engine, runs, current)
+        yield current
 
 
 @final
 @dataclass(frozen=True)
 class Result:
-    """What training leaves: the model, and one record per evaluated round."""
+    """What training leaves: the model, one record a round, and the run's folder if it has one."""
 
     model: nn.Module
-    history: list[dict[str, float]]
+    history: list[dict[str, Any]]
+    out: Path | None = None
 
 
 def train(
@@ -155,45 +171,114 @@ def train(
     engine: str = "loop",
     evaluate: Callable[[nn.Module], Mapping[str, float]] | None = None,
     evaluate_every: int = 1,
+    out: Path | str | None = None,
+    resume: bool = False,
+    checkpoint_every: int = 10,
+    keep: int = 3,
     progress: bool = False,
 ) -> Result:
     """Train a model over a federation. The model given is left as it is.
 
-    ``step_size`` is that of the client with the most local steps; methods scale it for the others.
-    ``evaluate`` is called with the model, in evaluation mode and without gradients, after every
-    ``evaluate_every`` rounds and after the last.
+    Args:
+        model: any module, with its starting parameters.
+        federation: who owns which examples.
+        loss: ``loss(model, *fields)``, the mean over a minibatch.
+        rounds: how many rounds in all.
+        method: a name or a :class:`~fedshuffle.methods.Method`.
+        sampling: a text or a :class:`~fedshuffle.sampling.Sampling`.
+        work: what a sampled client does; one epoch with batch size 1 by default.
+        step_size: that of the client with the most local steps; methods scale it for the others.
+        server_step_size: by what the aggregated update is multiplied.
+        seed: everything random follows from it.
+        engine: ``"loop"`` or ``"lanes"``.
+        evaluate: called with the model, in evaluation mode and without gradients; returns numbers
+            for the history.
+        evaluate_every: evaluate after so many rounds, and after the last.
+        out: a folder for metrics and checkpoints (see :mod:`fedshuffle.runs`).
+        resume: go on with the run in ``out``; the result is that of a run never interrupted.
+        checkpoint_every: save after so many rounds, and after the last.
+        keep: how many checkpoints to keep.
+        progress: show a bar.
 
-        >>> import torch
-        >>> from fedshuffle import Federation, losses
-        >>> points = torch.eye(6)
-        >>> model = torch.nn.Linear(1, 6, bias=False)
-        >>> federation = Federation.from_arrays(torch.ones(6, 1), points, sizes=[1, 2, 3])
-        >>> result = train(model, federation, loss=losses.squared_error, rounds=100, step_size=0.1)
-        >>> bool((result.model.weight.flatten() - 1 / 6).abs().max() < 0.05)
-        True
+    >>> import torch
+    >>> from fedshuffle import Federation, losses
+    >>> points = torch.eye(6)
+    >>> model = torch.nn.Linear(1, 6, bias=False)
+    >>> federation = Federation.from_arrays(torch.ones(6, 1), points, sizes=[1, 2, 3])
+    >>> result = train(model, federation, loss=losses.squared_error, rounds=100, step_size=0.1)
+    >>> bool((result.model.weight.flatten() - 1 / 6).abs().max() < 0.05)
+    True
     """
-    count(rounds, "rounds")
-    count(evaluate_every, "evaluate_every")
+    for what, number in {
+        "rounds": rounds,
+        "evaluate_every": evaluate_every,
+        "checkpoint_every": checkpoint_every,
+        "keep": keep,
+    }.items():
+        count(number, what)
+    if resume and out is None:
+        raise FedShuffleError("resume=True needs the folder of the run: give it as out.")
     problem = Problem(copy.deepcopy(model), loss, federation)
     runner = engines.make(engine, problem)
     run = Run(federation, method, sampling, work, step_size, server_step_size, seed)
-    history: list[dict[str, float]] = []
+
+    folder = None if out is None else RunFolder(Path(out), keep)
     state = State(problem.start)
-    states = simulate(runner, [run], rounds)
+    history: list[dict[str, Any]] = []
+    if folder:
+        shape = {"engine": engine, "parameters": len(problem.start), "dtype": str(problem.dtype)}
+        saved = folder.begin({**run.settings(), **shape, "rounds": rounds}, resume)
+        history = folder.metrics()
+        state = saved or state
+    left = max(0, rounds - state.round)
+    coming = simulate(runner, [run], left, [state])
     if progress:
-        states = track(states, description=run.method.name, total=rounds)  # type: ignore[assignment]
-    for (state,) in states:
-        if evaluate and (state.round % evaluate_every == 0 or state.round == rounds):
-            history.append({"round": state.round, **_evaluated(evaluate, problem.load(state.x))})
-    return Result(problem.load(state.x), history)
+        coming = track(coming, description=run.method.name, total=left)  # type: ignore[assignment]
+
+    begun = time.perf_counter()
+    try:
+        for (after,) in coming:
+            last = after.round == rounds
+            record = _costs(run, after) | {"seconds": time.perf_counter() - begun}
+            if evaluate and (last or after.round % evaluate_every == 0):
+                record |= _evaluated(evaluate, problem.load(after.x))
+            history.append(record)
+            if folder:
+                folder.record(record)
+                if last or after.round % checkpoint_every == 0:
+                    folder.save(after)
+            state = after
+            begun = time.perf_counter()
+    except KeyboardInterrupt:
+        if folder:  # the round that was interrupted is abandoned; the state before it is whole
+            folder.save(state)
+            Console(stderr=True).print(
+                f"Interrupted after round {state.round}. To go on, call train again with"
+                f" out={str(folder.path)!r}, resume=True."
+            )
+        raise
+    return Result(problem.load(state.x), history, folder.path if folder else None)
+
+
+def _costs(run: Run, state: State) -> dict[str, Any]:
+    """What the round that led to this state asked of clients and network."""
+    cohort = run.cohort(state.round - 1)
+    size = len(state.x) * state.x.element_size() * len(cohort.clients)
+    return {
+        "round": state.round,
+        "clients": len(cohort.clients),
+        "steps": int(cohort.done.sum()),
+        "bytes_down": run.method.direction.down * size,
+        "bytes_up": run.method.direction.up * size,
+    }
 
 
 def _evaluated(
     evaluate: Callable[[nn.Module], Mapping[str, float]], model: nn.Module
-) -> Mapping[str, float]:
+) -> dict[str, float]:
     training = model.training
     model.eval()
     with torch.no_grad():
-        record = evaluate(model)
+        record = dict(evaluate(model))
     model.train(training)
     return record

@@ -39,6 +39,11 @@ Steps = Generator[Probe | Heading, Any, Memory]
 class Direction(abc.ABC):
     """How the local direction is made."""
 
+    down: int
+    """Vectors of the model's size that a client receives in a round."""
+    up: int
+    """Vectors of the model's size that a client sends in a round."""
+
     @abc.abstractmethod
     def round(
         self,
@@ -57,6 +62,8 @@ class Direction(abc.ABC):
 @dataclass(frozen=True)
 class Plain(Direction):
     """The gradient itself."""
+
+    down, up = 1, 1
 
     def round(
         self,
@@ -87,6 +94,7 @@ class MVR(Direction):
     """
 
     a: float = 0.1
+    down, up = 3, 3  # both models and the momentum; two gradients and the update
 
     def __post_init__(self) -> None:
         _check_share(self.a)
@@ -125,6 +133,7 @@ class GlobalMomentum(Direction):
     """
 
     a: float = 0.1
+    down, up = 2, 1  # the model and the momentum; the update
 
     def __post_init__(self) -> None:
         _check_share(self.a)
