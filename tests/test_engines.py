@@ -21,7 +21,7 @@ from fedshuffle import (
     methods,
     train,
 )
-from fedshuffle.engines import Engine, LanesEngine, LoopEngine, Problem, make
+from fedshuffle.engines import Engine, LanesEngine, LeanEngine, LoopEngine, Problem, make
 from fedshuffle.kernel import Order, Probe, Steering, Walk, step
 from fedshuffle.local_work import Minibatches
 from fedshuffle.training import Run, simulate
@@ -61,6 +61,7 @@ def token_data(sizes: list[int]) -> Federation:
     )
 
 
+ENGINES = ["loop", "lanes", "lean", "lean:2"]
 SIZES = [2, 5, 9]
 CASES: dict[str, tuple[Callable[[], nn.Module], Federation]] = {
     "linear": (lambda: nn.Linear(6, 3), data((6,), 3, SIZES)),
@@ -82,7 +83,7 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Federation]] = {
 @pytest.mark.parametrize(
     "momentum", [None, MVR(0.2), GlobalMomentum(0.2)], ids=["plain", "mvr", "g"]
 )
-def test_lanes_equal_the_loop(case: str, momentum: MVR | GlobalMomentum | None) -> None:
+def test_every_engine_equals_the_loop(case: str, momentum: MVR | GlobalMomentum | None) -> None:
     make_model, federation = CASES[case]
     torch.manual_seed(0)
     model = make_model().double()
@@ -91,9 +92,13 @@ def test_lanes_equal_the_loop(case: str, momentum: MVR | GlobalMomentum | None) 
     work = LocalWork(epochs=2, batch_size=4)
     runs = [Run(federation, method, "uniform:2", work, 0.05, 1.0, seed) for seed in (1, 2)]
     reference = [s.x for states in simulate(LoopEngine(problem), runs, 4) for s in states]
-    for width in (1, 3, 100):
-        lanes = [s.x for states in simulate(LanesEngine(problem, width), runs, 4) for s in states]
-        for have, want in zip(lanes, reference, strict=True):
+    engines: list[Engine] = [
+        *(LanesEngine(problem, width) for width in (1, 3, 100)),
+        *(LeanEngine(problem, workers) for workers in (1, 2)),
+    ]
+    for engine in engines:
+        xs = [s.x for states in simulate(engine, runs, 4) for s in states]
+        for have, want in zip(xs, reference, strict=True):
             torch.testing.assert_close(have, want, rtol=1e-12, atol=1e-13)
     assert not torch.equal(reference[0], reference[1])
 
@@ -103,7 +108,7 @@ def order(client: int, size: int, steps: int, **steering: object) -> Order:
     return Order(stream, 0.1 + 0.01 * client, Steering(**steering), [1.0, float(client)])  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("engine", ["loop", "lanes"])
+@pytest.mark.parametrize("engine", ENGINES)
 def test_the_whole_kernel_by_hand(engine: str) -> None:
     """Each of alpha, beta, mu and v, mixed over the clients of one walk, and several sums."""
     points = targets(3, 2)
@@ -127,7 +132,7 @@ def test_the_whole_kernel_by_hand(engine: str) -> None:
     torch.testing.assert_close(have, want, rtol=1e-12, atol=1e-14)
 
 
-@pytest.mark.parametrize("engine", ["loop", "lanes"])
+@pytest.mark.parametrize("engine", ENGINES)
 def test_probes_are_weighted_full_gradients(engine: str) -> None:
     sizes = [3, 1500]  # the second client is larger than one piece
     rows = targets(sum(sizes), 2)
@@ -147,7 +152,7 @@ def test_the_step_is_the_formula() -> None:
     torch.testing.assert_close(have, y - 0.1 * (0.5 * g - 0.2 * gx + v + 0.3 * (y - x)))
 
 
-@pytest.mark.parametrize("engine", ["loop", "lanes"])
+@pytest.mark.parametrize("engine", ENGINES)
 def test_a_diverging_client_is_named(engine: str) -> None:
     federation = Federation.from_arrays(
         targets(6, 2), client_ids=["ann", "bob", "bob", "bob", "cy", "cy"]
@@ -194,17 +199,24 @@ def test_dropout_is_a_function_of_seed_round_and_client() -> None:
     torch.manual_seed(3)
     model = nn.Sequential(nn.Dropout(0.5), nn.Linear(6, 3)).double()
 
-    def weights(seed: int, noise: int) -> Tensor:
+    def weights(seed: int, noise: int, engine: str = "loop") -> Tensor:
         torch.manual_seed(noise)  # the global generator must not matter, nor be disturbed
         before = torch.get_rng_state()
         result = train(
-            model, federation, loss=losses.cross_entropy, rounds=3, seed=seed, method="fedshuffle"
+            model, federation, loss=losses.cross_entropy, rounds=3, seed=seed, engine=engine
         )
         assert torch.equal(torch.get_rng_state(), before)
         return result.model[1].weight.detach().clone()  # type: ignore[index, no-any-return]
 
     assert torch.equal(weights(1, 10), weights(1, 20))
+    torch.testing.assert_close(weights(1, 10, "lean"), weights(1, 20))
     assert not torch.equal(weights(1, 10), weights(2, 10))
+
+
+def test_dropout_cannot_run_in_threads_and_says_so() -> None:
+    model = nn.Sequential(nn.Dropout(0.5), nn.Linear(6, 3)).double()
+    with pytest.raises(FedShuffleError, match="Use workers=1"):
+        train(model, data((6,), 3, [4, 6]), loss=losses.cross_entropy, rounds=1, engine="lean:2")
 
 
 def test_dropout_cannot_run_in_lanes_and_says_so() -> None:
@@ -248,8 +260,3 @@ def test_frozen_parameters_stay_and_unused_ones_do_not_break() -> None:
 def test_unknown_engines_are_named() -> None:
     with pytest.raises(FedShuffleError, match=r"unknown engine 'lane'\. Did you mean 'lanes'"):
         make("lane", quadratic(copies([1], targets(1, 2))))
-
-
-def _conforms(engine: LoopEngine | LanesEngine) -> Engine:
-    """For the type checker: both are engines."""
-    return engine

@@ -121,13 +121,14 @@ def reproduce(
 @app.command()
 def demo(
     out: Out = Path("fedshuffle-demo"),
+    rounds: Annotated[int, typer.Option(help="Rounds of training.")] = 400,
     seed: Annotated[int, typer.Option(help="Seed of the split and of the training.")] = 0,
 ) -> None:
     """Audit and train three methods on real data, and write a one-page report."""
     from fedshuffle.experiments.demo import demo as run_demo
     from fedshuffle.report.demo import print_summary
 
-    print_summary(console, run_demo(out, seed=seed))
+    print_summary(console, run_demo(out, rounds=rounds, seed=seed))
 
 
 def _numbers(text: str, option: str) -> FloatArray | IntArray:

@@ -240,16 +240,18 @@ class Minibatches:
     round: int
 
     def __iter__(self) -> Iterator[IntArray]:
-        per_epoch = -(-self.size // self.batch_size)
-        left = self.steps
-        for epoch in self._epochs():
-            for k in range(min(left, per_epoch)):
-                yield epoch[k * self.batch_size : (k + 1) * self.batch_size]
-            left -= per_epoch
-            if left <= 0:
-                return
+        for epoch in self.epochs():
+            for begin in range(0, len(epoch), self.batch_size):
+                yield epoch[begin : begin + self.batch_size]
 
-    def _epochs(self) -> Iterator[IntArray]:
+    def epochs(self) -> Iterator[IntArray]:
+        """The positions of each epoch in order; the last one ends with the last step."""
+        per_epoch = -(-self.size // self.batch_size)
+        orders = self._orders()
+        for left in range(self.steps, 0, -per_epoch):
+            yield next(orders)[: left * self.batch_size]
+
+    def _orders(self) -> Iterator[IntArray]:
         """One order of the examples after another, without end."""
         if self.order == "sequential":
             while True:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Protocol
 
 import torch
@@ -26,6 +27,31 @@ class Engine(Protocol):
 
     def probe(self, probes: Sequence[Probe]) -> list[Tensor]:
         """For every probe the weighted full gradients, one row per point."""
+
+
+@contextmanager
+def named(problem: Problem, client: int, round: int, stage: str) -> Iterator[None]:
+    """Give what the user's model or loss raises the client, the round and the stage."""
+    try:
+        yield
+    except Exception as error:
+        raise TrainingError(
+            f"{type(error).__name__}: {error}",
+            client=problem.federation.ids[client],
+            round=round,
+            stage=stage,
+        ) from error
+
+
+@contextmanager
+def model_randomness(problem: Problem, seed: int) -> Iterator[None]:
+    """Let the model's own randomness (dropout) follow from the seed, and disturb nobody else's."""
+    if not problem.random:
+        yield
+        return
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        yield
 
 
 def not_finite(problem: Problem, order: Order) -> TrainingError:

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import final
 
 import torch
 from torch import Tensor
 
 from fedshuffle import kernel
-from fedshuffle.engines.base import PROBE_ROWS, check_probe, not_finite
+from fedshuffle.engines.base import PROBE_ROWS, check_probe, model_randomness, named, not_finite
 from fedshuffle.engines.problem import Problem
-from fedshuffle.errors import TrainingError
 from fedshuffle.kernel import Order, Probe, Walk
 
 
@@ -42,9 +40,9 @@ class LoopEngine:
     def _local(self, x: Tensor, order: Order) -> Tensor:
         """The model of one client after its local steps."""
         client, steering = order.minibatches.client, order.steering
-        seed = order.minibatches.model_seed()
         y = x
-        with self._named(client, order.minibatches.round, "local training"):
+        with named(self.problem, client, order.minibatches.round, "local training"):
+            seed = order.minibatches.model_seed() if self.problem.random else 0
             for k, positions in enumerate(order.minibatches):
                 batch = self.problem.batch(self.problem.rows(client, positions))
                 gradient = self._gradient(y, batch, seed + k)
@@ -67,7 +65,7 @@ class LoopEngine:
         offsets = self.problem.federation.offsets
         for client, weight in zip(probe.clients.tolist(), probe.weights.tolist(), strict=True):
             rows = torch.arange(int(offsets[client]), int(offsets[client + 1]))
-            with self._named(client, probe.round, "probe"):
+            with named(self.problem, client, probe.round, "probe"):
                 for piece in torch.split(rows, PROBE_ROWS):
                     batch = self.problem.batch(piece)
                     share = weight * len(piece) / len(rows)
@@ -77,22 +75,8 @@ class LoopEngine:
 
     def _gradient(self, point: Tensor, batch: tuple[Tensor, ...], seed: int) -> Tensor:
         """The gradient of the minibatch loss; the seed rules the model's own randomness."""
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed)
+        with model_randomness(self.problem, seed):
             loss = self.problem.loss_at(point, batch)
         parameters = list(self.problem.parameters.values())
         grads = torch.autograd.grad(loss, parameters, allow_unused=True, materialize_grads=True)
         return torch.cat([grad.reshape(-1) for grad in grads])
-
-    @contextmanager
-    def _named(self, client: int, round: int, stage: str) -> Iterator[None]:
-        """Give what the user's model or loss raises the client, the round and the stage."""
-        try:
-            yield
-        except Exception as error:
-            raise TrainingError(
-                f"{type(error).__name__}: {error}",
-                client=self.problem.federation.ids[client],
-                round=round,
-                stage=stage,
-            ) from error

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any, final
 
@@ -64,6 +65,15 @@ class Problem:
                 " mean over the minibatch."
             )
         return value
+
+    @functools.cached_property
+    def random(self) -> bool:
+        """Whether the model or the loss draws random numbers of its own, such as dropout."""
+        with torch.random.fork_rng(devices=[]):
+            before = torch.get_rng_state()
+            first = torch.arange(min(2, int(self.federation.offsets[-1])))
+            self.loss_at(self.start, self.batch(first))
+            return not torch.equal(before, torch.get_rng_state())
 
     def rows(self, client: int, positions: Any) -> Any:
         """Positions among a client's examples as rows of the packed layout."""

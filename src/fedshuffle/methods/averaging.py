@@ -10,7 +10,7 @@ and the server moves by
 
 Here :math:`\eta` is the step size of a client with :math:`c_i = \tau_{\max}`, the most steps any
 client of the federation may take; the paper's :math:`\eta_l` is :math:`\eta \, \tau_{\max}`.
-The three rules also say which objective is really minimised: see :mod:`fedshuffle.audit`.
+The three rules also say which objective is really minimised: see :mod:`fedshuffle.auditing`.
 """
 
 from __future__ import annotations
