@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 INSTALLED := .venv/.installed
 
-.PHONY: demo test lint format figures clean
+.PHONY: demo test lint format figures bench clean
 .DELETE_ON_ERROR:
 
 demo: $(INSTALLED)  ## audit and train three methods on real data; leaves a report in out/demo
@@ -23,6 +23,9 @@ format: $(INSTALLED)  ## put the code in its standard form
 
 figures: $(INSTALLED)  ## the paper's toy figures in out/quadratic
 	$(BIN)/fedshuffle reproduce quadratic --out out/quadratic
+
+bench: $(INSTALLED)  ## engines against a bare loop, as ratios
+	$(BIN)/python benchmarks/engines.py
 
 $(INSTALLED): pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import final
 
 import numpy as np
@@ -84,20 +84,20 @@ class LanesEngine:
         }
         streams = [drawn[order.minibatches] for order in orders]
         y = x.clone()
-        for k in range(max(len(stream) for stream in streams)):
-            for lanes, anchored, rows in self._groups(streams, k, steerings):
-                gradient, anchor = self._gradients(y[lanes], x[lanes], rows, anchored)
-                y[lanes] = kernel.step(
-                    y[lanes],
-                    x[lanes],
-                    gradient,
-                    anchor,
-                    gamma[lanes],
-                    alpha[lanes],
-                    beta[lanes],
-                    mu[lanes],
-                    v[lanes],
-                )
+        for lanes, rows in _lockstep(streams):
+            anchored = [place for place, lane in enumerate(lanes) if steerings[lane].beta]
+            gradient, anchor = self._gradients(y[lanes], x[lanes], rows, anchored)
+            y[lanes] = kernel.step(
+                y[lanes],
+                x[lanes],
+                gradient,
+                anchor,
+                gamma[lanes],
+                alpha[lanes],
+                beta[lanes],
+                mu[lanes],
+                v[lanes],
+            )
         return y
 
     def _gradients(
@@ -112,25 +112,6 @@ class LanesEngine:
         anchor = torch.zeros_like(at_y)
         anchor[anchored] = at_x
         return at_y, anchor
-
-    def _groups(
-        self, streams: Sequence[Sequence[IntArray]], k: int, steerings: Sequence[kernel.Steering]
-    ) -> list[tuple[Tensor, list[int], IntArray]]:
-        """Lanes that still walk at step k, grouped by minibatch length; which of them need the
-        gradient at x; and the rows of their minibatches.
-        """
-        groups: dict[int, list[int]] = defaultdict(list)
-        for lane, stream in enumerate(streams):
-            if k < len(stream):
-                groups[len(stream[k])].append(lane)
-        return [
-            (
-                torch.tensor(lanes),
-                [place for place, lane in enumerate(lanes) if steerings[lane].beta],
-                np.stack([streams[lane][k] for lane in lanes]),
-            )
-            for lanes in groups.values()
-        ]
 
     def probe(self, probes: Sequence[Probe]) -> list[Tensor]:
         offsets = self.problem.federation.offsets
@@ -169,6 +150,26 @@ class LanesEngine:
             ) from error
         (gradient,) = torch.autograd.grad(losses.sum(), leaf)
         return gradient
+
+
+def _lockstep(streams: Sequence[Sequence[IntArray]]) -> Iterator[tuple[list[int], IntArray]]:
+    """Steps that lanes can take together: lanes, and the rows of their minibatches.
+
+    Only minibatches of one length fit in one tensor. Lanes do not depend on each other, so those
+    with a shorter minibatch before them wait until they are the largest group.
+    """
+    waiting: dict[int, list[int]] = defaultdict(list)
+    done = [0] * len(streams)
+    for lane, stream in enumerate(streams):
+        waiting[len(stream[0])].append(lane)
+    while waiting:
+        length = max(waiting, key=lambda length: (len(waiting[length]), length))
+        lanes = waiting.pop(length)
+        yield lanes, np.stack([streams[lane][done[lane]] for lane in lanes])
+        for lane in lanes:
+            done[lane] += 1
+            if done[lane] < len(streams[lane]):
+                waiting[len(streams[lane][done[lane]])].append(lane)
 
 
 class _Objective(nn.Module):

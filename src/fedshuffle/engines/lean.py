@@ -9,6 +9,7 @@ share the data for free.
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import final
@@ -93,7 +94,7 @@ class _Worker:
             with named(self.problem, stream.client, stream.round, "local training"):
                 self._local(walk.start, order)
             update = self.here.flat.sub_(walk.start)
-            if not torch.isfinite(update).all():
+            if not math.isfinite(float(update.sum())):
                 raise not_finite(self.problem, order)
             for total, weight in zip(sums, order.weights, strict=True):
                 total.add_(update, alpha=weight)
@@ -112,10 +113,8 @@ class _Worker:
             for begin in range(0, len(rows), portion):
                 fields = self.problem.batch(rows[begin : begin + portion])
                 for batch in zip(*(torch.split(f, stream.batch_size) for f in fields), strict=True):
-                    with model_randomness(self.problem, seed):
-                        gradient = here.gradient(batch)
-                    with model_randomness(self.problem, seed):
-                        anchor = there.gradient(batch) if there else None
+                    gradient = here.gradient(batch, seed)
+                    anchor = there.gradient(batch, seed) if there else None
                     seed += 1
                     if steering.mu:
                         y.lerp_(x, gamma * steering.mu)
@@ -141,7 +140,7 @@ class _Worker:
                     batch = self.problem.batch(piece)
                     for total, point in zip(gradients, probe.points, strict=True):
                         self.here.flat.copy_(point)
-                        parts = [part.reshape(-1) for part in self.here.gradient(batch)]
+                        parts = [part.reshape(-1) for part in self.here.gradient(batch, seed=0)]
                         total.add_(torch.cat(parts), alpha=weight * len(piece) / len(rows))
         return gradients
 
@@ -150,8 +149,8 @@ class _Replica:
     """A copy of the model whose parameters are views of one flat vector."""
 
     def __init__(self, problem: Problem) -> None:
+        self.problem = problem
         self.model = copy.deepcopy(problem.model)
-        self.loss = problem.loss
         self.parameters = [p for p in self.model.parameters() if p.requires_grad]
         self.flat = problem.start.clone()
         parts = torch.split(self.flat, [p.numel() for p in self.parameters])
@@ -159,11 +158,21 @@ class _Replica:
         for parameter, view in zip(self.parameters, self.views, strict=True):
             parameter.data = view
 
-    def gradient(self, batch: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        loss = self.loss(self.model, *batch)
-        return torch.autograd.grad(loss, self.parameters, allow_unused=True, materialize_grads=True)
+    def gradient(self, batch: tuple[Tensor, ...], seed: int) -> tuple[Tensor, ...]:
+        """The gradient by parameters; the seed rules the model's own randomness."""
+        if self.problem.random:
+            with model_randomness(self.problem, seed):
+                loss = self.problem.loss(self.model, *batch)
+        else:
+            loss = self.problem.loss(self.model, *batch)
+        grads = torch.autograd.grad(loss, self.parameters, allow_unused=True)
+        if any(grad is None for grad in grads):  # parameters that this minibatch does not touch
+            pairs = zip(grads, self.parameters, strict=True)
+            return tuple(torch.zeros_like(p) if g is None else g for g, p in pairs)
+        return grads
 
     def move(self, along: tuple[Tensor, ...], by: float) -> None:
+        """``flat += by * along``."""
         torch._foreach_add_(self.views, along, alpha=by)
 
 
