@@ -25,8 +25,7 @@ from fedshuffle.local_work import LocalWork, Workload
 from fedshuffle.methods import Method, Participants
 from fedshuffle.randomness import check_seed
 from fedshuffle.runs import RunFolder
-from fedshuffle.sampling import Sampling
-from fedshuffle.sampling import parse as parse_sampling
+from fedshuffle.sampling import Sampling, resolve
 from fedshuffle.schedules import Schedule
 from fedshuffle.state import State
 
@@ -47,14 +46,7 @@ class Run:
     ) -> None:
         self.federation = federation
         self.method = methods.get(method)
-        self.sampling = (
-            parse_sampling(sampling, federation) if isinstance(sampling, str) else sampling
-        )
-        if len(self.sampling) != len(federation):
-            raise FedShuffleError(
-                f"the sampling is for {len(self.sampling)} clients, but the federation has"
-                f" {len(federation)}."
-            )
+        self.sampling = resolve(sampling, federation)
         self.workload: Workload = self.method.local_work(work or LocalWork()).on(federation.sizes)
         self.method.check(self.workload, self.sampling)
         self.step_size = step_size

@@ -36,8 +36,7 @@ from fedshuffle.methods import MVR, GlobalMomentum, InclusionProbability, Method
 from fedshuffle.methods.averaging import RatioOfSums, objective_weight
 from fedshuffle.methods.directions import gradient_weights
 from fedshuffle.randomness import Purpose, check_seed, generator
-from fedshuffle.sampling import One, Sampling
-from fedshuffle.sampling import parse as parse_sampling
+from fedshuffle.sampling import One, Sampling, resolve
 from fedshuffle.sampling.base import AlikePairs
 
 TOLERANCE = 1e-8
@@ -147,13 +146,7 @@ def audit(
         ([1.0, 4.0, 9.0], False)
     """
     method = methods.get(method)
-    if isinstance(sampling, str):
-        sampling = parse_sampling(sampling, federation)
-    if len(sampling) != len(federation):
-        raise FedShuffleError(
-            f"the sampling is for {len(sampling)} clients, but the federation has"
-            f" {len(federation)}."
-        )
+    sampling = resolve(sampling, federation)
     workload = method.local_work(work or LocalWork()).on(federation.sizes)
     method.check(workload, sampling)
     setting = _Setting(federation, method, sampling, workload)

@@ -33,6 +33,19 @@ class Heading:
     report: FloatArray | None = None
 
 
+@final
+@dataclass(frozen=True, slots=True)
+class RoundStart:
+    """What is known when a round starts."""
+
+    x: Tensor
+    memory: Memory
+    cohort: Participants
+    step_sizes: FloatArray
+    """The step size of each client of the cohort."""
+    normaliser: Normaliser
+
+
 Steps = Generator[Probe | Heading, Any, Memory]
 
 
@@ -45,14 +58,7 @@ class Direction(abc.ABC):
     """Vectors of the model's size that a client sends in a round."""
 
     @abc.abstractmethod
-    def round(
-        self,
-        x: Tensor,
-        memory: Memory,
-        cohort: Participants,
-        step_sizes: FloatArray,
-        normaliser: Normaliser,
-    ) -> Steps:
+    def round(self, start: RoundStart) -> Steps:
         """Yield probes, each answered by a row per point, and then one heading, answered by the
         extra sum of updates, or None; return the memory.
         """
@@ -65,16 +71,9 @@ class Plain(Direction):
 
     down, up = 1, 1
 
-    def round(
-        self,
-        x: Tensor,
-        memory: Memory,
-        cohort: Participants,
-        step_sizes: FloatArray,
-        normaliser: Normaliser,
-    ) -> Steps:
+    def round(self, start: RoundStart) -> Steps:
         yield Heading(Steering())
-        return memory
+        return start.memory
 
 
 @final
@@ -99,14 +98,8 @@ class MVR(Direction):
     def __post_init__(self) -> None:
         _check_share(self.a)
 
-    def round(
-        self,
-        x: Tensor,
-        memory: Memory,
-        cohort: Participants,
-        step_sizes: FloatArray,
-        normaliser: Normaliser,
-    ) -> Steps:
+    def round(self, start: RoundStart) -> Steps:
+        x, memory, cohort = start.x, start.memory, start.cohort
         weights = cohort.weight / cohort.probability
         points = (x, memory["previous"]) if memory else (x,)
         now, *before = yield Probe(points, cohort.clients, weights, cohort.round)
@@ -138,18 +131,13 @@ class GlobalMomentum(Direction):
     def __post_init__(self) -> None:
         _check_share(self.a)
 
-    def round(
-        self,
-        x: Tensor,
-        memory: Memory,
-        cohort: Participants,
-        step_sizes: FloatArray,
-        normaliser: Normaliser,
-    ) -> Steps:
-        m = memory["momentum"] if memory else x.new_zeros(x.shape)
-        weights = gradient_weights(cohort, normaliser)
+    def round(self, start: RoundStart) -> Steps:
+        m = start.memory["momentum"] if start.memory else start.x.new_zeros(start.x.shape)
+        weights = gradient_weights(start.cohort, start.normaliser)
         steering = Steering(alpha=self.a, v=(1 - self.a) * m)
-        directions = yield Heading(steering, report=-weights / (cohort.done * step_sizes))
+        directions = yield Heading(
+            steering, report=-weights / (start.cohort.done * start.step_sizes)
+        )
         # The sum of the clients' directions holds (1-a) m as often as the weights sum to.
         return {"momentum": directions + (1 - self.a) * (1 - float(weights.sum())) * m}
 

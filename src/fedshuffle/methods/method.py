@@ -13,7 +13,14 @@ from fedshuffle.errors import FedShuffleError
 from fedshuffle.kernel import Order, Probe, Request, Walk
 from fedshuffle.local_work import LocalWork, Workload
 from fedshuffle.methods.averaging import FedShuffleGen, Participants
-from fedshuffle.methods.directions import MVR, Direction, GlobalMomentum, Memory, Plain
+from fedshuffle.methods.directions import (
+    MVR,
+    Direction,
+    GlobalMomentum,
+    Memory,
+    Plain,
+    RoundStart,
+)
 from fedshuffle.sampling import Full, Sampling
 
 if TYPE_CHECKING:
@@ -84,7 +91,8 @@ class Method:
         step_sizes = step_size * self.averaging.step_scale(cohort)
         weights = [self.averaging.aggregation_weights(cohort)]
 
-        heading = self.direction.round(x, memory, cohort, step_sizes, self.averaging.normaliser)
+        start = RoundStart(x, memory, cohort, step_sizes, self.averaging.normaliser)
+        heading = self.direction.round(start)
         request = next(heading)
         while isinstance(request, Probe):
             request = heading.send((yield request))

@@ -31,6 +31,7 @@ __all__ = [
     "importance",
     "importance_probabilities",
     "parse",
+    "resolve",
 ]
 
 
@@ -47,14 +48,20 @@ def parse(text: str, federation: Federation) -> Sampling:
     if bool(argument) != (":" in form):
         raise FedShuffleError(f"sampling {text!r} is incomplete or has too much: write {form!r}.")
     try:
-        sampling = make(argument, federation)
+        return resolve(make(argument, federation), federation)
     except FedShuffleError:
         raise
     except ValueError as error:
         raise FedShuffleError(f"sampling {text!r} cannot be read: write {form!r}.") from error
+
+
+def resolve(sampling: str | Sampling, federation: Federation) -> Sampling:
+    """A sampling, given as text or as it is, that fits the federation."""
+    if isinstance(sampling, str):
+        return parse(sampling, federation)
     if len(sampling) != len(federation):
         raise FedShuffleError(
-            f"sampling {text!r} speaks of {len(sampling)} clients, but the federation has"
+            f"the sampling is for {len(sampling)} clients, but the federation has"
             f" {len(federation)}."
         )
     return sampling
