@@ -204,6 +204,19 @@ def test_sampling_cannot_prove_consistency() -> None:
     assert audit(federation, "fedshuffle", "uniform:2", work, draws=320).consistent is None
 
 
+def test_clients_that_are_hardly_drawn_accuse_nobody() -> None:
+    """A consistent method on many clients, most of which no draw has seen."""
+    federation = Federation.from_sizes(np.arange(1, 2001))
+    work = LocalWork(interruption=RandomStop(0.5))
+    result = audit(federation, "fedshuffle-gen", "uniform:2", work, draws=320)
+    assert result.consistent is None
+    assert not result.findings
+    assert np.isfinite(result.largest_ratio)
+    never = Independent([1e-9, 1e-9])
+    with pytest.raises(FedShuffleError, match="nobody took part"):
+        audit(Federation.from_sizes([1, 2]), "fedavg-rr", never, work, draws=320)
+
+
 def test_own_rules_are_audited() -> None:
     """Aggregation by cohort size: exact by enumeration on few clients, sampled on many."""
 

@@ -67,16 +67,24 @@ SAMPLINGS: list[Sampling] = [
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("sampling", SAMPLINGS, ids=repr)
-@pytest.mark.parametrize("interruption", [None, MissLast()], ids=["finished", "unfinished"])
+@pytest.mark.parametrize(
+    "work",
+    [
+        LocalWork(batch_size=2),
+        LocalWork(batch_size=2, interruption=MissLast()),
+        LocalWork(batch_size=2, steps="min"),
+        LocalWork(epochs=3, steps="mean"),
+    ],
+    ids=["finished", "unfinished", "min", "mean"],
+)
 def test_expected_update_over_all_cohorts_is_what_the_audit_says(
-    name: str, sampling: Sampling, interruption: MissLast | None
+    name: str, sampling: Sampling, work: LocalWork
 ) -> None:
     """Client i moves along axis i only, so the mean update is the objective, coordinate by
     coordinate. A method that claims consistency moves like full participation does.
     """
     problem = unit_vectors(SIZES, WEIGHTS)
     engine, method = LoopEngine(problem), methods.get(name).with_momentum(None)
-    work = LocalWork(batch_size=2, interruption=interruption)
     x = torch.zeros(4, dtype=torch.float64)
     mean = np.zeros(4)
     for cohort, probability in brute.cohorts(sampling):

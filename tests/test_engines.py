@@ -194,6 +194,22 @@ def test_what_the_users_code_raises_is_named() -> None:
         )
 
 
+@pytest.mark.parametrize("engine", ENGINES)
+def test_useless_losses_are_refused(engine: str) -> None:
+    federation = copies([1, 2], targets(2, 2))
+    other = Point(2)
+
+    def fit(loss: Callable[..., Tensor]) -> None:
+        train(Point(2), federation, loss=loss, rounds=1, engine=engine)
+
+    with pytest.raises(FedShuffleError, match="must be one number"):
+        fit(lambda model, t: (model.x - t).square().sum(1))
+    with pytest.raises(FedShuffleError, match="does not depend on the model"):
+        fit(lambda model, t: half_squared_distance(other, t))
+    with pytest.raises(FedShuffleError, match="does not depend on the model"):
+        fit(lambda model, t: t.mean())
+
+
 def test_dropout_is_a_function_of_seed_round_and_client() -> None:
     federation = data((6,), 3, [4, 6])
     torch.manual_seed(3)

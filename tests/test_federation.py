@@ -39,6 +39,19 @@ def test_tensors_and_datasets_pack_alike() -> None:
         assert torch.equal(one, other)
 
 
+def test_arrays_that_torch_cannot_read_as_they_are() -> None:
+    backwards = np.arange(6.0)[::-1]
+    swapped = np.arange(6).astype(">i8")
+    inputs, labels = Federation.from_arrays(backwards, swapped, sizes=[2, 4]).tensors()
+    assert inputs.tolist() == [5, 4, 3, 2, 1, 0]
+    assert labels.tolist() == [0, 1, 2, 3, 4, 5]
+
+
+def test_huge_weights_do_not_overflow() -> None:
+    federation = Federation.from_sizes([1, 2], weights=[1e308, 1e308])
+    assert federation.weights.tolist() == [0.5, 0.5]
+
+
 def test_weights_may_be_anything_positive() -> None:
     federation = Federation.from_sizes([1, 2, 3], weights=[2, 1, 1])
     assert federation.weights.tolist() == [0.5, 0.25, 0.25]
@@ -75,6 +88,12 @@ def test_what_is_shared_cannot_be_changed() -> None:
             "client 1 has NaN or infinity in its example 1",
         ),
         (lambda: Federation.from_sizes([1]).tensors(), "sizes only"),
+        (lambda: Federation.from_sizes([[1], [2, 3]]), "one list"),
+        (lambda: Federation.from_arrays(np.zeros((0, 2)), client_ids=[]), "no examples"),
+        (lambda: Federation.from_arrays([1.0, 2.0], client_ids=[None, "a"]), "mixes kinds"),
+        (lambda: Federation.from_arrays([[1.0], [2.0, 3.0]], sizes=[2]), "equal rows"),
+        (lambda: Federation.from_datasets([[{"a": 1}]]), "with no names"),  # type: ignore[list-item]
+        (lambda: Federation.from_datasets([iter([])]), "must have a length"),  # type: ignore[list-item]
     ],
 )
 def test_bad_input_is_named(make: object, message: str) -> None:

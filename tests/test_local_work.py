@@ -85,6 +85,9 @@ EVERYONE = np.arange(4)
         (LocalWork(epochs=[4, 3, 2, 1]), [4, 6, 6, 10]),
         (LocalWork(batch_size=3), [1, 1, 1, 4]),
         (LocalWork(steps=5), [5, 5, 5, 5]),
+        (LocalWork(steps=np.int64(3)), [3, 3, 3, 3]),  # type: ignore[arg-type]
+        (LocalWork(epochs=np.int64(2)), [2, 4, 6, 20]),  # type: ignore[arg-type]
+        (LocalWork(batch_size=10**25), [1, 1, 1, 1]),
         (LocalWork(steps="min"), [1, 1, 1, 1]),
         (LocalWork(steps="mean"), [4, 4, 4, 4]),
     ],
@@ -92,7 +95,6 @@ EVERYONE = np.arange(4)
 def test_planned_steps(work: LocalWork, planned: list[int]) -> None:
     plan = work.on(SIZES).plan(EVERYONE, seed=3, round=4)
     assert plan.planned.tolist() == plan.done.tolist() == planned
-    assert plan.longest == max(planned)
 
 
 def test_minimum_and_mean_are_over_the_cohort() -> None:
@@ -143,6 +145,9 @@ def test_interruptions() -> None:
         (lambda: EpochRange(0, 2), "fewest epochs is 0"),
         (lambda: AtMost(0), "is 0"),
         (lambda: RandomStop(1.5), "1.5"),
+        (lambda: RandomStop("often"), "must be a number"),  # type: ignore[arg-type]
+        (lambda: EpochRange(1, 2.5), "most epochs is 2.5"),  # type: ignore[arg-type]
+        (lambda: LocalWork(interruption="x"), "must be of type Interruption"),  # type: ignore[arg-type]
     ],
 )
 def test_bad_input_is_named(make: object, message: str) -> None:

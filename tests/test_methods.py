@@ -72,11 +72,11 @@ def test_momentum_from_text() -> None:
     assert parse_momentum("global") == GlobalMomentum(0.1)
     assert parse_momentum("none") == Plain()
     for text, message in [
-        ("mrv:0.1", "Did you mean 'mvr'"),
+        ("mrv:0.1", "Known: global:A, mvr:A, none"),
         ("mvr:x", "write 'mvr:0.1'"),
         ("mvr:0", "outside"),
         ("global:1.5", "outside"),
-        ("none:1", "unknown momentum"),
+        ("none:1", "unknown momentum 'none:1'"),
     ]:
         with pytest.raises(FedShuffleError, match=message):
             parse_momentum(text)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
+from fractions import Fraction
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fedshuffle.auditing.quadrature import expected_ratio, probability_empty
+from fedshuffle.auditing.quadrature import expected_ratio, probability_of_anybody
 from fedshuffle.sampling import ApproximateIndependent, Full, Independent, Sampling, Uniform
 from tests import brute
 from tests.test_sampling import samplings
@@ -53,9 +56,9 @@ def test_clients_that_must_be_absent(sampling: Sampling, seed: int) -> None:
 
 
 @given(samplings())
-def test_probability_of_an_empty_cohort(sampling: Sampling) -> None:
-    want = sum(q for cohort, q in brute.cohorts(sampling) if not cohort)
-    assert probability_empty(sampling) == pytest.approx(want, abs=1e-10)
+def test_probability_of_anybody(sampling: Sampling) -> None:
+    want = sum(q for cohort, q in brute.cohorts(sampling) if cohort)
+    assert probability_of_anybody(sampling) == pytest.approx(want, abs=1e-10)
 
 
 @pytest.mark.parametrize("b", [1, 10, 1000, 100_000])
@@ -68,7 +71,7 @@ def test_a_million_clients_obey_the_sum_rule(b: int) -> None:
     for sampling in (Uniform(n, b), Independent(p), ApproximateIndependent(p)):
         shares = expected_ratio(sampling, u, c=u)
         assert shares is not None
-        assert shares.sum() == pytest.approx(1 - probability_empty(sampling), abs=1e-9)
+        assert shares.sum() == pytest.approx(probability_of_anybody(sampling), abs=1e-9)
 
 
 def test_full_participation_and_equal_clients_by_hand() -> None:
@@ -83,3 +86,19 @@ def test_full_participation_and_equal_clients_by_hand() -> None:
         have = expected_ratio(sampling, u)
         assert have is not None
         np.testing.assert_allclose(have, want, rtol=1e-12)
+
+
+@pytest.mark.parametrize("ratio", [1e3, 1e9, 1e12, 1e20])
+@pytest.mark.parametrize("b", [1, 2, 3, 4])
+def test_weights_of_any_spread(ratio: float, b: int) -> None:
+    """Exact fractions are the truth where weights lie many orders of magnitude apart."""
+    u = [Fraction(1), Fraction(ratio), Fraction(0.7 * ratio), Fraction(3), Fraction(ratio) / 1000]
+    cohorts = list(itertools.combinations(range(5), b))
+    want = [
+        float(sum(1 / sum(u[j] for j in cohort) for cohort in cohorts if i in cohort))
+        / len(cohorts)
+        for i in range(5)
+    ]
+    have = expected_ratio(Uniform(5, b), np.array([[float(value)] for value in u]))
+    assert have is not None
+    np.testing.assert_allclose(have, want, rtol=1e-11)

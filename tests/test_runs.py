@@ -110,11 +110,13 @@ def test_kill_9_loses_nothing(tmp_path: Path, wait: int) -> None:
     out = tmp_path / "run"
     environment = os.environ | {"PYTHONPATH": str(Path(__file__).parent.parent)}
     process = subprocess.Popen([sys.executable, "-c", PROGRAM, str(out)], env=environment)
+    deadline = time.monotonic() + 300
     try:
         while not (out / "metrics.jsonl").exists() or (
             (out / "metrics.jsonl").read_bytes().count(b"\n") < wait
         ):
             assert process.poll() is None
+            assert time.monotonic() < deadline, "the process hangs"
             time.sleep(0.01)
     finally:
         process.send_signal(signal.SIGKILL)

@@ -142,6 +142,16 @@ def test_evaluation_is_called_when_asked() -> None:
         ({"rounds": 0}, "rounds is 0"),
         ({"evaluate_every": 0}, "evaluate_every is 0"),
         ({"engine": "warp"}, "unknown engine"),
+        ({"engine": None}, "engine must be of type str"),
+        ({"engine": "lean:x"}, "write 'lean:2'"),
+        ({"engine": "lean:0"}, "workers is 0"),
+        ({"sampling": 2}, "sampling must be of type Sampling"),
+        ({"sampling": None}, "sampling must be of type Sampling"),
+        ({"work": {}}, "work must be of type LocalWork"),
+        ({"method": 5}, "method must be of type str"),
+        ({"step_size": "fast"}, "must be a number"),
+        ({"evaluate": lambda model: {"round": 1}}, "may not return 'round'"),
+        ({"evaluate": lambda model: {"loss": "low"}}, "metric 'loss'"),
     ],
 )
 def test_bad_settings_are_named(settings: dict[str, object], message: str) -> None:

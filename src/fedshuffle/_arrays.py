@@ -31,9 +31,28 @@ def count(value: Any, what: str) -> int:
     return number
 
 
+def number(value: Any, what: str) -> float:
+    """A number, or a clear error."""
+    try:
+        return float(value)
+    except (TypeError, ValueError):
+        raise FedShuffleError(f"{what} is {value!r}, but must be a number.") from None
+
+
+def expect(value: Any, kind: type, what: str) -> None:
+    """Refuse a value of the wrong type."""
+    if not isinstance(value, kind):
+        raise FedShuffleError(
+            f"{what} must be of type {kind.__name__}, not {type(value).__name__}: {value!r:.60}."
+        )
+
+
 def counts(values: ArrayLike, what: str, remedy: str = "") -> IntArray:
     """A vector of whole numbers of at least one, or an error that names the first bad entry."""
-    array = np.asarray(values)
+    try:
+        array = np.asarray(values)
+    except ValueError as error:  # rows of different lengths
+        raise FedShuffleError(f"{what} must be one list of whole numbers: {error}.") from error
     if array.ndim != 1 or array.size == 0:
         raise FedShuffleError(
             f"{what} must be a non-empty list of whole numbers, got shape {array.shape}."

@@ -10,6 +10,7 @@ from typing import Annotated
 import numpy as np
 import typer
 from rich.console import Console
+from rich.markup import escape
 
 from fedshuffle import __version__, methods
 from fedshuffle._arrays import FloatArray, IntArray
@@ -35,7 +36,9 @@ def main() -> None:
     try:
         app()
     except FedShuffleError as error:
-        Console(stderr=True).print(f"[bold red]error:[/] {error}", highlight=False, soft_wrap=True)
+        Console(stderr=True).print(
+            f"[bold red]error:[/] {escape(str(error))}", highlight=False, soft_wrap=True
+        )
         sys.exit(2)
 
 
@@ -136,7 +139,7 @@ def _numbers(text: str, option: str) -> FloatArray | IntArray:
     if text.startswith("@"):
         path = Path(text[1:])
         try:
-            lines = path.read_text(encoding="utf-8").split("\n")
+            lines = path.read_text(encoding="utf-8-sig").split("\n")
         except (OSError, UnicodeDecodeError) as error:
             raise FedShuffleError(f"{option}: cannot read {str(path)!r}: {error}.") from error
         words = [(f"line {k}", line.strip()) for k, line in enumerate(lines, 1) if line.strip()]

@@ -20,9 +20,9 @@ class TrainingError(FedShuffleError):
         self.stage = stage
 
 
-def unknown(kind: str, name: str, known: Iterable[str]) -> FedShuffleError:
+def unknown(kind: str, name: object, known: Iterable[str]) -> FedShuffleError:
     """The error for a name that does not exist, with the nearest ones that do."""
     names = sorted(known)
-    near = difflib.get_close_matches(name, names, n=1)
+    near = difflib.get_close_matches(str(name), names, n=1)
     hint = f" Did you mean {near[0]!r}?" if near else ""
     return FedShuffleError(f"unknown {kind} {name!r}.{hint} Known: {', '.join(names)}.")

@@ -68,11 +68,15 @@ class Federation:
             raise FedShuffleError(
                 "say who owns which row: give either client_ids (one per row) or sizes."
             )
-        packed = [field if hasattr(field, "shape") else np.asarray(field) for field in fields]
+        packed = [_packable(field, index) for index, field in enumerate(fields)]
         rows = _common_length(packed)
         if client_ids is None:
             return cls._build(packed, _checked(sizes), weights, None)
         owners = np.asarray(client_ids)
+        if owners.dtype == object and len({type(owner) for owner in owners.flat}) > 1:
+            raise FedShuffleError(
+                "client_ids mixes kinds of ids. Make them all strings, or all numbers."
+            )
         if owners.shape != (rows,):
             raise FedShuffleError(
                 f"client_ids has shape {owners.shape}, but there are {rows} rows: give one id each."
@@ -89,13 +93,23 @@ class Federation:
         import torch
         from torch.utils.data import default_collate
 
-        sizes = [len(dataset) for dataset in datasets]  # type: ignore[arg-type]
+        try:
+            sizes = [len(dataset) for dataset in datasets]  # type: ignore[arg-type]
+        except TypeError as error:
+            raise FedShuffleError(f"datasets must have a length: {error}.") from error
         checked = _checked(sizes)
         examples = [
             dataset[j] for dataset, m in zip(datasets, sizes, strict=True) for j in range(m)
         ]
-        collated = default_collate(examples)
+        try:
+            collated = default_collate(examples)
+        except (TypeError, RuntimeError) as error:
+            raise FedShuffleError(f"the examples do not fit together: {error}.") from error
         fields = (collated,) if isinstance(collated, torch.Tensor) else tuple(collated)
+        if not all(isinstance(field, torch.Tensor) for field in fields):
+            raise FedShuffleError(
+                "the examples must be tensors or tuples of tensors and numbers, with no names."
+            )
         return cls._build(list(fields), checked, weights, None)
 
     @classmethod
@@ -107,6 +121,8 @@ class Federation:
         ids: Sequence[Hashable] | None,
     ) -> Federation:
         n = len(sizes)
+        if float(np.sum(sizes, dtype=np.float64)) > 2.0**52:
+            raise FedShuffleError("sizes add up to more than 2**52 examples, too many to count.")
         offsets = np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64)
         if fields and _common_length(fields) != offsets[-1]:
             raise FedShuffleError(
@@ -116,7 +132,7 @@ class Federation:
         objective = positive(sizes if weights is None else weights, n, "weights")
         federation = cls(
             sizes=frozen(sizes),
-            weights=frozen(objective / objective.sum()),
+            weights=frozen(_normalised(objective)),
             offsets=frozen(offsets),
             fields=tuple(fields),
             ids=range(n) if ids is None else tuple(ids),
@@ -166,8 +182,30 @@ class Federation:
         return tuple(torch.as_tensor(field) for field in self.fields)
 
 
+def _normalised(weights: FloatArray) -> FloatArray:
+    shares: FloatArray = weights / float(weights.max())
+    shares = shares / float(shares.sum())
+    if not shares.min() > 0:
+        raise FedShuffleError(
+            f"the weights of clients {int(shares.argmin())} and {int(weights.argmax())} are too far"
+            " apart to count both. Leave out clients that hardly count."
+        )
+    return shares
+
+
 def _checked(sizes: Any) -> IntArray:
     return counts(sizes, "sizes", " Leave out clients without examples.")
+
+
+def _packable(field: Any, index: int) -> Any:
+    """A field as a tensor, or as an array that torch can read."""
+    if hasattr(field, "is_floating_point"):
+        return field
+    try:
+        array = np.ascontiguousarray(field)
+    except ValueError as error:
+        raise FedShuffleError(f"field {index} is no array of equal rows: {error}.") from error
+    return array.astype(array.dtype.newbyteorder("="), copy=False)
 
 
 def _common_length(fields: Sequence[Any]) -> int:
@@ -177,4 +215,7 @@ def _common_length(fields: Sequence[Any]) -> int:
     if len(lengths) != 1 or -1 in lengths:
         shapes = ", ".join(str(tuple(field.shape)) for field in fields)
         raise FedShuffleError(f"all fields need one row per example, got shapes {shapes}.")
-    return lengths.pop()
+    rows = lengths.pop()
+    if rows == 0:
+        raise FedShuffleError("there are no examples: the fields have no rows.")
+    return rows

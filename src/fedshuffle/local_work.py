@@ -10,12 +10,15 @@ from typing import Literal, NamedTuple, final, get_args
 
 import numpy as np
 
-from fedshuffle._arrays import FloatArray, IntArray, count, counts
+from fedshuffle._arrays import FloatArray, IntArray, count, counts, expect, number
 from fedshuffle.errors import FedShuffleError, unknown
 from fedshuffle.randomness import Purpose, generator
 
 Order = Literal["reshuffled", "replacement", "once", "sequential"]
 ORDERS: tuple[str, ...] = get_args(Order)
+
+_MOST_STEPS = 2.0**52
+"""Numbers of steps are kept below this, so that they are exact also as floats."""
 
 
 @final
@@ -28,8 +31,13 @@ class EpochRange:
 
     def __post_init__(self) -> None:
         count(self.low, "the fewest epochs")
+        count(self.high, "the most epochs")
         if self.low > self.high:
             raise FedShuffleError(f"the range of epochs {self.low}..{self.high} is empty.")
+        if self.high - self.low >= 1000:
+            raise FedShuffleError(
+                f"the range of epochs {self.low}..{self.high} is too wide: use fewer than 1000."
+            )
 
 
 class Interruption(abc.ABC):
@@ -82,7 +90,7 @@ class RandomStop(Interruption):
     random = True
 
     def __post_init__(self) -> None:
-        if not 0 <= self.probability <= 1:
+        if not 0 <= number(self.probability, "the probability of stopping early") <= 1:
             raise FedShuffleError(
                 f"the probability of stopping early is {self.probability}; choose one in [0, 1]."
             )
@@ -125,6 +133,8 @@ class LocalWork:
 
     def __post_init__(self) -> None:
         count(self.batch_size, "batch size")
+        if self.interruption is not None:
+            expect(self.interruption, Interruption, "interruption")
         if self.order not in ORDERS:
             raise unknown("order", self.order, ORDERS)
         if isinstance(self.steps, str):
@@ -132,7 +142,7 @@ class LocalWork:
                 raise unknown("number of steps", self.steps, ("min", "mean"))
         elif self.steps is not None:
             count(self.steps, "the number of steps")
-        if isinstance(self.epochs, int):
+        if np.ndim(self.epochs) == 0 and not isinstance(self.epochs, EpochRange):  # type: ignore[arg-type]
             count(self.epochs, "the number of epochs")
         elif not isinstance(self.epochs, EpochRange):
             counts(self.epochs, "epochs")
@@ -147,8 +157,6 @@ class Plan(NamedTuple):
 
     planned: IntArray
     done: IntArray
-    longest: int
-    """The most steps any client of the federation may be asked for (in such a round)."""
 
 
 @final
@@ -158,22 +166,29 @@ class Workload:
     def __init__(self, work: LocalWork, sizes: IntArray) -> None:
         self.work = work
         self.sizes = sizes
-        self.steps_per_epoch = -(-sizes // work.batch_size)
+        self.steps_per_epoch = -(-sizes // min(work.batch_size, int(sizes.max())))
         if not isinstance(work.epochs, EpochRange) and np.size(work.epochs) not in (1, len(sizes)):
             raise FedShuffleError(
                 f"epochs lists {np.size(work.epochs)} numbers for {len(sizes)} clients: give one"
                 " for each, or one for all."
             )
+        most = work.epochs.high if isinstance(work.epochs, EpochRange) else np.max(work.epochs)
+        if float(most) * float(sizes.max()) > _MOST_STEPS:
+            raise FedShuffleError(
+                f"{most} epochs over a client with {sizes.max()} examples are too many to count."
+                " Use fewer epochs."
+            )
 
     @functools.cached_property
     def alone(self) -> tuple[IntArray, FloatArray]:
         """The steps each client may be given by its epochs: values (n, A), chances (A,)."""
-        if isinstance(self.work.steps, int):
+        if self.work.steps is not None and not isinstance(self.work.steps, str):
             return np.full((len(self.sizes), 1), self.work.steps), np.ones(1)
         if isinstance(self.work.epochs, EpochRange):
             epochs = np.arange(self.work.epochs.low, self.work.epochs.high + 1)
             return np.outer(self.steps_per_epoch, epochs), np.full(len(epochs), 1 / len(epochs))
-        return (self.steps_per_epoch * np.asarray(self.work.epochs))[:, None], np.ones(1)
+        steps = self.steps_per_epoch * np.asarray(self.work.epochs, dtype=np.int64)
+        return steps[:, None], np.ones(1)
 
     @functools.cached_property
     def longest(self) -> int:
@@ -192,8 +207,7 @@ class Workload:
                     " Leave at least 1 and at most the planned number; a client that did nothing"
                     " did not take part, which is the sampling's to say."
                 )
-        together = isinstance(self.work.steps, str) and len(cohort)
-        return Plan(planned, done, int(planned[0]) if together else self.longest)
+        return Plan(planned, done)
 
     def _planned(self, cohort: IntArray, seed: int, round: int) -> IntArray:
         values, chances = self.alone

@@ -53,7 +53,11 @@ class RunFolder:
             return None
         if not made.exists():
             raise FedShuffleError(f"{str(self.path)!r} holds no run to go on with.")
-        _same_settings(json.loads(made.read_text(encoding="utf-8")), settings, self.path)
+        try:
+            begun = json.loads(made.read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise FedShuffleError(f"{str(made)!r} cannot be read: {error}.") from error
+        _same_settings(begun, settings, self.path)
         state = self.latest()
         self._forget_after(0 if state is None else state.round)
         return state
@@ -99,6 +103,10 @@ class RunFolder:
     def _forget_after(self, round: int) -> None:
         """Drop the metrics of rounds that will be done again, and any half-written line."""
         kept = []
+        if not self._metrics.exists():
+            raise FedShuffleError(
+                f"{str(self._metrics)!r} is missing: put it back, or begin anew in another folder."
+            )
         for line in self._metrics.read_text(encoding="utf-8").split("\n")[:-1]:
             if json.loads(line)["round"] <= round:
                 kept.append(line + "\n")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 
+from fedshuffle._arrays import number
 from fedshuffle.errors import FedShuffleError
 
 Schedule = float | Callable[[int], float]
@@ -12,12 +13,17 @@ Schedule = float | Callable[[int], float]
 
 def value(schedule: Schedule, round: int, what: str) -> float:
     """The step size of a round, checked."""
-    size = float(schedule(round) if callable(schedule) else schedule)
+    size = number(schedule(round) if callable(schedule) else schedule, f"the {what}")
     if not (math.isfinite(size) and size > 0):
         raise FedShuffleError(
             f"the {what} in round {round} is {size}. It must be positive and finite."
         )
     return size
+
+
+def describe(schedule: Schedule) -> float | str:
+    """A schedule as plain data."""
+    return "schedule" if callable(schedule) else float(schedule)
 
 
 def drops(

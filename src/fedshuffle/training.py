@@ -16,7 +16,7 @@ from rich.progress import track
 from torch import Tensor, nn
 
 from fedshuffle import engines, methods, schedules
-from fedshuffle._arrays import count
+from fedshuffle._arrays import count, expect, number
 from fedshuffle.engines import Engine, Loss, Problem
 from fedshuffle.errors import FedShuffleError
 from fedshuffle.federation import Federation
@@ -44,10 +44,13 @@ class Run:
         server_step_size: Schedule = 1.0,
         seed: int = 0,
     ) -> None:
+        expect(federation, Federation, "federation")
+        work = LocalWork() if work is None else work
+        expect(work, LocalWork, "work")
         self.federation = federation
         self.method = methods.get(method)
         self.sampling = resolve(sampling, federation)
-        self.workload: Workload = self.method.local_work(work or LocalWork()).on(federation.sizes)
+        self.workload: Workload = self.method.local_work(work).on(federation.sizes)
         self.method.check(self.workload, self.sampling)
         self.step_size = step_size
         self.server_step_size = server_step_size
@@ -57,17 +60,19 @@ class Run:
 
     def settings(self) -> dict[str, Any]:
         """What the trajectory depends on, as plain data."""
-        numbers = (self.federation.sizes, self.federation.weights, self.sampling.p)
-        digest = hashlib.sha256(b"".join(array.tobytes() for array in numbers))
+        cohorts = self.sampling.cohorts(0)
+        arrays = [self.federation.sizes, self.federation.weights, self.sampling.p]
+        if cohorts is not None:
+            arrays += [cohorts.members, cohorts.starts, cohorts.probabilities]
+        digest = hashlib.sha256(b"".join(array.tobytes() for array in arrays))
         return {
             "method": self.method.name,
+            **self.method.averaging.describe(),
             "momentum": self.method.momentum,
             "sampling": repr(self.sampling),
             "work": repr(self.workload.work),
-            "step_size": "schedule" if callable(self.step_size) else self.step_size,
-            "server_step_size": (
-                "schedule" if callable(self.server_step_size) else self.server_step_size
-            ),
+            "step_size": schedules.describe(self.step_size),
+            "server_step_size": schedules.describe(self.server_step_size),
             "seed": self.seed,
             "clients": len(self.federation),
             "clients_sha256": digest.hexdigest(),
@@ -83,7 +88,7 @@ class Run:
             probability=self.sampling.p[clients],
             planned=plan.planned,
             done=plan.done,
-            longest=plan.longest,
+            longest=self.workload.longest,
             round=round,
         )
 
@@ -182,7 +187,8 @@ def train(
         step_size: that of the client with the most local steps; methods scale it for the others.
         server_step_size: by what the aggregated update is multiplied.
         seed: everything random follows from it.
-        engine: ``"loop"`` or ``"lanes"``.
+        engine: ``"loop"``, the reference; ``"lean"`` or ``"lean:WORKERS"`` for larger models;
+            ``"lanes"`` for small ones.
         evaluate: called with the model, in evaluation mode and without gradients; returns numbers
             for the history.
         evaluate_every: evaluate after so many rounds, and after the last.
@@ -201,13 +207,10 @@ def train(
     >>> bool((result.model.weight.flatten() - 1 / 6).abs().max() < 0.05)
     True
     """
-    for what, number in {
-        "rounds": rounds,
-        "evaluate_every": evaluate_every,
-        "checkpoint_every": checkpoint_every,
-        "keep": keep,
-    }.items():
-        count(number, what)
+    count(rounds, "rounds")
+    count(evaluate_every, "evaluate_every")
+    count(checkpoint_every, "checkpoint_every")
+    count(keep, "keep")
     if resume and out is None:
         raise FedShuffleError("resume=True needs the folder of the run: give it as out.")
     problem = Problem(copy.deepcopy(model), loss, federation)
@@ -271,6 +274,9 @@ def _evaluated(
     training = model.training
     model.eval()
     with torch.no_grad():
-        record = dict(evaluate(model))
+        record = {key: number(value, f"metric {key!r}") for key, value in evaluate(model).items()}
     model.train(training)
+    taken = record.keys() & {"round", "clients", "steps", "seconds", "bytes_down", "bytes_up"}
+    if taken:
+        raise FedShuffleError(f"evaluate may not return {min(taken)!r}: rename that metric.")
     return record

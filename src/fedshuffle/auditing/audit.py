@@ -26,21 +26,18 @@ from typing import Any, final
 import numpy as np
 
 from fedshuffle import methods
-from fedshuffle._arrays import FloatArray, IntArray
-from fedshuffle.auditing.findings import Finding, find
-from fedshuffle.auditing.quadrature import expected_ratio, probability_empty
+from fedshuffle._arrays import FloatArray, IntArray, expect
+from fedshuffle.auditing.findings import TOLERANCE, Finding, differ, find
+from fedshuffle.auditing.quadrature import expected_ratio, probability_of_anybody
 from fedshuffle.errors import FedShuffleError
 from fedshuffle.federation import Federation
 from fedshuffle.local_work import LocalWork, Workload
 from fedshuffle.methods import MVR, GlobalMomentum, InclusionProbability, Method, Participants
-from fedshuffle.methods.averaging import RatioOfSums, objective_weight
+from fedshuffle.methods.averaging import RatioOfSums, objective_weight, steps_of_the_longest
 from fedshuffle.methods.directions import gradient_weights
 from fedshuffle.randomness import Purpose, check_seed, generator
 from fedshuffle.sampling import One, Sampling, resolve
 from fedshuffle.sampling.base import AlikePairs
-
-TOLERANCE = 1e-8
-"""Effective weights within this relative distance of the objective's count as equal."""
 
 _COHORTS = 4096
 """So many cohorts are enumerated where no formula applies; beyond, the audit samples."""
@@ -83,16 +80,15 @@ class Audit:
     @property
     def largest_ratio(self) -> float:
         """The largest factor between what a client counts and what it should, either way."""
-        return float(np.maximum(self.ratios, 1 / self.ratios).max())
+        known = self.ratios[self.ratios > 0]  # a client that no draw has seen says nothing
+        return float(np.maximum(known, 1 / known).max())
 
     @property
     def consistent(self) -> bool | None:
         """Whether the two objectives are the same; None where sampling cannot tell."""
-        if self.standard_errors is None:
-            return bool(np.abs(self.ratios - 1).max() <= TOLERANCE)
-        # Five standard errors, so that among a thousand clients chance alone does not accuse.
-        apart = np.abs(self.effective_weights - self.objective_weights)
-        return False if bool((apart > 5 * self.standard_errors + 1e-12).any()) else None
+        if differ(self.objective_weights, self.effective_weights, self.standard_errors):
+            return False
+        return True if self.standard_errors is None else None
 
     @property
     def gaining(self) -> IntArray:
@@ -145,9 +141,12 @@ def audit(
         >>> (result.effective_weights * 14).round(6).tolist(), result.consistent
         ([1.0, 4.0, 9.0], False)
     """
+    expect(federation, Federation, "federation")
     method = methods.get(method)
     sampling = resolve(sampling, federation)
-    workload = method.local_work(work or LocalWork()).on(federation.sizes)
+    work = LocalWork() if work is None else work
+    expect(work, LocalWork, "work")
+    workload = method.local_work(work).on(federation.sizes)
     method.check(workload, sampling)
     setting = _Setting(federation, method, sampling, workload)
     pull, how = _exact(setting)
@@ -214,13 +213,13 @@ def _pull(
     total = float(mass.sum())
     if isinstance(direction, MVR):
         assert joint is not None
-        a, here = direction.a, 1 - probability_empty(setting.sampling)
+        a, here = direction.a, probability_of_anybody(setting.sampling)
         return a * mass + (1 - a) * (
             (1 - a) * total / here * setting.federation.weights + a * joint
         )
     if isinstance(direction, GlobalMomentum):
         assert momentum is not None
-        a, here = direction.a, 1 - probability_empty(setting.sampling)
+        a, here = direction.a, probability_of_anybody(setting.sampling)
         return a * mass + (1 - a) * total / here * momentum
     return mass
 
@@ -310,12 +309,14 @@ def _by_levels(setting: _Setting) -> _Parts | None:
         return None
     w = setting.federation.weights[:, None]
     everyone = setting.participants(np.arange(len(w)), planned, planned)
-    ratio = method.averaging.normaliser.ratio(w, everyone)
-    if method.averaging.weight is not objective_weight or ratio is None or ratio.v is not None:
+    rule = method.averaging
+    ratio = rule.normaliser.ratio(w, everyone)
+    simple = rule.weight is objective_weight and rule.step_normalisation is steps_of_the_longest
+    if not simple or ratio is None or ratio.v is not None:
         return None
     pull = np.zeros(len(w))
     for level, below in zip(levels, [0, *levels[:-1]], strict=True):
-        u = np.where(planned >= level, w, np.inf)
+        u = np.where(planned >= level, ratio.u, np.inf)
         part = expected_ratio(setting.sampling, u, c=w, power=ratio.power)
         if part is None:
             return None
@@ -380,8 +381,17 @@ def _monte_carlo(setting: _Setting, seed: int, draws: int) -> tuple[FloatArray, 
             pick = rng.choice(len(chances), size=len(members), p=chances)
             total.add(members, values[members, pick], seed, round, share=1 / count)
         pulls.append(_pull(setting, pool(total.mass), pool(total.joint), pool(total.momentum)))
-    shares = np.stack([pull / pull.sum() for pull in pulls])
-    return np.mean(pulls, axis=0), shares.std(axis=0, ddof=1) / np.sqrt(_BATCHES)
+    mean = np.mean(pulls, axis=0)
+    if not mean.sum() > 0:
+        raise FedShuffleError(
+            f"in {draws} draws nobody took part: use more draws, or larger probabilities."
+        )
+    shares = np.stack([pull / max(pull.sum(), np.finfo(float).tiny) for pull in pulls])
+    errors = shares.std(axis=0, ddof=1) / np.sqrt(_BATCHES)
+    # A client that hardly any part has seen shows no spread, but nothing is known of it either.
+    rare = np.count_nonzero(shares, axis=0) < _BATCHES // 2
+    errors[rare] = np.maximum(errors, setting.federation.weights)[rare]
+    return mean, errors
 
 
 def _interchangeable(setting: _Setting) -> Callable[[FloatArray], FloatArray]:

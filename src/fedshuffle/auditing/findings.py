@@ -13,6 +13,16 @@ from fedshuffle.methods import MVR, InclusionProbability, Method
 from fedshuffle.methods.averaging import own_steps, weight_per_step
 from fedshuffle.sampling import Full, Sampling
 
+TOLERANCE = 1e-8
+"""Effective weights within this relative distance of the objective's count as equal."""
+
+
+def differ(objective: FloatArray, effective: FloatArray, errors: FloatArray | None) -> bool:
+    """Whether two objectives differ, beyond rounding or beyond chance."""
+    # Five standard errors, so that among a thousand clients chance alone does not accuse.
+    slack = TOLERANCE * objective if errors is None else 5 * errors + 1e-12
+    return bool((np.abs(effective - objective) > slack).any())
+
 
 @final
 @dataclass(frozen=True)
@@ -33,8 +43,7 @@ def find(
     workload: Workload,
 ) -> tuple[Finding, ...]:
     """The causes of the difference between two objectives; none where there is no difference."""
-    slack = 1e-8 * objective if errors is None else 5 * errors + 1e-12
-    if (np.abs(effective - objective) <= slack).all():
+    if not differ(objective, effective, errors):
         return ()
     rule, work = method.averaging, workload.work
     steps = workload.alone[0]

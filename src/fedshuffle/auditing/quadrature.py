@@ -93,7 +93,7 @@ def expected_ratio(
     clients, group_of = _Groups.of(keep, u, c, v, chances)
     transform = _Product(clients) if invited == len(sampling) else _FixedSize(clients, invited)
     values = _integral(transform, power, smallest=smallest, largest=largest)
-    return values[group_of]
+    return None if values is None else values[group_of]
 
 
 def _shape(sampling: Sampling) -> tuple[FloatArray, int] | None:
@@ -107,15 +107,16 @@ def _shape(sampling: Sampling) -> tuple[FloatArray, int] | None:
     return None
 
 
-def probability_empty(sampling: Sampling) -> float:
-    """The probability that nobody takes part, from ``sum_i E[1{i in S} / |S|] = 1 - P(empty)``."""
+def probability_of_anybody(sampling: Sampling) -> float:
+    """The probability that the cohort is not empty, from ``sum_i E[1{i in S} / |S|]``."""
     listed = sampling.cohorts(0)
     if listed is not None:
-        return float(listed.probabilities[np.diff(listed.starts) == 0].sum())
+        return float(listed.probabilities[np.diff(listed.starts) > 0].sum())
     if isinstance(sampling, Independent):
-        return float(np.prod(1 - sampling.p))
+        with np.errstate(divide="ignore"):
+            return float(-np.expm1(np.log1p(-sampling.p).sum()))
     shares = expected_ratio(sampling, np.ones((len(sampling), 1)))
-    return 0.0 if shares is None else max(0.0, 1 - float(shares.sum()))
+    return 1.0 if shares is None else float(shares.sum())
 
 
 def _by_cohorts(
@@ -271,7 +272,10 @@ class _FixedSize:
         """The logarithm of the radius for which ``size`` heads are expected."""
         from scipy.optimize import brentq  # a third of a second to import: only when needed
 
-        low, high = -float(log_a.max()) - 40.0, -float(log_a.min()) + 40.0
+        # Above the weight at which the size-th client joins, nothing changes any more.
+        order = np.argsort(-log_a)
+        last = order[np.searchsorted(np.cumsum(count[order]), self.size)]
+        low, high = -float(log_a.max()) - 40.0, -float(log_a[last]) + 80.0
 
         def excess(log_radius: float) -> float:
             return float(count @ _expit(log_a + log_radius)) - self.size
@@ -329,19 +333,19 @@ class _Coins:
 
 def _expit(x: Any) -> Any:
     """``1 / (1 + e^-x)`` without overflow."""
-    return 0.5 * (1 + np.tanh(0.5 * x))
+    return np.exp(-np.logaddexp(0.0, -x))
 
 
 def _integral(
     f: Callable[[float], FloatArray], power: int, *, smallest: float, largest: float
-) -> FloatArray:
+) -> FloatArray | None:
     """``int_0^inf t^(power-1) f(t) dt / (power-1)!`` by the trapezoidal rule in log t.
 
     ``smallest`` bounds the decay: f(t) falls at least like e^{-t smallest}. Below ``1e-8/largest``
-    f is constant to the accuracy wanted, and that part of the rule is a geometric series.
+    f is constant to the accuracy wanted, and that part of the rule is a geometric series. None
+    where the accuracy is not reached.
     """
     start = np.log(1e-8 / largest)
-    fine: FloatArray
     for step in (1 / 6, 1 / 12, 1 / 24):
         t = float(np.exp(start))
         first = f(t) * t**power
@@ -355,9 +359,8 @@ def _integral(
             sums[k % 2] += value * t**power
             rest = value * (t ** (power - 1) / smallest + (power - 1) / smallest**2)
         left = [first / np.expm1(power * h) for h in (step, 2 * step)]
-        fine = step * (sums[0] + sums[1] + left[0])
+        fine: FloatArray = step * (sums[0] + sums[1] + left[0])
         coarse = 2 * step * (sums[0] + left[1])
-        gap = np.abs(fine - coarse)
-        if (gap <= ACCURACY * np.abs(fine)).all():
-            break
-    return fine
+        if (np.abs(fine - coarse) <= ACCURACY * np.abs(fine)).all():
+            return fine
+    return None

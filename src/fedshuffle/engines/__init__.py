@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fedshuffle._arrays import count
+from fedshuffle._arrays import count, expect
 from fedshuffle.engines.base import Engine
 from fedshuffle.engines.lanes import LanesEngine
 from fedshuffle.engines.lean import LeanEngine
@@ -15,6 +15,7 @@ __all__ = ["Engine", "LanesEngine", "LeanEngine", "LoopEngine", "Loss", "Problem
 
 def make(name: str, problem: Problem) -> Engine:
     """The engine of that name for a problem: ``loop``, ``lanes``, ``lean`` or ``lean:WORKERS``."""
+    expect(name, str, "engine")
     kind, _, workers = name.partition(":")
     if kind == "lean":
         if workers and not workers.isdecimal():

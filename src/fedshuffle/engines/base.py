@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fedshuffle.engines.problem import Problem
-from fedshuffle.errors import TrainingError
+from fedshuffle.errors import FedShuffleError, TrainingError
 from fedshuffle.kernel import Order, Probe, Walk
 
 PROBE_ROWS = 1024
@@ -52,6 +52,24 @@ def model_randomness(problem: Problem, seed: int) -> Iterator[None]:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         yield
+
+
+def gradients(loss: Tensor, parameters: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """The gradient of the loss by each parameter; zero for those that it does not use."""
+    if loss.ndim != 0:
+        raise FedShuffleError(
+            f"the loss has shape {tuple(loss.shape)}, but it must be one number: return the mean"
+            " over the minibatch."
+        )
+    if not loss.requires_grad:
+        raise FedShuffleError("the loss does not depend on the model it is given.")
+    found = torch.autograd.grad(loss, parameters, allow_unused=True)
+    if all(grad is not None for grad in found):
+        return found
+    if all(grad is None for grad in found):
+        raise FedShuffleError("the loss does not depend on the model it is given.")
+    pairs = zip(found, parameters, strict=True)
+    return tuple(torch.zeros_like(p) if g is None else g for g, p in pairs)
 
 
 def not_finite(problem: Problem, order: Order) -> TrainingError:

@@ -13,7 +13,7 @@ from torch.func import functional_call, vmap
 
 from fedshuffle import kernel
 from fedshuffle._arrays import IntArray
-from fedshuffle.engines.base import PROBE_ROWS, check_probe, not_finite
+from fedshuffle.engines.base import PROBE_ROWS, check_probe, gradients, not_finite
 from fedshuffle.engines.problem import Loss, Problem
 from fedshuffle.errors import FedShuffleError
 from fedshuffle.kernel import Order, Probe, Walk
@@ -131,8 +131,8 @@ class LanesEngine:
                 points, targets, shares, rows_ = zip(
                     *group[begin : begin + self.width], strict=True
                 )
-                gradients = self._gradient(torch.stack(points), self.problem.batch(np.stack(rows_)))
-                answers.index_add_(0, torch.tensor(targets), _column(gradients, shares) * gradients)
+                found = self._gradient(torch.stack(points), self.problem.batch(np.stack(rows_)))
+                answers.index_add_(0, torch.tensor(targets), _column(found, shares) * found)
         parts = torch.split(answers, [len(probe.points) for probe in probes])
         return [
             check_probe(self.problem, probe, part)
@@ -144,11 +144,12 @@ class LanesEngine:
         leaf = models.detach().requires_grad_()
         try:
             losses = self._losses(leaf, *batch)
-        except RuntimeError as error:
+        except Exception as error:
             raise FedShuffleError(
-                f"this model or loss cannot run in lanes ({error}). Use engine='loop'."
+                f"this model or loss cannot run in lanes ({type(error).__name__}: {error})."
+                " Use engine='loop' to see which client it fails at, or if it cannot be vectorised."
             ) from error
-        (gradient,) = torch.autograd.grad(losses.sum(), leaf)
+        (gradient,) = gradients(losses.sum(dim=0), [leaf])
         return gradient
 
 

@@ -17,7 +17,14 @@ from typing import final
 import torch
 from torch import Tensor
 
-from fedshuffle.engines.base import PROBE_ROWS, check_probe, model_randomness, named, not_finite
+from fedshuffle.engines.base import (
+    PROBE_ROWS,
+    check_probe,
+    gradients,
+    model_randomness,
+    named,
+    not_finite,
+)
 from fedshuffle.engines.problem import Problem
 from fedshuffle.errors import FedShuffleError
 from fedshuffle.kernel import Order, Probe, Walk
@@ -130,7 +137,7 @@ class _Worker:
         return self.there
 
     def probe(self, probe: Probe, share: Sequence[int]) -> Tensor:
-        gradients = torch.zeros_like(torch.stack(list(probe.points)))
+        sums = torch.zeros_like(torch.stack(list(probe.points)))
         offsets = self.problem.federation.offsets
         for place in share:
             client, weight = int(probe.clients[place]), float(probe.weights[place])
@@ -138,11 +145,11 @@ class _Worker:
             with named(self.problem, client, probe.round, "probe"):
                 for piece in torch.split(rows, PROBE_ROWS):
                     batch = self.problem.batch(piece)
-                    for total, point in zip(gradients, probe.points, strict=True):
+                    for total, point in zip(sums, probe.points, strict=True):
                         self.here.flat.copy_(point)
                         parts = [part.reshape(-1) for part in self.here.gradient(batch, seed=0)]
                         total.add_(torch.cat(parts), alpha=weight * len(piece) / len(rows))
-        return gradients
+        return sums
 
 
 class _Replica:
@@ -165,11 +172,7 @@ class _Replica:
                 loss = self.problem.loss(self.model, *batch)
         else:
             loss = self.problem.loss(self.model, *batch)
-        grads = torch.autograd.grad(loss, self.parameters, allow_unused=True)
-        if any(grad is None for grad in grads):  # parameters that this minibatch does not touch
-            pairs = zip(grads, self.parameters, strict=True)
-            return tuple(torch.zeros_like(p) if g is None else g for g, p in pairs)
-        return grads
+        return gradients(loss, self.parameters)
 
     def move(self, along: tuple[Tensor, ...], by: float) -> None:
         """``flat += by * along``."""

@@ -9,7 +9,14 @@ import torch
 from torch import Tensor
 
 from fedshuffle import kernel
-from fedshuffle.engines.base import PROBE_ROWS, check_probe, model_randomness, named, not_finite
+from fedshuffle.engines.base import (
+    PROBE_ROWS,
+    check_probe,
+    gradients,
+    model_randomness,
+    named,
+    not_finite,
+)
 from fedshuffle.engines.problem import Problem
 from fedshuffle.kernel import Order, Probe, Walk
 
@@ -61,7 +68,7 @@ class LoopEngine:
         return y
 
     def _probe(self, probe: Probe) -> Tensor:
-        gradients = torch.zeros_like(torch.stack(list(probe.points)))
+        sums = torch.zeros_like(torch.stack(list(probe.points)))
         offsets = self.problem.federation.offsets
         for client, weight in zip(probe.clients.tolist(), probe.weights.tolist(), strict=True):
             rows = torch.arange(int(offsets[client]), int(offsets[client + 1]))
@@ -70,13 +77,12 @@ class LoopEngine:
                     batch = self.problem.batch(piece)
                     share = weight * len(piece) / len(rows)
                     for k, point in enumerate(probe.points):
-                        gradients[k] += share * self._gradient(point, batch, seed=0)
-        return check_probe(self.problem, probe, gradients)
+                        sums[k] += share * self._gradient(point, batch, seed=0)
+        return check_probe(self.problem, probe, sums)
 
     def _gradient(self, point: Tensor, batch: tuple[Tensor, ...], seed: int) -> Tensor:
         """The gradient of the minibatch loss; the seed rules the model's own randomness."""
         with model_randomness(self.problem, seed):
             loss = self.problem.loss_at(point, batch)
-        parameters = list(self.problem.parameters.values())
-        grads = torch.autograd.grad(loss, parameters, allow_unused=True, materialize_grads=True)
-        return torch.cat([grad.reshape(-1) for grad in grads])
+        parts = gradients(loss, list(self.problem.parameters.values()))
+        return torch.cat([part.reshape(-1) for part in parts])

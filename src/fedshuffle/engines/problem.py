@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
+from fedshuffle._arrays import expect
 from fedshuffle.errors import FedShuffleError
 from fedshuffle.federation import Federation
 
@@ -28,6 +29,8 @@ class Problem:
     """
 
     def __init__(self, model: nn.Module, loss: Loss, federation: Federation) -> None:
+        expect(model, nn.Module, "model")
+        expect(federation, Federation, "federation")
         self.model = model
         self.loss = loss
         self.federation = federation
@@ -58,13 +61,7 @@ class Problem:
 
     def loss_at(self, x: Tensor, batch: tuple[Tensor, ...]) -> Tensor:
         """The mean loss of model ``x`` on a minibatch."""
-        value = self.loss(self.load(x), *batch)
-        if value.ndim != 0:
-            raise FedShuffleError(
-                f"the loss has shape {tuple(value.shape)}, but it must be one number: return the"
-                " mean over the minibatch."
-            )
-        return value
+        return self.loss(self.load(x), *batch)
 
     @functools.cached_property
     def random(self) -> bool:

@@ -72,7 +72,7 @@ class Setting:
         """The step of a client with the most steps: eta divided by that number."""
         workload = self.method.local_work(self.work).on(np.array(self.sizes))
         everyone = np.arange(len(self.sizes))
-        return self.eta / workload.plan(everyone, seed=0, round=0).longest
+        return self.eta / int(workload.plan(everyone, seed=0, round=0).planned.max())
 
     def run(self, seed: int) -> Run:
         """The setting with a seed, ready to be simulated."""

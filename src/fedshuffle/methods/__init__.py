@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+from fedshuffle._arrays import expect
 from fedshuffle.errors import FedShuffleError, unknown
 from fedshuffle.methods import fedavg, fednova, fedshuffle
 from fedshuffle.methods.averaging import (
@@ -61,6 +62,7 @@ def get(method: str | Method) -> Method:
     """The method of that name; a method is given back as it is."""
     if isinstance(method, Method):
         return method
+    expect(method, str, "method")
     if method not in _REGISTRY:
         raise unknown("method", method, _REGISTRY)
     return _REGISTRY[method]
@@ -74,10 +76,10 @@ def parse_momentum(text: str) -> Direction:
     """
     name, _, share = text.strip().partition(":")
     kinds = {"mvr": MVR, "global": GlobalMomentum}
-    if name == "none" and not share:
+    if text.strip() == "none":
         return Plain()
     if name not in kinds:
-        raise unknown("momentum", name, ["none", *kinds])
+        raise unknown("momentum", text, ["none", *(f"{kind}:A" for kind in kinds)])
     try:
         return kinds[name](float(share)) if share else kinds[name]()
     except FedShuffleError:

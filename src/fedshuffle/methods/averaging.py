@@ -178,6 +178,13 @@ class FedShuffleGen:
     weight: ClientRule
     normaliser: Normaliser
 
+    def describe(self) -> dict[str, str]:
+        """The names of the three rules."""
+        rules = (self.step_normalisation, self.weight)
+        c, weight = (getattr(rule, "__name__", type(rule).__name__) for rule in rules)
+        normaliser = type(self.normaliser).__name__
+        return {"step_normalisation": c, "weight": weight, "normaliser": normaliser}
+
     def step_scale(self, clients: Participants) -> FloatArray:
         """``gamma_i / eta = tau_max / c_i``."""
         return _positive(clients.longest / self.step_normalisation(clients), "step normalisation c")

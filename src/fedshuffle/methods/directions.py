@@ -12,7 +12,7 @@ from collections.abc import Generator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, final
 
-from fedshuffle._arrays import FloatArray
+from fedshuffle._arrays import FloatArray, number
 from fedshuffle.errors import FedShuffleError
 from fedshuffle.kernel import Probe, Steering
 from fedshuffle.methods.averaging import InclusionProbability, Normaliser, Participants
@@ -150,7 +150,7 @@ def gradient_weights(cohort: Participants, normaliser: Normaliser) -> FloatArray
 
 
 def _check_share(a: float) -> None:
-    if not 0 < a <= 1:
+    if not 0 < number(a, "momentum parameter a") <= 1:
         raise FedShuffleError(
             f"momentum parameter a = {a} is outside (0, 1]. It is the share of the new gradient:"
             " momentum 0.9 means a = 0.1."

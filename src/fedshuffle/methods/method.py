@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, final
 
 import numpy as np
 
+from fedshuffle._arrays import expect
 from fedshuffle.errors import FedShuffleError
 from fedshuffle.kernel import Order, Probe, Request, Walk
 from fedshuffle.local_work import LocalWork, Workload
@@ -52,7 +53,9 @@ class Method:
 
     def with_momentum(self, momentum: Direction | None) -> Method:
         """This method with a momentum (:class:`MVR`, :class:`GlobalMomentum`), or without."""
-        return dataclasses.replace(self, direction=Plain() if momentum is None else momentum)
+        direction = Plain() if momentum is None else momentum
+        expect(direction, Direction, "momentum")
+        return dataclasses.replace(self, direction=direction)
 
     @property
     def momentum(self) -> str:

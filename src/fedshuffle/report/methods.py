@@ -26,14 +26,11 @@ _CONDITIONS: dict[str, tuple[str, LocalWork]] = {
 
 def describe(method: Method) -> dict[str, Any]:
     """Plain data about a method: its rules, and under which conditions it is consistent."""
-    rule = method.averaging
     return {
         "name": method.name,
         "summary": method.summary,
         "reference": method.reference,
-        "step_normalisation": rule.step_normalisation.__name__,
-        "weight": rule.weight.__name__,
-        "normaliser": type(rule.normaliser).__name__,
+        **method.averaging.describe(),
         "momentum": method.momentum,
         "work": dict(method.work),
         "consistent": {name: _consistent(method, name) for name in _CONDITIONS},

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from fedshuffle._arrays import expect
 from fedshuffle.errors import FedShuffleError, unknown
 from fedshuffle.federation import Federation
 from fedshuffle.sampling.approximate import ApproximateIndependent
@@ -59,6 +60,7 @@ def resolve(sampling: str | Sampling, federation: Federation) -> Sampling:
     """A sampling, given as text or as it is, that fits the federation."""
     if isinstance(sampling, str):
         return parse(sampling, federation)
+    expect(sampling, Sampling, "sampling")
     if len(sampling) != len(federation):
         raise FedShuffleError(
             f"the sampling is for {len(sampling)} clients, but the federation has"

@@ -9,7 +9,7 @@ from typing import final
 import numpy as np
 from numpy.typing import ArrayLike
 
-from fedshuffle._arrays import IntArray, frozen
+from fedshuffle._arrays import IntArray, count, frozen
 from fedshuffle.errors import FedShuffleError
 from fedshuffle.randomness import Purpose, generator
 from fedshuffle.sampling.base import AlikePairs, Cohorts
@@ -31,8 +31,8 @@ class ApproximateIndependent(AlikePairs):
         self.p = frozen(check_probabilities(p))
         n = len(self.p)
         least = min(n, math.ceil(n * float(self.p.max()) * (1 - 1e-12)))
-        self.k = least if k is None else k
-        if int(self.k) != self.k or not least <= self.k <= n:
+        self.k = least if k is None else count(k, "the number of invited clients")
+        if not least <= self.k <= n:
             raise FedShuffleError(
                 f"approximate independent sampling: inviting k = {self.k} of {n} clients cannot"
                 f" reach the largest probability {self.p.max():g}. Choose k from {least} to {n}."
@@ -41,7 +41,7 @@ class ApproximateIndependent(AlikePairs):
         self.rho = (self.k - 1) * n / (self.k * (n - 1)) if n > 1 else 1.0
 
     def __repr__(self) -> str:
-        return f"approximate independent, {self.p.sum():g} of {len(self)} expected"
+        return f"approximate independent, {self.p.sum():g} of {self.k} invited expected"
 
     def draw(self, seed: int, round: int) -> IntArray:
         rng = generator(seed, Purpose.COHORT, round=round)
@@ -49,8 +49,10 @@ class ApproximateIndependent(AlikePairs):
         return invited[rng.random(self.k) < self.keep[invited]]
 
     def cohorts(self, limit: int) -> Cohorts | None:
+        if self.k > 60:  # more than anybody can list
+            return None
         count = math.comb(len(self), self.k)
-        if self.k > 60 or count * 2**self.k > limit:
+        if count * 2**self.k > limit:
             return None
         total: dict[tuple[int, ...], float] = {}
         for invited in itertools.combinations(range(len(self)), self.k):

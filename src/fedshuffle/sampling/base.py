@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import abc
 import functools
+import operator
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -123,8 +124,12 @@ class AlikePairs(Sampling):
 
 def check_cohort_size(b: int, n: int, what: str) -> int:
     """B as an int from 1 to n, or a clear error."""
-    if isinstance(b, bool) or int(b) != b or not 1 <= b <= n:
+    try:
+        size = operator.index(b)
+    except TypeError:
+        size = 0
+    if not 1 <= size <= n:
         raise FedShuffleError(
             f"{what}: cannot take {b} of {n} clients. Choose a whole number from 1 to {n}."
         )
-    return int(b)
+    return size

@@ -6,7 +6,7 @@ from typing import final
 
 import numpy as np
 
-from fedshuffle._arrays import IntArray
+from fedshuffle._arrays import IntArray, count
 from fedshuffle.sampling.base import AlikePairs, Cohorts
 
 
@@ -21,7 +21,7 @@ class Full(AlikePairs):
     rho = 1.0
 
     def __init__(self, n: int) -> None:
-        self.p = np.ones(n)
+        self.p = np.ones(count(n, "the number of clients"))
 
     def __repr__(self) -> str:
         return "full"

@@ -83,7 +83,10 @@ def importance_probabilities(scores: ArrayLike, b: int) -> FloatArray:
 
 def check_probabilities(p: ArrayLike) -> FloatArray:
     """A vector of probabilities in (0, 1], or an error that names the first bad client."""
-    array = np.array(p, dtype=np.float64)
+    try:
+        array = np.array(p, dtype=np.float64)
+    except (TypeError, ValueError) as error:
+        raise FedShuffleError(f"inclusion probabilities must be numbers: {error}.") from error
     if array.ndim != 1 or array.size == 0:
         raise FedShuffleError("inclusion probabilities must be a non-empty list, one per client.")
     bad = np.flatnonzero(~((array > 0) & (array <= 1)))

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterable, Sequence
 from typing import final
 
 import numpy as np
 
-from fedshuffle._arrays import FloatArray, IntArray
+from fedshuffle._arrays import FloatArray, IntArray, number
 from fedshuffle.errors import FedShuffleError
 from fedshuffle.randomness import Purpose, generator
 from fedshuffle.sampling.base import Cohorts, Sampling
@@ -66,11 +67,14 @@ class Table(Sampling):
 
 
 def _check_row(n: int, members: Sequence[int], probability: float) -> tuple[tuple[int, ...], float]:
-    cohort = tuple(sorted(int(i) for i in members))
+    try:
+        cohort = tuple(sorted(operator.index(i) for i in members))
+    except TypeError:
+        raise FedShuffleError(f"cohort {members!r}: members must be client numbers.") from None
     if len(set(cohort)) != len(cohort) or any(not 0 <= i < n for i in cohort):
         raise FedShuffleError(
             f"cohort {cohort}: members must be different clients from 0 to {n - 1}."
         )
-    if not 0 <= probability <= 1:
+    if not 0 <= number(probability, f"the probability of cohort {cohort}") <= 1:
         raise FedShuffleError(f"cohort {cohort} has probability {probability:g}, outside [0, 1].")
     return cohort, float(probability)

@@ -23,8 +23,8 @@ class Uniform(AlikePairs):
 
     def __init__(self, n: int, b: int) -> None:
         self.b = check_cohort_size(b, n, "uniform sampling")
-        self.p = np.full(n, b / n)
-        self.rho = (b - 1) * n / (b * (n - 1)) if n > 1 else 1.0
+        self.p = np.full(n, self.b / n)
+        self.rho = (self.b - 1) * n / (self.b * (n - 1)) if n > 1 else 1.0
 
     def __repr__(self) -> str:
         return f"uniform:{self.b}"
@@ -34,6 +34,8 @@ class Uniform(AlikePairs):
         return np.sort(rng.choice(len(self), self.b, replace=False, shuffle=False))
 
     def cohorts(self, limit: int) -> Cohorts | None:
+        if min(self.b, len(self) - self.b) > 60:  # more than anybody can list; comb would crawl
+            return None
         count = math.comb(len(self), self.b)
         if count > limit:
             return None
