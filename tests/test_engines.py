@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
+import math
 from collections.abc import Callable
 
 import numpy as np
@@ -89,7 +91,7 @@ def test_every_engine_equals_the_loop(case: str, momentum: MVR | GlobalMomentum 
     model = make_model().double()
     problem = Problem(model, losses.cross_entropy, federation)
     method = methods.get("fedshuffle").with_momentum(momentum)
-    work = LocalWork(epochs=2, batch_size=4)
+    work = LocalWork(epochs=2, batch_size=4, clip=0.8, weight_decay=0.01)
     runs = [Run(federation, method, "uniform:2", work, 0.05, 1.0, seed) for seed in (1, 2)]
     reference = [s.x for states in simulate(LoopEngine(problem), runs, 4) for s in states]
     engines: list[Engine] = [
@@ -109,8 +111,13 @@ def order(client: int, size: int, steps: int, **steering: object) -> Order:
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-def test_the_whole_kernel_by_hand(engine: str) -> None:
-    """Each of alpha, beta, mu and v, mixed over the clients of one walk, and several sums."""
+@pytest.mark.parametrize(
+    ("clip", "decay"), [(math.inf, 0.0), (0.6, 0.0), (math.inf, 0.3), (0.4, 0.2)]
+)
+def test_the_whole_kernel_by_hand(engine: str, clip: float, decay: float) -> None:
+    """Each of alpha, beta, mu and v, mixed over the clients of one walk, and several sums; with
+    clipping and weight decay.
+    """
     points = targets(3, 2)
     problem = quadratic(copies([2, 4, 6], points))
     x = targets(1, 2, seed=9)[0]
@@ -120,12 +127,16 @@ def test_the_whole_kernel_by_hand(engine: str) -> None:
         order(1, 4, 3, alpha=1.0, beta=0.4, v=v),
         order(2, 6, 7, alpha=0.7, beta=0.2, mu=1.5, v=-v),
     ]
+    orders = [dataclasses.replace(o, clip=clip, weight_decay=decay) for o in orders]
     want = torch.zeros(2, 2, dtype=torch.float64)
     for o in orders:
         s, b, y = o.steering, points[o.minibatches.client], x
         for _ in range(o.minibatches.steps):
             push = torch.zeros_like(x) if s.v is None else s.v
-            y = y - o.step_size * (s.alpha * (y - b) - s.beta * (x - b) + push + s.mu * (y - x))
+            at_y, at_x = (
+                (z - b) * min(1.0, clip / float((z - b).norm())) + decay * z for z in (y, x)
+            )
+            y = y - o.step_size * (s.alpha * at_y - s.beta * at_x + push + s.mu * (y - x))
         want[0] += o.weights[0] * (y - x)
         want[1] += o.weights[1] * (y - x)
     (have,) = make(engine, problem).walk([Walk(x, orders, 2)])
@@ -138,11 +149,11 @@ def test_probes_are_weighted_full_gradients(engine: str) -> None:
     rows = targets(sum(sizes), 2)
     problem = quadratic(Federation.from_arrays(rows, sizes=sizes))
     a, b = targets(2, 2, seed=4)
-    probe = Probe((a, b), np.array([0, 1]), np.array([0.3, 2.0]), 0)
+    probe = Probe((a, b), np.array([0, 1]), np.array([0.3, 2.0]), 0, weight_decay=0.7)
     (have,) = make(engine, problem).probe([probe])
     means = torch.stack([rows[:3].mean(0), rows[3:].mean(0)])
     weights = torch.tensor([0.3, 2.0], dtype=torch.float64)
-    want = torch.stack([weights @ (point - means) for point in (a, b)])
+    want = torch.stack([weights @ (point - means) + 0.7 * 2.3 * point for point in (a, b)])
     torch.testing.assert_close(have, want, rtol=1e-12, atol=1e-13)
 
 

@@ -144,6 +144,9 @@ def test_interruptions() -> None:
         (lambda: EpochRange(3, 2), "empty"),
         (lambda: EpochRange(0, 2), "fewest epochs is 0"),
         (lambda: AtMost(0), "is 0"),
+        (lambda: LocalWork(clip=0.0), "clip is 0"),
+        (lambda: LocalWork(clip=float("nan")), "clip is nan"),
+        (lambda: LocalWork(weight_decay=-1.0), "weight_decay is -1"),
         (lambda: RandomStop(1.5), "1.5"),
         (lambda: RandomStop("often"), "must be a number"),  # type: ignore[arg-type]
         (lambda: EpochRange(1, 2.5), "most epochs is 2.5"),  # type: ignore[arg-type]

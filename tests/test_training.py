@@ -7,7 +7,17 @@ import pytest
 import torch
 from torch.nn.utils import parameters_to_vector
 
-from fedshuffle import Federation, FedShuffleError, LocalWork, Method, methods, schedules, train
+from fedshuffle import (
+    MVR,
+    Federation,
+    FedShuffleError,
+    GlobalMomentum,
+    LocalWork,
+    Method,
+    methods,
+    schedules,
+    train,
+)
 from fedshuffle.engines import LanesEngine, LoopEngine
 from fedshuffle.sampling import Independent, Table, Uniform
 from fedshuffle.state import State
@@ -157,3 +167,16 @@ def test_evaluation_is_called_when_asked() -> None:
 def test_bad_settings_are_named(settings: dict[str, object], message: str) -> None:
     with pytest.raises(FedShuffleError, match=message):
         final(**settings)
+
+
+@pytest.mark.parametrize(
+    "momentum", [None, MVR(0.2), GlobalMomentum(0.2)], ids=["plain", "mvr", "g"]
+)
+def test_weight_decay_is_part_of_the_objective(momentum: MVR | GlobalMomentum | None) -> None:
+    """With 1/2 |x - b|^2 + lambda/2 |x|^2 at every client the optimum shrinks by 1 + lambda."""
+    points = targets(2, 2)
+    federation = copies([2, 2], points)
+    method = methods.get("fedshuffle").with_momentum(momentum)
+    run = Run(federation, method, "full", LocalWork(weight_decay=0.5), 0.01, 1.0, 0)
+    *_, (state,) = simulate(LanesEngine(quadratic(federation)), [run], 3000)
+    torch.testing.assert_close(state.x, points.mean(0) / 1.5, rtol=0, atol=1e-6)

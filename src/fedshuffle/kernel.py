@@ -4,14 +4,16 @@ Every method is one local step
 
 .. math:: y \leftarrow y - \gamma (\alpha g(y; B) - \beta g(x; B) + v + \mu (y - x))
 
-where :math:`x` is the global model, :math:`B` the minibatch, and the step size :math:`\gamma`, the
-scalars :math:`\alpha, \beta, \mu` and the vector :math:`v` are fixed for the round. A method sends
-two kinds of requests, :class:`Probe` and :class:`Walk`; an engine answers them. Neither knows more
-of the other than stands here. Models are flat vectors.
+where :math:`x` is the global model, :math:`B` the minibatch, :math:`g(z; B)` the gradient of its
+loss at z, clipped to a largest norm and with weight decay :math:`\lambda z` added, and the step
+size :math:`\gamma`, the scalars :math:`\alpha, \beta, \mu` and the vector :math:`v` are fixed for
+the round. A method sends two kinds of requests, :class:`Probe` and :class:`Walk`; an engine answers
+them. Neither knows more of the other than stands here. Models are flat vectors.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, final
@@ -43,6 +45,8 @@ class Order:
     step_size: float
     steering: Steering
     weights: Sequence[float]
+    clip: float = math.inf
+    weight_decay: float = 0.0
 
 
 @final
@@ -60,17 +64,29 @@ class Walk:
 @final
 @dataclass(frozen=True, slots=True)
 class Probe:
-    """The answer has a row ``sum_i weights_i grad f_i(point)`` for every point, from full gradients
-    over the clients' data.
+    """The answer has a row ``sum_i weights_i (grad f_i(point) + weight_decay point)`` for every
+    point, from full gradients over the clients' data.
     """
 
     points: Sequence[Tensor]
     clients: IntArray
     weights: FloatArray
     round: int
+    weight_decay: float = 0.0
 
 
 Request = Probe | Walk
+
+
+def adjusted(
+    gradient: Tensor, point: Tensor, clip: float | Tensor, weight_decay: float | Tensor
+) -> Tensor:
+    """The gradient at a point, clipped to a largest norm, plus weight decay (rows like columns)."""
+    if isinstance(clip, float) and clip == math.inf and weight_decay == 0:
+        return gradient
+    norm = gradient.norm(dim=-1, keepdim=True).clamp_min(1e-30)  # a zero gradient stays zero
+    scale: Tensor = (clip / norm).clamp_max(1.0)
+    return gradient * scale + weight_decay * point
 
 
 def step(

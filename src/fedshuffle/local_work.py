@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import abc
 import functools
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, final, get_args
@@ -120,6 +121,8 @@ class LocalWork:
         order: ``"reshuffled"`` anew every epoch, with ``"replacement"``, shuffled ``"once"`` and
             for all, or ``"sequential"``.
         interruption: how much of the plan gets done; all of it by default.
+        clip: the largest norm of a minibatch's gradient; longer ones are scaled down to it.
+        weight_decay: adds ``weight_decay / 2 |x|^2`` to every client's objective.
 
     >>> LocalWork(epochs=2, batch_size=32).on(np.array([10, 100])).longest
     8
@@ -130,8 +133,14 @@ class LocalWork:
     batch_size: int = 1
     order: Order = "reshuffled"
     interruption: Interruption | None = None
+    clip: float = math.inf
+    weight_decay: float = 0.0
 
     def __post_init__(self) -> None:
+        if not number(self.clip, "clip") > 0:
+            raise FedShuffleError(f"clip is {self.clip}, but a largest norm must be positive.")
+        if not 0 <= number(self.weight_decay, "weight_decay") < math.inf:
+            raise FedShuffleError(f"weight_decay is {self.weight_decay}, but must be 0 or more.")
         count(self.batch_size, "batch size")
         if self.interruption is not None:
             expect(self.interruption, Interruption, "interruption")

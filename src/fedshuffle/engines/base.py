@@ -85,7 +85,9 @@ def not_finite(problem: Problem, order: Order) -> TrainingError:
 
 
 def check_probe(problem: Problem, probe: Probe, gradients: Tensor) -> Tensor:
-    """The gradients of a probe, or an error where they are not finite."""
+    """The gradients of a probe with weight decay, or an error where they are not finite."""
+    decay = probe.weight_decay * float(probe.weights.sum())
+    gradients = gradients + decay * torch.stack(list(probe.points))
     if not torch.isfinite(gradients).all():
         raise TrainingError(
             "the full gradient is not finite. The model has diverged: lower the step size.",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from typing import final
@@ -74,6 +75,9 @@ class LanesEngine:
         alpha = _column(x, [steering.alpha for steering in steerings])
         beta = _column(x, [steering.beta for steering in steerings])
         mu = _column(x, [steering.mu for steering in steerings])
+        clip = _column(x, [order.clip for order in orders])
+        decay = _column(x, [order.weight_decay for order in orders])
+        adjust = any(order.clip < math.inf or order.weight_decay for order in orders)
         zero = torch.zeros_like(x[0])
         v = torch.stack([zero if steering.v is None else steering.v for steering in steerings])
 
@@ -87,6 +91,10 @@ class LanesEngine:
         for lanes, rows in _lockstep(streams):
             anchored = [place for place, lane in enumerate(lanes) if steerings[lane].beta]
             gradient, anchor = self._gradients(y[lanes], x[lanes], rows, anchored)
+            if adjust:
+                gradient = kernel.adjusted(gradient, y[lanes], clip[lanes], decay[lanes])
+                if anchor is not None:
+                    anchor = kernel.adjusted(anchor, x[lanes], clip[lanes], decay[lanes])
             y[lanes] = kernel.step(
                 y[lanes],
                 x[lanes],

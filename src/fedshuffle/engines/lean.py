@@ -120,11 +120,14 @@ class _Worker:
             for begin in range(0, len(rows), portion):
                 fields = self.problem.batch(rows[begin : begin + portion])
                 for batch in zip(*(torch.split(f, stream.batch_size) for f in fields), strict=True):
-                    gradient = here.gradient(batch, seed)
-                    anchor = there.gradient(batch, seed) if there else None
+                    gradient = here.gradient(batch, seed, order.clip)
+                    anchor = there.gradient(batch, seed, order.clip) if there else None
                     seed += 1
-                    if steering.mu:
-                        y.lerp_(x, gamma * steering.mu)
+                    # What multiplies y comes first, before the gradients move it.
+                    shrink = gamma * (steering.mu + steering.alpha * order.weight_decay)
+                    pull = gamma * (steering.mu + steering.beta * order.weight_decay)
+                    if shrink or pull:
+                        y.mul_(1 - shrink).add_(x, alpha=pull)
                     here.move(gradient, -gamma * steering.alpha)
                     if anchor:
                         here.move(anchor, gamma * steering.beta)
@@ -165,14 +168,21 @@ class _Replica:
         for parameter, view in zip(self.parameters, self.views, strict=True):
             parameter.data = view
 
-    def gradient(self, batch: tuple[Tensor, ...], seed: int) -> tuple[Tensor, ...]:
-        """The gradient by parameters; the seed rules the model's own randomness."""
+    def gradient(
+        self, batch: tuple[Tensor, ...], seed: int, clip: float = math.inf
+    ) -> tuple[Tensor, ...]:
+        """The clipped gradient by parameters; the seed rules the model's own randomness."""
         if self.problem.random:
             with model_randomness(self.problem, seed):
                 loss = self.problem.loss(self.model, *batch)
         else:
             loss = self.problem.loss(self.model, *batch)
-        return gradients(loss, self.parameters)
+        found = gradients(loss, self.parameters)
+        if clip < math.inf:
+            norm = float(torch.stack(torch._foreach_norm(found)).norm())
+            if norm > clip:
+                return tuple(torch._foreach_mul(found, clip / norm))
+        return found
 
     def move(self, along: tuple[Tensor, ...], by: float) -> None:
         """``flat += by * along``."""

@@ -52,8 +52,8 @@ class LoopEngine:
             seed = order.minibatches.model_seed() if self.problem.random else 0
             for k, positions in enumerate(order.minibatches):
                 batch = self.problem.batch(self.problem.rows(client, positions))
-                gradient = self._gradient(y, batch, seed + k)
-                anchor = self._gradient(x, batch, seed + k) if steering.beta else None
+                gradient = self._adjusted(y, batch, seed + k, order)
+                anchor = self._adjusted(x, batch, seed + k, order) if steering.beta else None
                 y = kernel.step(
                     y,
                     x,
@@ -79,6 +79,12 @@ class LoopEngine:
                     for k, point in enumerate(probe.points):
                         sums[k] += share * self._gradient(point, batch, seed=0)
         return check_probe(self.problem, probe, sums)
+
+    def _adjusted(
+        self, point: Tensor, batch: tuple[Tensor, ...], seed: int, order: Order
+    ) -> Tensor:
+        gradient = self._gradient(point, batch, seed)
+        return kernel.adjusted(gradient, point, order.clip, order.weight_decay)
 
     def _gradient(self, point: Tensor, batch: tuple[Tensor, ...], seed: int) -> Tensor:
         """The gradient of the minibatch loss; the seed rules the model's own randomness."""

@@ -98,7 +98,8 @@ class Method:
         heading = self.direction.round(start)
         request = next(heading)
         while isinstance(request, Probe):
-            request = heading.send((yield request))
+            decayed = dataclasses.replace(request, weight_decay=workload.work.weight_decay)
+            request = heading.send((yield decayed))
         if request.report is not None:
             weights.append(request.report)
 
@@ -110,7 +111,14 @@ class Method:
             strict=True,
         )
         orders = [
-            Order(workload.stream(i, steps, seed, cohort.round), gamma, request.steering, a)
+            Order(
+                workload.stream(i, steps, seed, cohort.round),
+                gamma,
+                request.steering,
+                a,
+                workload.work.clip,
+                workload.work.weight_decay,
+            )
             for i, steps, gamma, a in by_client
         ]
         sums = yield Walk(x, orders, len(weights))
