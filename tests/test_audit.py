@@ -126,7 +126,7 @@ def enumerated(
 NAMES = [method.name for method in methods.available() if not method.balanced_only]
 
 
-@settings(max_examples=250, deadline=None)
+@settings(max_examples=250)
 @given(samplings(), st.sampled_from(NAMES), st.data())
 def test_random_cases_equal_enumeration(sampling: Sampling, name: str, data: st.DataObject) -> None:
     n = len(sampling)

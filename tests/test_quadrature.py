@@ -16,7 +16,7 @@ from tests import brute
 from tests.test_sampling import samplings
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(
     samplings(),
     st.integers(0, 10**6),
@@ -42,7 +42,7 @@ def test_expectations_equal_enumeration(
     np.testing.assert_allclose(have, want, rtol=1e-10)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(samplings(), st.integers(0, 10**6))
 def test_clients_that_must_be_absent(sampling: Sampling, seed: int) -> None:
     rng = np.random.default_rng(seed)
