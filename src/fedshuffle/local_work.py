@@ -240,7 +240,8 @@ class Workload:
         """The minibatches of one client in one round."""
         work = self.work
         size = int(self.sizes[client])
-        return Minibatches(client, size, steps, work.batch_size, work.order, seed, round)
+        batch_size = min(work.batch_size, size)
+        return Minibatches(client, size, steps, batch_size, work.order, seed, round)
 
 
 @final

@@ -40,11 +40,11 @@ class LeanEngine:
     def __init__(self, problem: Problem, workers: int = 1) -> None:
         self.problem = problem
         with named(problem, 0, 0, "first look at the model"):
-            alone = workers > 1 and problem.random
-        if alone:
+            must_be_alone = workers > 1 and problem.random
+        if must_be_alone:
             raise FedShuffleError(
                 "the model draws random numbers (dropout?), and threads would draw them from one"
-                " stream in any order. Use workers=1."
+                " stream in any order. Use engine='lean', with one worker."
             )
         self.workers = [_Worker(problem) for _ in range(workers)]
         self._threads = (
