@@ -98,7 +98,7 @@ def test_no_rounds_are_refused_before_any_work(tmp_path: Path, rounds: int) -> N
 
 def test_a_file_in_the_way_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "out").write_text("")
-    with pytest.raises(FedShuffleError, match="cannot write"):
+    with pytest.raises(FedShuffleError, match="cannot be written"):
         reproduce(tmp_path / "out", rounds=1)
 
 

@@ -8,8 +8,6 @@ minimises and so at which level it will stop; then the methods are trained, and 
 from __future__ import annotations
 
 import json
-import operator
-import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -27,10 +25,10 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from fedshuffle import losses, schedules
-from fedshuffle._arrays import FloatArray, IntArray
+from fedshuffle._arrays import FloatArray, IntArray, count
 from fedshuffle.auditing import Audit, audit
 from fedshuffle.engines import LanesEngine, Problem
-from fedshuffle.errors import FedShuffleError
+from fedshuffle.experiments import results_folder
 from fedshuffle.federation import Federation
 from fedshuffle.local_work import LocalWork
 from fedshuffle.randomness import Purpose, check_seed, generator
@@ -71,15 +69,7 @@ class Settings:
 
     def __post_init__(self) -> None:
         check_seed(self.seed)
-        try:
-            rounds = operator.index(self.rounds)
-        except TypeError:
-            rounds = 0
-        if rounds < 1:
-            raise FedShuffleError(
-                f"the demo cannot train for {self.rounds!r} rounds. Choose a whole number of at"
-                f" least 1, such as {ROUNDS}."
-            )
+        count(self.rounds, "rounds")
 
     @property
     def sampling(self) -> str:
@@ -458,18 +448,9 @@ class Summary:
 def demo(out: Path, *, rounds: int = ROUNDS, seed: int = 0, progress: bool = True) -> Summary:
     """Audit and train three methods; leave a report, a picture and the numbers in ``out``."""
     settings = Settings(rounds, seed)
-    out = Path(out)
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-        if not os.access(out, os.W_OK):
-            raise PermissionError("no permission to write")
-    except OSError as error:
-        raise FedShuffleError(
-            f"the report cannot be written to {str(out)!r} ({error}). Choose another folder."
-        ) from error
+    files = Files.under(results_folder(out))
     with one_thread(), _Bars(progress) as bars:
         outcome = experiment(settings, bars)
-    files = Files.under(out)
     summary = outcome.summary(files)
     report.write_picture(outcome, files.picture)
     report.write_page(outcome, summary, files.page)

@@ -25,7 +25,7 @@ from fedshuffle import methods
 from fedshuffle._arrays import FloatArray, count
 from fedshuffle.auditing import Audit, audit, mass
 from fedshuffle.engines import LanesEngine, Problem
-from fedshuffle.errors import FedShuffleError
+from fedshuffle.experiments import results_folder
 from fedshuffle.federation import Federation
 from fedshuffle.local_work import LocalWork, MissLast
 from fedshuffle.methods import MVR, Method
@@ -508,12 +508,7 @@ def _times(ratio: float) -> str:
 def reproduce(out: Path, rounds: int = 1000, progress: bool = True) -> list[Claim]:
     """Simulate all panels and leave ``figure1``, ``hybrid``, ``results.json`` and ``claims.md``."""
     count(rounds, "rounds")
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise FedShuffleError(
-            f"cannot write to {str(out)!r} ({error.strerror}). Choose another folder."
-        ) from error
+    out = results_folder(out)
     # Drawing needs matplotlib, which nothing else here does.
     from fedshuffle.report import quadratic as report
 
