@@ -1,132 +1,171 @@
 """Local steps per second of each engine, as a ratio to a bare PyTorch loop.
 
 The bare loop copies the weights in, indexes tensors in memory, calls ``loss.backward()`` and
-updates in place: no torch.optim, no DataLoader. It and the engines take turns round by round in one
-process, one thread, on the same cohorts, and the medians of the ratios are printed: absolute speeds
-drift, ratios hardly.
+updates in place: no torch.optim, no DataLoader. Every contestant is a process of its own with one
+thread (engines with workers: one each), so that none profits from the memory settings of another;
+they take turns, round by round, on the same cohorts. Printed are the medians of the ratios and the
+peak memory: absolute speeds drift, ratios hardly.
 
     make bench
+    python benchmarks/engines.py --works "small cnn" --engines lean lean:2 --rounds 20
 """
 
 from __future__ import annotations
 
+import argparse
 import copy
+import json
+import multiprocessing
+import resource
 import statistics
-import sys
 import time
-from collections.abc import Callable
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
+from works import STEP_SIZE, WORKS
 
-from fedshuffle import Federation, LocalWork, losses
 from fedshuffle.engines import Problem, make
-from fedshuffle.errors import FedShuffleError
+from fedshuffle.errors import FedShuffleError, unknown
 from fedshuffle.state import State
 from fedshuffle.training import Run, play
 
-ENGINES = ("loop", "lean", "lanes")
+ENGINES = ("lean", "fused", "lanes")
 
 
-def federation(shape: tuple[int, ...], classes: int, clients: int, mean: float) -> Federation:
-    """Random examples over clients of log-normal sizes."""
-    rng = np.random.default_rng(0)
-    sizes = np.clip(rng.lognormal(np.log(mean) - 0.4, 0.9, clients).astype(int), 8, 600)
-    n = int(sizes.sum())
-    inputs = torch.from_numpy(rng.normal(size=(n, *shape)).astype(np.float32))
-    return Federation.from_arrays(
-        inputs, torch.from_numpy(rng.integers(classes, size=n)), sizes=sizes
-    )
-
-
-def cnn() -> nn.Module:
-    return nn.Sequential(
-        nn.Conv2d(1, 32, 3),
-        nn.ReLU(),
-        nn.Conv2d(32, 64, 3),
-        nn.ReLU(),
-        nn.MaxPool2d(2),
-        nn.Flatten(),
-        nn.Linear(9216, 128),
-        nn.ReLU(),
-        nn.Linear(128, 62),
-    )
-
-
-def works() -> dict[str, tuple[Callable[[], nn.Module], Federation, int, str]]:
-    """Model, federation, batch size and sampling of each work."""
-    flat = federation((784,), 62, 200, 64)
-    return {
-        "digits logreg 64-10": (
-            lambda: nn.Linear(64, 10),
-            federation((64,), 10, 100, 18),
-            8,
-            "full",
-        ),
-        "logreg 784-62": (lambda: nn.Linear(784, 62), flat, 32, "uniform:16"),
-        "mlp 784-200-62": (
-            lambda: nn.Sequential(nn.Linear(784, 200), nn.ReLU(), nn.Linear(200, 62)),
-            flat,
-            32,
-            "uniform:16",
-        ),
-        "small cnn": (cnn, federation((1, 28, 28), 62, 50, 32), 32, "uniform:4"),
-    }
-
-
-def bare_round(problem: Problem, run: Run, round: int) -> int:
-    """One round by hand; the number of steps."""
+def bare_round(problem: Problem, run: Run, round: int) -> None:
+    """One round by hand, the way one would write it."""
     model = copy.deepcopy(problem.load(problem.start))
     parameters = list(model.parameters())
     start = [p.detach().clone() for p in parameters]
-    cohort = run.cohort(round)
-    for client, steps in zip(cohort.clients.tolist(), cohort.done.tolist(), strict=True):
+    cohort, batch_size = run.cohort(round), run.workload.work.batch_size
+    rng = np.random.default_rng(round)
+    total = [torch.zeros_like(p) for p in parameters]
+    for client in cohort.clients.tolist():
         with torch.no_grad():
             for p, x in zip(parameters, start, strict=True):
                 p.copy_(x)
-        for positions in run.workload.stream(client, steps, run.seed, round):
-            index = torch.as_tensor(problem.rows(client, positions))
-            loss = problem.loss(model, *(field[index] for field in problem.fields))
-            loss.backward()  # type: ignore[no-untyped-call]
-            with torch.no_grad():
-                for p in parameters:
-                    if p.grad is not None:
-                        p.sub_(p.grad, alpha=0.05)
-                    p.grad = None
-    return int(cohort.done.sum())
+        size = int(problem.federation.sizes[client])
+        for _ in range(2):
+            rows = torch.from_numpy(problem.rows(client, rng.permutation(size)))
+            for index in torch.split(rows, batch_size):
+                loss = problem.loss(model, *(field[index] for field in problem.fields))
+                loss.backward()  # type: ignore[no-untyped-call]
+                with torch.no_grad():
+                    for p in parameters:
+                        if p.grad is not None:
+                            p.sub_(p.grad, alpha=STEP_SIZE)
+                        p.grad = None
+        with torch.no_grad():
+            for t, p, x in zip(total, parameters, start, strict=True):
+                t.add_(p - x)
 
 
-def ratios(name: str, rounds: int) -> tuple[float, dict[str, float]]:
-    """Steps per second of the bare loop, and the median ratio of each engine to it."""
-    make_model, clients, batch_size, sampling = works()[name]
-    problem = Problem(make_model(), losses.cross_entropy, clients)
-    work = LocalWork(epochs=2, batch_size=batch_size)
-    run = Run(clients, "fedavg-rr", sampling, work, step_size=0.05)
-    engines = {engine: make(engine, problem) for engine in ENGINES}
-    bare, found = [], {engine: [] for engine in ENGINES}  # type: ignore[var-annotated]
-    for round in range(rounds + 1):
+def contestant(connection: Connection, work: str, engine: str) -> None:
+    """A process that plays the rounds it is told to, and says how long each took."""
+    torch.set_num_threads(1)
+    problem, runs = WORKS[work].build()
+    walker = None if engine == "bare" else make(engine, problem)
+    connection.send("ready")
+    while True:
+        round = connection.recv()
+        if round is None:
+            break
         begun = time.perf_counter()
-        steps = bare_round(problem, run, round)
-        speed = steps / (time.perf_counter() - begun)
-        for name_, engine in engines.items():
-            begun = time.perf_counter()
-            play(engine, [run], [State(problem.start, {}, round)])
-            if round:  # the first round warms up
-                found[name_].append(steps / (time.perf_counter() - begun) / speed)
-        bare.append(speed)
-    return statistics.median(bare), {name: statistics.median(r) for name, r in found.items()}
+        if walker is None:
+            for run in runs:
+                bare_round(problem, run, round)
+        else:
+            play(walker, runs, [State(problem.start, {}, round) for _ in runs])
+        seconds = time.perf_counter() - begun
+        steps = sum(int(run.cohort(round).done.sum()) for run in runs)
+        connection.send((steps, seconds, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024))
+
+
+@dataclass
+class Player:
+    """A contestant, seen from the referee."""
+
+    process: Any
+    connection: Any
+    speeds: list[float]
+    megabytes: float = 0.0
+
+    @classmethod
+    def enter(cls, work: str, engine: str) -> Player:
+        context = multiprocessing.get_context("spawn")  # a fresh allocator for each
+        ours, theirs = context.Pipe()
+        process = context.Process(target=contestant, args=(theirs, work, engine))
+        process.start()
+        theirs.close()
+        ours.recv()
+        return cls(process, ours, [])
+
+    def play(self, round: int) -> None:
+        self.connection.send(round)
+        steps, seconds, self.megabytes = self.connection.recv()
+        if round:  # the first round warms up
+            self.speeds.append(steps / seconds)
+
+    def leave(self) -> None:
+        self.connection.send(None)
+        self.process.join()
+
+
+def contest(work: str, engines: list[str], rounds: int) -> dict[str, Any]:
+    """Steps per second of the bare loop, and of each engine the median ratio and the memory."""
+    players = {}
+    for engine in ["bare", *engines]:
+        try:
+            players[engine] = Player.enter(work, engine)
+        except EOFError:  # it does not know this model: its own message was printed
+            continue
+    for round in range(rounds + 1):
+        for player in players.values():
+            player.play(round)
+    for player in players.values():
+        player.leave()
+    bare = players["bare"].speeds
+    return {
+        "bare steps/s": statistics.median(bare),
+        "megabytes": {engine: player.megabytes for engine, player in players.items()},
+        "ratio": {
+            engine: statistics.median(
+                mine / its for mine, its in zip(player.speeds, bare, strict=True)
+            )
+            for engine, player in players.items()
+        },
+    }
 
 
 def main() -> None:
-    torch.set_num_threads(1)
-    rounds = int(sys.argv[1]) if len(sys.argv) > 1 else 8
-    if rounds < 1:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--works", nargs="+", default=list(WORKS))
+    parser.add_argument("--engines", nargs="+", default=list(ENGINES))
+    parser.add_argument("--rounds", type=int, default=12)
+    parser.add_argument("--json", type=Path, help="write the numbers there, too")
+    options = parser.parse_args()
+    for work in options.works:
+        if work not in WORKS:
+            raise unknown("work", work, WORKS)
+    if options.rounds < 1:
         raise FedShuffleError("give a number of rounds of at least 1.")
-    print(f"{'work':24}{'bare steps/s':>14}" + "".join(f"{engine:>10}" for engine in ENGINES))
-    for name in works():
-        bare, found = ratios(name, rounds)
-        print(f"{name:24}{bare:14.0f}" + "".join(f"{found[engine]:10.2f}" for engine in ENGINES))
+    results = {}
+    print(f"{'work':22}{'bare steps/s':>13}" + "".join(f"{e:>18}" for e in options.engines))
+    for work in options.works:
+        found = results[work] = contest(work, options.engines, options.rounds)
+        cells = (
+            f"{found['ratio'][e]:9.2f}{found['megabytes'][e]:6.0f} MB"
+            if e in found["ratio"]
+            else "-"
+            for e in options.engines
+        )
+        print(f"{work:22}{found['bare steps/s']:13.0f}" + "".join(f"{c:>18}" for c in cells))
+    if options.json:
+        options.json.write_text(json.dumps(results, indent=2))
 
 
 if __name__ == "__main__":

@@ -5,7 +5,12 @@ from __future__ import annotations
 import copy
 import dataclasses
 import math
+import os
+import signal
+import subprocess
+import sys
 from collections.abc import Callable
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -18,15 +23,30 @@ from fedshuffle import (
     FedShuffleError,
     GlobalMomentum,
     LocalWork,
+    MissLast,
     TrainingError,
     losses,
     methods,
+    schedules,
     train,
 )
-from fedshuffle.engines import Engine, LanesEngine, LeanEngine, LoopEngine, Problem, make
+from fedshuffle.engines import (
+    Engine,
+    LanesEngine,
+    LeanEngine,
+    LoopEngine,
+    Problem,
+    choose,
+    make,
+)
+from fedshuffle.engines.machine import flushed_denormals, keep_freed_memory
+from fedshuffle.engines.stack import Stack
 from fedshuffle.kernel import Order, Probe, Steering, Walk, step
 from fedshuffle.local_work import Minibatches
-from fedshuffle.training import Run, simulate
+from fedshuffle.models import CharLSTM, ResNet
+from fedshuffle.runs import RunFolder
+from fedshuffle.state import State
+from fedshuffle.training import Result, Run, simulate
 from tests.problems import Point, copies, half_squared_distance, quadratic, targets
 
 
@@ -63,7 +83,12 @@ def token_data(sizes: list[int]) -> Federation:
     )
 
 
-ENGINES = ["loop", "lanes", "lean", "lean:2"]
+def text_data(sizes: list[int]) -> Federation:
+    text = np.random.default_rng(2).integers(7, size=(sum(sizes), 6))
+    return Federation.from_arrays(text[:, :-1], text[:, 1:], sizes=sizes)
+
+
+ENGINES = ["loop", "lanes", "lean", "lean:2", "lean:2:processes"]
 SIZES = [2, 5, 9]
 CASES: dict[str, tuple[Callable[[], nn.Module], Federation]] = {
     "linear": (lambda: nn.Linear(6, 3), data((6,), 3, SIZES)),
@@ -78,31 +103,134 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Federation]] = {
         data((1, 6, 6), 3, SIZES),
     ),
     "tokens": (Tokens, token_data(SIZES)),
+    "pooled": (
+        lambda: nn.Sequential(
+            nn.Conv2d(2, 4, 3), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(16, 3)
+        ),
+        data((2, 6, 6), 3, SIZES),
+    ),
+    "lstm": (lambda: CharLSTM(7, 4, 5), text_data(SIZES)),
+    "resnet": (lambda: ResNet(3, width=2, blocks=(1, 1)), data((3, 4, 4), 3, SIZES)),
 }
 
 
+MOMENTA = {"plain": None, "mvr": MVR(0.2), "global": GlobalMomentum(0.2)}
+WORKS = {
+    "free": LocalWork(epochs=2, batch_size=4, interruption=MissLast()),
+    "limited": LocalWork(epochs=2, batch_size=4, clip=0.8, weight_decay=0.01),
+}
+
+
+def all_engines(problem: Problem) -> dict[str, Engine]:
+    """Every engine in every variant that this model can run in."""
+    vectorised = not any(isinstance(module, nn.LSTM) for module in problem.model.modules())
+    lanes = {
+        f"{width} lanes{' by hand' * fused}": LanesEngine(problem, width, fused)
+        for width in (1, 3, 100)
+        for fused in (True, False)
+        if vectorised
+    }
+    named = ["lean:2", "lean:3:processes", *(["lanes:2"] if vectorised else [])]
+    return {
+        **lanes,
+        "lean by hand": LeanEngine(problem),
+        "lean": LeanEngine(problem, fused=False),
+        **{name: make(name, problem) for name in named},
+    }
+
+
+@pytest.mark.parametrize("work", WORKS)
+@pytest.mark.parametrize("momentum", MOMENTA)
 @pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize(
-    "momentum", [None, MVR(0.2), GlobalMomentum(0.2)], ids=["plain", "mvr", "g"]
-)
-def test_every_engine_equals_the_loop(case: str, momentum: MVR | GlobalMomentum | None) -> None:
+def test_every_engine_equals_the_loop(case: str, momentum: str, work: str) -> None:
+    """Two runs in lockstep, whose step sizes change from round to round."""
     make_model, federation = CASES[case]
     torch.manual_seed(0)
-    model = make_model().double()
-    problem = Problem(model, losses.cross_entropy, federation)
-    method = methods.get("fedshuffle").with_momentum(momentum)
-    work = LocalWork(epochs=2, batch_size=4, clip=0.8, weight_decay=0.01)
-    runs = [Run(federation, method, "uniform:2", work, 0.05, 1.0, seed) for seed in (1, 2)]
+    problem = Problem(make_model().double(), losses.cross_entropy, federation)
+    method = methods.get("fedshuffle").with_momentum(MOMENTA[momentum])
+    steps = schedules.inverse_time(0.05, halved_after=2)
+    runs = [Run(federation, method, "uniform:2", WORKS[work], steps, 1.0, s) for s in (1, 2)]
     reference = [s.x for states in simulate(LoopEngine(problem), runs, 4) for s in states]
-    engines: list[Engine] = [
-        *(LanesEngine(problem, width) for width in (1, 3, 100)),
-        *(LeanEngine(problem, workers) for workers in (1, 2)),
-    ]
-    for engine in engines:
+    for name, engine in all_engines(problem).items():
         xs = [s.x for states in simulate(engine, runs, 4) for s in states]
         for have, want in zip(xs, reference, strict=True):
-            torch.testing.assert_close(have, want, rtol=1e-12, atol=1e-13)
+            torch.testing.assert_close(have, want, rtol=1e-12, atol=1e-13, msg=name)
     assert not torch.equal(reference[0], reference[1])
+
+
+@pytest.mark.parametrize("method", ["fedavg-rr", "fednova", "fedavg-min", "fedshuffle"])
+@pytest.mark.parametrize("case", CASES)
+def test_every_engine_equals_the_loop_in_single_precision(case: str, method: str) -> None:
+    """The updates of five rounds, in float32, up to 1e-5 of their size."""
+    make_model, federation = CASES[case]
+    torch.manual_seed(0)
+    problem = Problem(make_model().float(), losses.cross_entropy, federation)
+    run = Run(federation, method, "full", LocalWork(epochs=2, batch_size=4), 0.05)
+    *_, (want,) = simulate(LoopEngine(problem), [run], 5)
+    for name, engine in all_engines(problem).items():
+        *_, (have,) = simulate(engine, [run], 5)
+        error = float((have.x - want.x).norm() / (want.x - problem.start).norm())
+        assert error < 1e-5, name
+
+
+@pytest.mark.parametrize("activation", [nn.ReLU, nn.Tanh, nn.Sigmoid, nn.Identity])
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("loss", [losses.cross_entropy, losses.squared_error])
+def test_stacks_are_differentiated_by_hand(
+    activation: type[nn.Module], bias: bool, loss: losses.MeanLoss
+) -> None:
+    """Every activation, with and without bias, both losses, images that must be flattened."""
+    torch.manual_seed(0)
+    rng = np.random.default_rng(0)
+    aims = rng.integers(3, size=16) if loss is losses.cross_entropy else rng.normal(size=(16, 3))
+    federation = Federation.from_arrays(rng.normal(size=(16, 2, 3)), aims, sizes=SIZES)
+    body = nn.Sequential(nn.Linear(6, 5, bias), activation(), nn.Linear(5, 4, bias), activation())
+    model = nn.Sequential(nn.Flatten(), body, nn.Linear(4, 3, bias), activation()).double()
+    problem = Problem(model, loss, federation)
+    assert Stack.of(problem) is not None
+    run = Run(federation, "fedshuffle", "full", LocalWork(epochs=2, batch_size=4), 0.05)
+    *_, (want,) = simulate(LoopEngine(problem), [run], 3)
+    for engine in (LeanEngine(problem), LanesEngine(problem)):
+        *_, (have,) = simulate(engine, [run], 3)
+        torch.testing.assert_close(have.x, want.x, rtol=1e-12, atol=1e-13)
+
+
+class Doubled(nn.Linear):
+    """A linear layer only by name."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return 2 * super().forward(x)
+
+
+def test_what_only_looks_like_a_stack_is_left_to_autograd() -> None:
+    federation = data((6,), 3, SIZES)
+    hooked = nn.Linear(6, 3)
+    hooked.register_forward_hook(lambda module, inputs, output: 2 * output)
+    shared = nn.Linear(6, 6)
+    frozen = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 3))
+    frozen[0].requires_grad_(False)
+    for model in (
+        Doubled(6, 3),
+        hooked,
+        nn.Sequential(shared, shared, nn.Linear(6, 3)),
+        frozen,
+        nn.Sequential(nn.Linear(6, 3), nn.GELU()),
+        nn.Sequential(nn.Linear(6, 3), nn.Softmax(dim=1)),
+        nn.Sequential(nn.ReLU(), nn.Linear(6, 3)),
+    ):
+        problem = Problem(model.double(), losses.cross_entropy, federation)
+        assert Stack.of(problem) is None, model
+        run = Run(federation, "fedshuffle", "full", LocalWork(batch_size=4), 0.05)
+        *_, (want,) = simulate(LoopEngine(problem), [run], 2)
+        *_, (have,) = simulate(make("lean", problem), [run], 2)
+        torch.testing.assert_close(have.x, want.x, rtol=1e-12, atol=1e-13)
+    mine = Problem(
+        nn.Linear(6, 3).double(), lambda m, x, y: losses.cross_entropy(m, x, y), federation
+    )
+    assert Stack.of(mine) is None
+    rows, labels = federation.tensors()
+    some = Federation.from_arrays(rows, labels.where(labels > 0, -100), sizes=SIZES)
+    assert Stack.of(Problem(nn.Linear(6, 3).double(), losses.cross_entropy, some)) is None
 
 
 def order(client: int, size: int, steps: int, **steering: object) -> Order:
@@ -194,7 +322,7 @@ def test_what_the_users_code_raises_is_named() -> None:
     def broken(model: nn.Module, *fields: Tensor) -> Tensor:
         raise KeyError("oops")
 
-    with pytest.raises(TrainingError, match="client 0, local training: KeyError: 'oops'"):
+    with pytest.raises(TrainingError, match="client 0, first look at the model: KeyError: 'oops'"):
         train(Point(2), copies([1, 2], targets(2, 2)), loss=broken, rounds=1)
     with pytest.raises(TrainingError, match="must be one number"):
         train(
@@ -247,18 +375,19 @@ def test_dropout_is_a_function_of_seed_round_and_client() -> None:
 
     assert torch.equal(weights(1, 10), weights(1, 20))
     torch.testing.assert_close(weights(1, 10, "lean"), weights(1, 20))
+    torch.testing.assert_close(weights(1, 10, "lean:2:processes"), weights(1, 20))
     assert not torch.equal(weights(1, 10), weights(2, 10))
 
 
 def test_dropout_cannot_run_in_threads_and_says_so() -> None:
     model = nn.Sequential(nn.Dropout(0.5), nn.Linear(6, 3)).double()
-    with pytest.raises(FedShuffleError, match="with one worker"):
+    with pytest.raises(FedShuffleError, match="Use one worker"):
         train(model, data((6,), 3, [4, 6]), loss=losses.cross_entropy, rounds=1, engine="lean:2")
 
 
 def test_dropout_cannot_run_in_lanes_and_says_so() -> None:
     model = nn.Sequential(nn.Dropout(0.5), nn.Linear(6, 3)).double()
-    with pytest.raises(FedShuffleError, match="Use engine='loop'"):
+    with pytest.raises(FedShuffleError, match="Use engine='lean'"):
         train(model, data((6,), 3, [4, 6]), loss=losses.cross_entropy, rounds=1, engine="lanes")
 
 
@@ -269,6 +398,37 @@ def test_running_statistics_are_refused_and_batch_statistics_are_not() -> None:
         Problem(bad, losses.cross_entropy, federation)
     fine = nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6, track_running_stats=False)).double()
     Problem(fine, losses.cross_entropy, federation)
+
+
+class Counting(nn.Linear):
+    """Keeps a constant buffer, and perhaps one that counts the calls."""
+
+    def __init__(self, counts: bool) -> None:
+        super().__init__(6, 3)
+        self.register_buffer("scale", torch.full((3,), 2.0))
+        self.register_buffer("calls", torch.zeros(()))
+        self.counts = counts
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.counts:
+            self.get_buffer("calls").add_(1)
+        return super().forward(x) * self.scale  # type: ignore[operator]
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_constant_buffers_are_fine_and_changing_ones_are_refused(engine: str) -> None:
+    federation = data((6,), 3, [4, 6])
+    model = Counting(False).double()
+    result = train(model, federation, loss=losses.cross_entropy, rounds=2, engine=engine)
+    assert torch.equal(result.model.state_dict()["scale"], model.state_dict()["scale"])
+    with pytest.raises(FedShuffleError, match="changes the model's buffer 'calls'"):
+        train(
+            Counting(True).double(),
+            federation,
+            loss=losses.cross_entropy,
+            rounds=2,
+            engine=engine,
+        )
 
 
 def test_models_that_cannot_be_flattened_are_refused() -> None:
@@ -297,3 +457,207 @@ def test_frozen_parameters_stay_and_unused_ones_do_not_break() -> None:
 def test_unknown_engines_are_named() -> None:
     with pytest.raises(FedShuffleError, match=r"unknown engine 'lane'\. Did you mean 'lanes'"):
         make("lane", quadratic(copies([1], targets(1, 2))))
+
+
+@pytest.mark.parametrize("name", ["lean:x", "lean:2:threads", "loop:2", "lean:", "lanes:2:2"])
+def test_engines_that_cannot_be_read_are_named(name: str) -> None:
+    with pytest.raises(FedShuffleError, match=f"engine '{name}' cannot be read"):
+        make(name, quadratic(copies([1], targets(1, 2))))
+
+
+def fatal(model: Point, rows: Tensor) -> Tensor:
+    """Kills its process at the client with five examples."""
+    if len(rows) == 5:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return half_squared_distance(model, rows)
+
+
+def test_a_worker_that_dies_is_named_and_the_engine_can_go_on(tmp_path: Path) -> None:
+    federation = Federation.from_arrays(targets(10, 2), client_ids=list("aabbbbbccc"))
+    problem = Problem(Point(2), fatal, federation)
+    engine = make("lean:2:processes", problem)
+    run = Run(federation, "fedavg-rr", "full", LocalWork(batch_size=5))
+    with pytest.raises(TrainingError, match=r"client b, local.*signal 9 \(out of memory") as error:
+        list(simulate(engine, [run], 1))
+    assert (error.value.client, error.value.round) == ("b", 0)
+    small = Run(federation, "fedavg-rr", "full", LocalWork(batch_size=3))  # never five at once
+    *_, (have,) = simulate(engine, [small], 2)
+    *_, (want,) = simulate(LoopEngine(problem), [small], 2)
+    torch.testing.assert_close(have.x, want.x)
+
+    out = tmp_path / "run"
+
+    with pytest.raises(TrainingError, match=r"round 2, client b, local training.*signal 9"):
+        train(
+            Point(2),
+            federation,
+            loss=fatal,
+            rounds=5,
+            sampling="independent:1,0.3,1",  # with this seed, client b first comes in round 2
+            work=LocalWork(batch_size=5),
+            engine="lean:2:processes",
+            out=out,
+            seed=1,
+        )
+    latest = RunFolder(out).latest()
+    assert latest is not None
+    assert latest.round == 2
+
+
+def test_worker_processes_say_what_went_wrong() -> None:
+    def broken(model: Point, rows: Tensor) -> Tensor:
+        if len(rows) == 5:
+            raise KeyError("oops")
+        return half_squared_distance(model, rows)
+
+    federation = Federation.from_arrays(targets(10, 2), client_ids=list("aabbbbbccc"))
+    with pytest.raises(TrainingError, match="client b, local training: KeyError: 'oops'"):
+        train(
+            Point(2),
+            federation,
+            loss=broken,
+            rounds=1,
+            work=LocalWork(batch_size=5),
+            engine="lean:2:processes",
+        )
+
+
+def test_the_lanes_of_large_models_are_few() -> None:
+    """Memory must not grow with the cohort."""
+    federation = data((6,), 3, [4, 6])
+    large = nn.Sequential(nn.Linear(6, 150_000), nn.Linear(150_000, 3))
+    assert LanesEngine(Problem(large, losses.cross_entropy, federation)).width <= 4
+
+
+def test_freed_memory_is_kept_unless_told_otherwise() -> None:
+    """Page faults of writing to memory that was written to and freed before, in a new process."""
+    program = """
+import resource, torch
+from fedshuffle.engines.machine import keep_freed_memory
+keep_freed_memory()
+faults = []
+for _ in range(3):
+    torch.empty(10_000_000).fill_(1.0)
+    faults.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt)
+print(faults[2] - faults[1])
+"""
+
+    def faults(**environment: str) -> int:
+        command = [sys.executable, "-c", program]
+        done = subprocess.run(
+            command, env=os.environ | environment, capture_output=True, text=True, check=True
+        )
+        return int(done.stdout)
+
+    if not keep_freed_memory():
+        pytest.skip("no allocator here that could be told")
+    assert faults() < faults(FEDSHUFFLE_KEEP_MEMORY="0") / 10
+
+
+def test_denormal_numbers_are_flushed_only_while_training() -> None:
+    tiny = torch.tensor(1e-39)
+    with flushed_denormals():
+        assert float(tiny * 0.5) == 0
+        with flushed_denormals():
+            pass
+        assert float(tiny * 0.5) == 0
+    assert float(tiny * 0.5) > 0
+
+
+@pytest.fixture
+def two_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fedshuffle.engines.auto.cores_here", lambda: 2)
+
+
+def pretend(monkeypatch: pytest.MonkeyPatch, **seconds: float) -> None:
+    """Let engines seem to need so many seconds for whatever they are given."""
+
+    def took(engine: Engine, walk: Walk) -> float:
+        kind = type(engine).__name__.removesuffix("Engine")
+        return seconds.get(kind, 1.0)
+
+    monkeypatch.setattr("fedshuffle.engines.auto._seconds", took)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "name"),
+    [
+        ({}, "lean"),
+        ({"Lanes": 0.95}, "lean"),  # not worth it
+        ({"Lanes": 0.5}, "lanes"),
+        ({"Threads": 0.55}, "lean:2"),
+        ({"Threads": 0.8, "Processes": 0.6}, "lean:2:processes"),
+        ({"Threads": 1.5, "Processes": 0.95}, "lean"),
+        ({"Lanes": 0.2, "Threads": 0.1}, "lanes:2"),
+    ],
+)
+@pytest.mark.usefixtures("two_cores")
+def test_the_fastest_engine_is_chosen(
+    monkeypatch: pytest.MonkeyPatch, seconds: dict[str, float], name: str
+) -> None:
+    pretend(monkeypatch, **seconds)
+    federation = data((6,), 3, SIZES)
+    result = train(
+        nn.Linear(6, 3), federation, loss=losses.cross_entropy, rounds=2, engine="auto", seed=1
+    )
+    assert result.engine == name
+
+
+@pytest.mark.usefixtures("two_cores")
+def test_an_engine_that_fails_or_disagrees_is_not_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+    pretend(monkeypatch, Lanes=0.1)
+    federation = text_data(SIZES)
+    problem = Problem(CharLSTM(7, 4, 5), losses.cross_entropy, federation)
+    run = Run(federation, "fedshuffle-mvr", "uniform:2")
+    walk = run.walk(State(problem.start))
+    assert walk is not None
+    choice = choose(problem, walk)
+    assert choice.name == "lean"
+    assert "lanes not (" in choice.why
+    assert choice.why.startswith("lean ")
+
+    monkeypatch.setattr(
+        LanesEngine, "walk", lambda self, walks: [torch.ones_like(w.start) for w in walks]
+    )
+    federation = data((6,), 3, SIZES)
+    problem = Problem(nn.Linear(6, 3).double(), losses.cross_entropy, federation)
+    walk = Run(federation, "fedshuffle").walk(State(problem.start))
+    assert walk is not None
+    choice = choose(problem, walk)
+    assert choice.name == "lean"
+    assert "lanes not (it does not agree with the reference engine)" in choice.why
+
+
+def test_a_run_goes_on_with_the_engine_that_was_chosen(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    federation = data((6,), 3, SIZES)
+
+    def go(rounds: int, resume: bool) -> Result:
+        torch.manual_seed(0)
+        return train(
+            nn.Linear(6, 3),
+            federation,
+            loss=losses.cross_entropy,
+            rounds=rounds,
+            engine="auto",
+            out=tmp_path / "run",
+            resume=resume,
+            progress=True,
+        )
+
+    pretend(monkeypatch, Lanes=0.1, Threads=1.0)
+    assert go(2, resume=False).engine == "lanes"
+    assert "engine lanes (lean " in capsys.readouterr().err
+    pretend(monkeypatch)
+    assert go(4, resume=True).engine == "lanes"
+
+
+def test_a_run_without_clients_needs_no_choice() -> None:
+    federation = data((6,), 3, SIZES)
+    nobody = "independent:1e-9,1e-9,1e-9"
+    model = nn.Linear(6, 3)
+    loss = losses.cross_entropy
+    assert train(model, federation, loss=loss, rounds=1, sampling=nobody, engine="auto").engine == (
+        "lean"
+    )

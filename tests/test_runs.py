@@ -16,8 +16,18 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parameters_to_vector
 
-from fedshuffle import MVR, Federation, FedShuffleError, GlobalMomentum, LocalWork, methods, train
+from fedshuffle import (
+    MVR,
+    Evaluation,
+    Federation,
+    FedShuffleError,
+    GlobalMomentum,
+    LocalWork,
+    methods,
+    train,
+)
 from fedshuffle.runs import RunFolder
+from fedshuffle.sampling import Independent
 from fedshuffle.state import State
 from tests.problems import Point, half_squared_distance, targets
 
@@ -48,8 +58,14 @@ def vector(model: nn.Module) -> Tensor:
     return parameters_to_vector(model.parameters()).detach()
 
 
+def done(out: Path) -> int:
+    """Rounds that stand in the metrics."""
+    file = out / "metrics.jsonl"
+    return len(file.read_text().splitlines()) if file.exists() else 0
+
+
 def without_time(history: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    return [{k: v for k, v in record.items() if k != "seconds"} for record in history]
+    return [{k: v for k, v in r.items() if not k.endswith("seconds")} for r in history]
 
 
 @pytest.mark.parametrize("momentum", MOMENTA)
@@ -83,17 +99,144 @@ def test_ctrl_c_saves_the_last_whole_round_and_says_how_to_go_on(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def evaluate(model: Point) -> dict[str, float]:
-        if len(RunFolder(tmp_path / "run").metrics()) == 6:
+        if done(tmp_path / "run") == 6:
             raise KeyboardInterrupt
         return {"norm": float(model.x.norm())}
 
     with pytest.raises(KeyboardInterrupt):
         go(tmp_path / "run", evaluate=evaluate)
-    assert "resume=True" in capsys.readouterr().err
+    assert capsys.readouterr().err == (
+        f"Stopped after round 6, which is saved. To go on, call train again with"
+        f" out={str(tmp_path / 'run')!r}, resume=True.\n"
+    )
     whole = go(tmp_path / "whole")
     resumed = go(tmp_path / "run", resume=True)
     assert torch.equal(vector(resumed.model), vector(whole.model))
     assert without_time(resumed.history) == without_time(whole.history)
+
+
+def test_sigterm_is_taken_as_ctrl_c_where_there_is_a_folder(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def evaluate(model: Point) -> dict[str, float]:
+        if done(tmp_path / "run") == 6:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return {"norm": float(model.x.norm())}
+
+    before = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(KeyboardInterrupt):
+        go(tmp_path / "run", evaluate=evaluate, how_to_resume="write to the author")
+    assert signal.getsignal(signal.SIGTERM) == before
+    assert capsys.readouterr().err.endswith("To go on, write to the author.\n")
+    resumed = go(tmp_path / "run", resume=True)
+    assert without_time(resumed.history) == without_time(go(None).history)
+
+
+@pytest.mark.parametrize("where", ["evaluation", "training"])
+def test_what_fails_is_named_and_what_was_done_is_saved(tmp_path: Path, where: str) -> None:
+    """Checkpoints are far apart, and still only the round that failed is lost."""
+    settings: dict[str, Any] = {"checkpoint_every": 100, "sampling": "full", "momentum": "plain"}
+    whole = go(None, **settings)
+
+    def evaluate(model: Point) -> dict[str, float]:
+        if where == "evaluation" and done(tmp_path) == 6:
+            raise ZeroDivisionError("of the user")
+        return {"norm": float(model.x.norm())}
+
+    def loss(model: Point, points: Tensor) -> Tensor:
+        if where == "training" and done(tmp_path) == 6:
+            raise ZeroDivisionError("of the user")
+        return half_squared_distance(model, points)
+
+    message = {
+        "evaluation": r"^evaluation after round 7: ZeroDivisionError: of the user",
+        "training": r"^round 6, client 0, local training: ZeroDivisionError: of the user",
+    }
+    with pytest.raises(FedShuffleError, match=message[where]):
+        go(tmp_path, evaluate=evaluate, loss=loss, **settings)
+    latest = RunFolder(tmp_path).latest()
+    assert latest is not None
+    assert latest.round == 6
+    resumed = go(tmp_path, resume=True, **settings)
+    assert torch.equal(vector(resumed.model), vector(whole.model))
+    assert without_time(resumed.history) == without_time(whole.history)
+
+
+@pytest.mark.parametrize("how", [KeyboardInterrupt, SystemExit], ids=["saved", "killed"])
+@pytest.mark.parametrize("stop", [1, 3, 7])
+def test_the_same_rounds_are_evaluated_after_resuming(
+    tmp_path: Path, stop: int, how: type[BaseException]
+) -> None:
+    def loss(model: Point, points: Tensor) -> Tensor:
+        if done(tmp_path) == stop:
+            raise how
+        return half_squared_distance(model, points)
+
+    evaluation = Evaluation(FEDERATION, ["loss"])
+    settings: dict[str, Any] = {
+        "rounds": 8,
+        "evaluate_every": 3,
+        "evaluate": evaluation,
+        "sampling": "full",
+    }
+    whole = go(None, **settings)
+    with pytest.raises(how):
+        go(tmp_path, loss=loss, **settings)
+    resumed = go(tmp_path, resume=True, **settings)
+    assert without_time(resumed.history) == without_time(whole.history)
+    assert [r["round"] for r in resumed.history if "loss" in r] == [3, 6, 8]
+
+
+def test_what_is_not_finite_is_null_on_disk_and_nan_in_python(tmp_path: Path) -> None:
+    values = iter([1.5, float("inf"), float("nan"), -float("inf")])
+    result = go(tmp_path, rounds=4, evaluate=lambda model: {"loss": next(values)})
+    lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
+
+    def refuse(name: str) -> None:
+        raise AssertionError(name)
+
+    records = [json.loads(line, parse_constant=refuse) for line in lines]
+    assert [record["loss"] for record in records] == [1.5, None, None, None]
+    for history in (result.history, RunFolder(tmp_path).metrics()):
+        assert [str(record["loss"]) for record in history] == ["1.5", "nan", "nan", "nan"]
+
+
+def test_a_record_holds_the_cohort_and_the_costs(tmp_path: Path) -> None:
+    result = go(tmp_path, rounds=6)
+    records = RunFolder(tmp_path).metrics()
+    assert records == result.history
+    for r, record in enumerate(records):
+        members = Independent([0.5, 0.3, 0.5, 0.2]).draw(3, r).tolist()
+        assert record["cohort"] == members
+        assert record["clients"] == len(members)
+        assert record["steps"] == sum([1, 1, 2, 3][i] for i in members)
+        assert record["bytes_up"] % max(1, 16 * len(members)) == 0
+        assert record["seconds"] >= 0
+        assert record["evaluation_seconds"] >= 0
+
+
+@pytest.mark.parametrize("stop", [None, 6])
+def test_tensorboard_shows_every_round_once(tmp_path: Path, stop: int | None) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    def evaluate(model: Point) -> dict[str, float]:
+        if stop is not None and done(tmp_path) == stop:
+            raise SystemExit  # without a chance to save
+        return {"norm": float(model.x.norm())}
+
+    if stop is not None:
+        with pytest.raises(SystemExit):
+            go(tmp_path, evaluate=evaluate, tensorboard=True)
+    result = go(tmp_path, resume=stop is not None, tensorboard=True)
+    (events,) = (tmp_path / "tensorboard").iterdir()
+    shown = EventAccumulator(str(events)).Reload()
+    names = {"clients", "steps", "bytes_down", "bytes_up", "seconds", "norm", "evaluation_seconds"}
+    assert set(shown.Tags()["scalars"]) == names
+    for name in names:
+        found = [(event.step, event.value) for event in shown.Scalars(name)]
+        assert [step for step, _ in found] == list(range(1, 21))
+        wanted = [record[name] for record in result.history]
+        assert [value for _, value in found] == pytest.approx(wanted, rel=1e-6)
 
 
 PROGRAM = """
@@ -203,7 +346,7 @@ def test_a_folder_that_cannot_be_written_is_named_and_keeps_what_it_has(
         ({"sampling": "full"}, "begun with sampling"),
         ({"work": LocalWork()}, "begun with work"),
         ({"step_size": 0.2}, "begun with step_size 0.1"),
-        ({"engine": "lanes"}, "begun with engine 'loop'"),
+        ({"engine": "lanes"}, "begun with engine 'lean'"),
     ],
 )
 def test_a_run_goes_on_only_with_its_own_settings(
@@ -220,7 +363,20 @@ def test_other_mistakes_are_named(tmp_path: Path) -> None:
         go(tmp_path / "a")
     with pytest.raises(FedShuffleError, match="holds no run"):
         go(tmp_path / "b", resume=True)
-    with pytest.raises(FedShuffleError, match="give it as out"):
+    with pytest.raises(FedShuffleError, match="resume=True needs the folder"):
         go(None, resume=True)
+    with pytest.raises(FedShuffleError, match="tensorboard=True needs the folder"):
+        go(None, tensorboard=True)
+    with pytest.raises(FedShuffleError, match="To go on, turn the key; to begin anew"):
+        go(tmp_path / "a", how_to_resume="turn the key")
     with pytest.raises(FedShuffleError, match="checkpoint_every is 0"):
         go(tmp_path / "c", checkpoint_every=0)
+
+
+def test_a_missing_tensorboard_is_named_before_a_folder_is_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
+    with pytest.raises(FedShuffleError, match=r"pip install 'fedshuffle\[tensorboard\]'"):
+        go(tmp_path / "a", tensorboard=True)
+    assert not (tmp_path / "a").exists()

@@ -2,6 +2,8 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -9,11 +11,14 @@ from torch.nn.utils import parameters_to_vector
 
 from fedshuffle import (
     MVR,
+    Evaluation,
     Federation,
     FedShuffleError,
     GlobalMomentum,
     LocalWork,
     Method,
+    Metric,
+    losses,
     methods,
     schedules,
     train,
@@ -138,6 +143,123 @@ def test_evaluation_is_called_when_asked() -> None:
     assert all(record["bytes_up"] == 4 * 2 * 8 for record in result.history)
 
 
+def test_an_evaluation_is_given_the_loss_of_the_training() -> None:
+    """One client at 1 and one step a round: the losses are 1/2 (1 - x)^2 for x = 1 - 0.9^r."""
+    federation = copies([1], torch.ones(1, 1, dtype=torch.float64))
+    result = train(
+        Point(1),
+        federation,
+        loss=half_squared_distance,
+        rounds=5,
+        evaluate=Evaluation(federation, ["loss"]),
+        evaluate_every=2,
+    )
+    found = {record["round"]: record["loss"] for record in result.history if "loss" in record}
+    assert found == pytest.approx({r: 0.5 * 0.9 ** (2 * r) for r in (2, 4, 5)})
+    other = Evaluation(federation, ["loss"], loss=lambda model, points: model.x.sum())
+    result = train(Point(1), federation, loss=half_squared_distance, rounds=1, evaluate=other)
+    assert result.history[0]["loss"] == pytest.approx(0.1)
+
+
+def test_what_cannot_be_evaluated_is_named_before_any_training(tmp_path: Path) -> None:
+    calls = 0
+
+    def loss(model: Point, points: torch.Tensor) -> torch.Tensor:
+        nonlocal calls
+        calls += 1
+        return half_squared_distance(model, points)
+
+    def fails(outputs: torch.Tensor, points: torch.Tensor) -> torch.Tensor:
+        raise ZeroDivisionError("of the user")
+
+    pairs = Federation.from_arrays(targets(4, 2), targets(4, 2), sizes=[4])
+    for evaluation, message in [
+        (Evaluation(FEDERATION, ["accuracy"]), "^evaluation before training: the examples have 1"),
+        (Evaluation(pairs, [Metric("bad", fails, True)]), "before training: NotImplementedError"),
+        (Evaluation(FEDERATION, [Metric("steps", fails, True)]), "may not return 'steps'"),
+    ]:
+        with pytest.raises(FedShuffleError, match=message):
+            train(
+                Point(2), FEDERATION, loss=loss, rounds=1, evaluate=evaluation, out=tmp_path / "run"
+            )
+    assert calls == 0
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("engine", ["loop", "lean"])
+def test_evaluating_changes_nothing(engine: str) -> None:
+    """Not even where a layer is in another mode than the model, or draws random numbers."""
+    model = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Dropout(0.5), torch.nn.Dropout(0.5))
+    model[1].eval()
+    federation = Federation.from_arrays(targets(6, 3), torch.arange(6) % 3, sizes=[1, 5])
+    watched, alone = (
+        train(
+            model,
+            federation,
+            loss=losses.cross_entropy,
+            rounds=4,
+            evaluate=evaluate,
+            engine=engine,
+            seed=1,
+        ).model
+        for evaluate in (Evaluation(federation), None)
+    )
+    assert [module.training for module in watched.children()] == [True, False, True]
+    for one, other in zip(watched.parameters(), alone.parameters(), strict=True):
+        assert torch.equal(one, other)
+
+
+def test_the_history_as_a_frame(monkeypatch: pytest.MonkeyPatch) -> None:
+    result = train(
+        Point(2),
+        FEDERATION,
+        loss=half_squared_distance,
+        rounds=3,
+        sampling="uniform:2",
+        evaluate=lambda model: {"two": 2},
+        evaluate_every=2,
+    )
+    frame = result.frame()
+    assert frame.index.name == "round"
+    assert frame.index.tolist() == [1, 2, 3]
+    assert frame["two"].isna().tolist() == [True, False, False]
+    for name in ("clients", "steps", "seconds", "bytes_down", "bytes_up", "cohort"):
+        assert frame[name].tolist() == [record[name] for record in result.history]
+    monkeypatch.setitem(sys.modules, "pandas", None)
+    with pytest.raises(FedShuffleError, match=r"pip install 'fedshuffle\[frame\]'"):
+        result.frame()
+
+
+def test_progress_is_shown_only_when_asked_for(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "100")
+    seen = 0
+
+    def evaluate(model: Point) -> dict[str, float]:
+        nonlocal seen
+        seen += 1
+        if seen in (3, 4):  # twice in the third round
+            raise KeyboardInterrupt
+        return {"[norm]": 1.23456, "loss": 0.5 * seen}
+
+    settings: dict[str, object] = {"evaluate": evaluate, "out": tmp_path / "run", "rounds": 3}
+    for resume in (False, True):
+        with pytest.raises(KeyboardInterrupt):
+            final(progress=True, resume=resume, **settings)
+        bar, hint = capsys.readouterr().err.splitlines()  # no terminal: one line at the end
+        assert bar.startswith("2/3 rounds")
+        assert hint.startswith("Stopped after round 2")
+        if not resume:
+            assert "loss 1  " in bar
+            assert "steps/s 0:" in bar
+    final(progress=True, resume=True, **settings)
+    assert "loss 2.5" in capsys.readouterr().err
+    final(resume=True, **settings)
+    final()
+    assert capsys.readouterr() == ("", "")
+
+
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
@@ -153,13 +275,14 @@ def test_evaluation_is_called_when_asked() -> None:
         ({"evaluate_every": 0}, "evaluate_every is 0"),
         ({"engine": "warp"}, "unknown engine"),
         ({"engine": None}, "engine must be of type str"),
-        ({"engine": "lean:x"}, "write 'lean:2'"),
+        ({"engine": "lean:x"}, "engine 'lean:x' cannot be read"),
         ({"engine": "lean:0"}, "workers is 0"),
         ({"sampling": 2}, "sampling must be of type Sampling"),
         ({"sampling": None}, "sampling must be of type Sampling"),
         ({"work": {}}, "work must be of type LocalWork"),
         ({"method": 5}, "method must be of type str"),
         ({"step_size": "fast"}, "must be a number"),
+        ({"evaluate": {"loss": 1}}, "evaluate is {'loss': 1}, but must be a function"),
         ({"evaluate": lambda model: {"round": 1}}, "may not return 'round'"),
         ({"evaluate": lambda model: {"loss": "low"}}, "metric 'loss'"),
     ],

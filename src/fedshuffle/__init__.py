@@ -14,6 +14,7 @@ from fedshuffle.methods import MVR, FedShuffleGen, GlobalMomentum, Method
 from fedshuffle.sampling import Sampling
 
 if TYPE_CHECKING:
+    from fedshuffle.evaluation import Evaluation, Metric
     from fedshuffle.training import Result, train
 
 __all__ = [
@@ -21,12 +22,14 @@ __all__ = [
     "AtMost",
     "Audit",
     "EpochRange",
+    "Evaluation",
     "FedShuffleError",
     "FedShuffleGen",
     "Federation",
     "GlobalMomentum",
     "LocalWork",
     "Method",
+    "Metric",
     "MissLast",
     "RandomStop",
     "Result",
@@ -39,7 +42,12 @@ __all__ = [
 
 __version__ = version("fedshuffle")
 
-_NEEDS_TORCH = {"train": "fedshuffle.training", "Result": "fedshuffle.training"}
+_NEEDS_TORCH = {
+    "Evaluation": "fedshuffle.evaluation",
+    "Metric": "fedshuffle.evaluation",
+    "Result": "fedshuffle.training",
+    "train": "fedshuffle.training",
+}
 
 
 def __getattr__(name: str) -> Any:

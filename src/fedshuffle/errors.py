@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable
+from functools import partial
+from typing import Any
 
 
 class FedShuffleError(ValueError):
@@ -15,9 +17,15 @@ class TrainingError(FedShuffleError):
 
     def __init__(self, message: str, *, client: object, round: int, stage: str) -> None:
         super().__init__(f"round {round}, client {client}, {stage}: {message}")
+        self.message = message
         self.client = client
         self.round = round
         self.stage = stage
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Survive the way from a worker process to its parent."""
+        again = partial(TrainingError, client=self.client, round=self.round, stage=self.stage)
+        return again, (self.message,)
 
 
 def unknown(kind: str, name: object, known: Iterable[str]) -> FedShuffleError:

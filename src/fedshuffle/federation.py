@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
+from dataclasses import field as default
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -25,7 +27,7 @@ class Federation:
 
     All examples lie in one array per field, sorted by client; client ``i`` owns the rows
     ``offsets[i]:offsets[i + 1]``. Make one with :meth:`from_arrays`, :meth:`from_datasets`, or, for
-    questions that need no data, :meth:`from_sizes`.
+    questions that need no data, :meth:`from_sizes`; or :meth:`open` one that lies on disk.
 
         >>> federation = Federation.from_sizes([1, 2, 3])
         >>> federation.weights.round(3).tolist()
@@ -44,6 +46,8 @@ class Federation:
     """The packed examples: numpy arrays or torch tensors with one row per example."""
     ids: Sequence[Hashable] = ()
     """The clients' own names, in order; their numbers where none were given."""
+    _opened: tuple[str, ArrayLike | None] | None = default(default=None, init=False)
+    """The path and the weights that it was opened with, if it was."""
 
     @classmethod
     def from_sizes(cls, sizes: ArrayLike, weights: ArrayLike | None = None) -> Federation:
@@ -113,6 +117,58 @@ class Federation:
         return cls._build(list(fields), checked, weights, None)
 
     @classmethod
+    def open(cls, path: str | Path, weights: ArrayLike | None = None) -> Federation:
+        """A federation on disk, mapped into memory without being read.
+
+        It is what :meth:`save` or an importer of :mod:`fedshuffle.populations` wrote. Without
+        ``weights`` the objective is the one saved with it, or goes by size. Pickled, it is sent as
+        its path, so that other processes open it themselves.
+        """
+        from fedshuffle.populations.store import open_store
+
+        store = open_store(path)
+        objective = store.sizes if weights is None else weights
+        shares = _normalised(positive(objective, len(store.sizes), "weights"))
+        if weights is None and store.weights is not None:
+            shares = store.weights
+        federation = cls(
+            sizes=frozen(store.sizes),
+            weights=frozen(shares),
+            offsets=frozen(_offsets(store.sizes)),
+            fields=store.fields,
+            ids=store.ids,
+        )
+        object.__setattr__(federation, "_opened", (str(store.path), weights))
+        return federation
+
+    def save(
+        self, path: str | Path, *, names: Sequence[str] | None = None, overwrite: bool = False
+    ) -> None:
+        """Write it to a folder, to be opened there; ``names`` are what its fields are called.
+
+        >>> import tempfile
+        >>> folder = tempfile.mkdtemp() + "/people"
+        >>> Federation.from_arrays([1.0, 2.0, 3.0], sizes=[1, 2]).save(folder)
+        >>> Federation.open(folder)
+        Federation(2 clients, 3 examples, (3,))
+        """
+        from fedshuffle.populations.saving import save
+
+        by_size = _normalised(positive(self.sizes, len(self), "sizes"))
+        weights = None if np.array_equal(by_size, self.weights) else self.weights
+        save(self, path, weights, names, overwrite)
+
+    @property
+    def path(self) -> Path | None:
+        """The folder that it was opened from; None if it lies in memory."""
+        return None if self._opened is None else Path(self._opened[0])
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        if self._opened is None:
+            return super().__reduce_ex__(protocol)
+        return Federation.open, self._opened
+
+    @classmethod
     def _build(
         cls,
         fields: Sequence[Any],
@@ -121,9 +177,7 @@ class Federation:
         ids: Sequence[Hashable] | None,
     ) -> Federation:
         n = len(sizes)
-        if float(np.sum(sizes, dtype=np.float64)) > 2.0**52:
-            raise FedShuffleError("sizes add up to more than 2**52 examples, too many to count.")
-        offsets = np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64)
+        offsets = _offsets(sizes)
         if fields and _common_length(fields) != offsets[-1]:
             raise FedShuffleError(
                 f"sizes add up to {offsets[-1]} examples, but the arrays have {len(fields[0])}"
@@ -166,6 +220,23 @@ class Federation:
     def __len__(self) -> int:
         return len(self.sizes)
 
+    def find(self, id: Hashable) -> int:
+        """The number of the client with this id."""
+        try:
+            return self.ids.index(id)
+        except ValueError:
+            raise FedShuffleError(f"no client has the id {id!r}.") from None
+
+    def client(self, i: int) -> tuple[Any, ...]:
+        """The examples of client number ``i``: its rows of every field, without a copy.
+
+        >>> people = Federation.from_arrays([1.0, 2.0, 3.0], client_ids=["bob", "ann", "bob"])
+        >>> people.client(people.find("bob"))[0].tolist()
+        [1.0, 3.0]
+        """
+        i = range(len(self))[i]
+        return tuple(field[self.offsets[i] : self.offsets[i + 1]] for field in self.fields)
+
     def __repr__(self) -> str:
         shapes = ", ".join(str(tuple(field.shape)) for field in self.fields) or "sizes only"
         return f"Federation({len(self)} clients, {self.offsets[-1]} examples, {shapes})"
@@ -177,9 +248,15 @@ class Federation:
         if not self.fields:
             raise FedShuffleError(
                 "this federation has sizes only, and training needs examples."
-                " Use Federation.from_arrays or Federation.from_datasets."
+                " Use Federation.from_arrays, from_datasets or open."
             )
         return tuple(torch.as_tensor(field) for field in self.fields)
+
+
+def _offsets(sizes: IntArray) -> IntArray:
+    if float(np.sum(sizes, dtype=np.float64)) > 2.0**52:
+        raise FedShuffleError("sizes add up to more than 2**52 examples, too many to count.")
+    return np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64)
 
 
 def _normalised(weights: FloatArray) -> FloatArray:

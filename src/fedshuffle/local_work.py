@@ -13,7 +13,7 @@ import numpy as np
 
 from fedshuffle._arrays import FloatArray, IntArray, count, counts, expect, number
 from fedshuffle.errors import FedShuffleError, unknown
-from fedshuffle.randomness import Purpose, generator
+from fedshuffle.randomness import Draw, Purpose, generator
 
 Order = Literal["reshuffled", "replacement", "once", "sequential"]
 ORDERS: tuple[str, ...] = get_args(Order)
@@ -199,9 +199,17 @@ class Workload:
         steps = self.steps_per_epoch * np.asarray(self.work.epochs, dtype=np.int64)
         return steps[:, None], np.ones(1)
 
+    @property
+    def _drawn(self) -> EpochRange | None:
+        """What the epochs are drawn from, if they are and if steps follow from epochs."""
+        fixed = self.work.steps is not None and not isinstance(self.work.steps, str)
+        return self.work.epochs if isinstance(self.work.epochs, EpochRange) and not fixed else None
+
     @functools.cached_property
     def longest(self) -> int:
         """The most steps that any client may be asked for."""
+        if self._drawn is not None:
+            return int(self.steps_per_epoch.max()) * self._drawn.high
         return int(self.alone[0].max())
 
     def plan(self, cohort: IntArray, seed: int, round: int) -> Plan:
@@ -219,14 +227,14 @@ class Workload:
         return Plan(planned, done)
 
     def _planned(self, cohort: IntArray, seed: int, round: int) -> IntArray:
-        values, chances = self.alone
-        planned = values[cohort, 0]
-        if len(chances) > 1:
-            draws = [
-                generator(seed, Purpose.EPOCHS, round=round, client=client).integers(len(chances))
-                for client in cohort.tolist()
-            ]
-            planned = values[cohort, np.array(draws, dtype=np.int64)]
+        if self._drawn is None:
+            return self.together(self.alone[0][cohort, 0])
+        low, high = self._drawn.low, self._drawn.high
+        more = [  # for the cohort only: the table of all clients may be too large to make
+            generator(seed, Purpose.EPOCHS, round=round, client=client).integers(high - low + 1)
+            for client in cohort.tolist()
+        ]
+        planned = self.steps_per_epoch[cohort] * (low + np.array(more, dtype=np.int64))
         return self.together(planned)
 
     def together(self, planned: IntArray) -> IntArray:
@@ -268,21 +276,50 @@ class Minibatches:
             for begin in range(0, len(epoch), self.batch_size):
                 yield epoch[begin : begin + self.batch_size]
 
-    def epochs(self) -> Iterator[IntArray]:
+    def epochs(self, draw: Draw = generator) -> Iterator[IntArray]:
         """The positions of each epoch in order; the last one ends with the last step."""
         per_epoch = -(-self.size // self.batch_size)
-        orders = self._orders()
+        orders = self._orders(draw)
         for left in range(self.steps, 0, -per_epoch):
             yield next(orders)[: left * self.batch_size]
 
-    def _orders(self) -> Iterator[IntArray]:
+    def positions(self, draw: Draw = generator) -> IntArray:
+        """All positions in order, one epoch after another."""
+        return np.concatenate(list(self.epochs(draw)))
+
+    def portions(
+        self, rows: int, draw: Draw = generator
+    ) -> Iterator[tuple[IntArray, list[int]]]:
+        """Many minibatches at a time, about ``rows`` positions long: positions and lengths.
+
+        >>> stream = Minibatches(0, 5, 6, 2, "sequential", seed=1, round=0)
+        >>> [(positions.tolist(), lengths) for positions, lengths in stream.portions(100)]
+        [([0, 1, 2, 3, 4, 0, 1, 2, 3, 4], [2, 2, 1, 2, 2, 1])]
+        """
+        size = self.batch_size
+        most = max(1, rows // size) * size
+        pieces: list[IntArray] = []
+        lengths: list[int] = []
+        for epoch in self.epochs(draw):
+            for begin in range(0, len(epoch), most):
+                piece = epoch[begin : begin + most]
+                pieces.append(piece)
+                whole, rest = divmod(len(piece), size)
+                lengths += [size] * whole + [rest] * (rest > 0)
+                if sum(lengths) >= most:
+                    yield np.concatenate(pieces), lengths
+                    pieces, lengths = [], []
+        if pieces:
+            yield np.concatenate(pieces), lengths
+
+    def _orders(self, draw: Draw) -> Iterator[IntArray]:
         """One order of the examples after another, without end."""
         if self.order == "sequential":
             while True:
                 yield np.arange(self.size)
         # A client that shuffles once and for all draws the same order in every round.
         once = self.order == "once"
-        rng = generator(
+        rng = draw(
             self.seed, Purpose.ORDER, round=0 if once else self.round + 1, client=self.client
         )
         if once:

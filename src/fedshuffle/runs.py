@@ -5,18 +5,24 @@
     DIR/checkpoints/00000100.json       round and checksum; written last, so it vouches for
     DIR/checkpoints/00000100.safetensors    the model and all that the server remembers
 
-Every file but the metrics is written under another name and moved into place, so that a run killed
-at any moment leaves only whole files. A run that goes on forgets the metrics after its checkpoint.
+JSON has no NaN: a metric that is not finite, as that of a model that has diverged, is null in the
+metrics and NaN in Python. Every file but the metrics is written under another name and moved into
+place, so that a run killed at any moment leaves only whole files. A run that goes on forgets the
+metrics after its checkpoint.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import platform
+import signal
+import threading
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, final
 
@@ -27,14 +33,37 @@ from safetensors.torch import load, save
 from fedshuffle.errors import FedShuffleError
 from fedshuffle.state import State
 
+FACTS = (
+    "round",
+    "clients",
+    "steps",
+    "bytes_down",
+    "bytes_up",
+    "cohort",
+    "seconds",
+    "evaluation_seconds",
+)
+"""What a record holds besides what was evaluated."""
+
 
 @final
 class RunFolder:
-    """Reads and writes the folder of one run."""
+    """Reads and writes the folder of one run.
 
-    def __init__(self, path: Path, keep: int = 3) -> None:
+    Args:
+        path: the folder.
+        keep: how many checkpoints to keep.
+        how_to_resume: ends a sentence "To go on, ...".
+    """
+
+    def __init__(self, path: Path, keep: int = 3, how_to_resume: str | None = None) -> None:
         self.path = path
         self.keep = keep
+        self.how_to_resume = (
+            f"call train again with out={str(path)!r}, resume=True"
+            if how_to_resume is None
+            else how_to_resume
+        )
         self._checkpoints = path / "checkpoints"
         self._metrics = path / "metrics.jsonl"
 
@@ -44,33 +73,44 @@ class RunFolder:
         if not resume:
             if made.exists():
                 raise FedShuffleError(
-                    f"{str(self.path)!r} holds a run already. Go on with resume=True, or choose"
-                    " another folder."
+                    f"{str(self.path)!r} holds a run already. To go on, {self.how_to_resume}; to"
+                    " begin anew, choose another folder."
                 )
-            self._checked(lambda: self._checkpoints.mkdir(parents=True, exist_ok=True))
-            _replace(made, json.dumps({**settings, "versions": versions()}, indent=2).encode())
-            self._metrics.write_bytes(b"")
+
+            def write() -> None:
+                self._checkpoints.mkdir(parents=True, exist_ok=True)
+                self._metrics.write_bytes(b"")
+                _replace(made, json.dumps({**settings, "versions": versions()}, indent=2).encode())
+
+            self._checked(write)
             return None
-        if not made.exists():
-            raise FedShuffleError(f"{str(self.path)!r} holds no run to go on with.")
-        try:
-            begun = json.loads(made.read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
-            raise FedShuffleError(f"{str(made)!r} cannot be read: {error}.") from error
-        _same_settings(begun, settings, self.path)
+        _same_settings(self.settings(), settings, self.path)
         state = self.latest()
         self._forget_after(0 if state is None else state.round)
         return state
 
+    def settings(self) -> dict[str, Any]:
+        """What the run in this folder was begun with."""
+        made = self.path / "run.json"
+        if not made.exists():
+            raise FedShuffleError(f"{str(self.path)!r} holds no run to go on with.")
+        try:
+            begun: dict[str, Any] = json.loads(made.read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise FedShuffleError(f"{str(made)!r} cannot be read: {error}.") from error
+        return begun
+
     def record(self, line: Mapping[str, Any]) -> None:
         """Add the metrics of a round."""
-        text = json.dumps(line) + "\n"
+        plain = {k: None if v != v else v for k, v in line.items()}
+        text = json.dumps(plain, allow_nan=False) + "\n"
         self._checked(lambda: _append(self._metrics, text))
 
     def metrics(self) -> list[dict[str, Any]]:
         """All lines so far."""
         lines = self._metrics.read_text(encoding="utf-8").split("\n")
-        return [json.loads(line) for line in lines if line]
+        records = [json.loads(line) for line in lines if line]
+        return [{k: math.nan if v is None else v for k, v in r.items()} for r in records]
 
     def save(self, state: State) -> None:
         """Write a checkpoint and drop the oldest beyond the number kept."""
@@ -80,6 +120,7 @@ class RunFolder:
         facts = {"round": state.round, "sha256": hashlib.sha256(data).hexdigest()}
 
         def write() -> None:
+            _settle(self._metrics)  # a checkpoint vouches for the metrics before it, too
             _replace(name.with_suffix(".safetensors"), data)
             _replace(name.with_suffix(".json"), json.dumps(facts).encode())
 
@@ -112,14 +153,32 @@ class RunFolder:
                 kept.append(line + "\n")
         _replace(self._metrics, "".join(kept).encode())
 
-    def _checked(self, write: Any) -> None:
+    def _checked(self, write: Callable[[], None]) -> None:
         try:
             write()
         except OSError as error:
             raise FedShuffleError(
                 f"cannot write to {str(self.path)!r}: {error.strerror}. What was saved before is"
-                " whole; make room or choose another folder, and go on with resume=True."
+                f" whole; make room or choose another folder. To go on, {self.how_to_resume}."
             ) from error
+
+
+@contextmanager
+def terminated_as_interrupted() -> Iterator[None]:
+    """Let SIGTERM stop a run as Ctrl-C does, unless the program has its own way with it."""
+    main = threading.current_thread() is threading.main_thread()
+    if not main or signal.getsignal(signal.SIGTERM) != signal.SIG_DFL:
+        yield
+        return
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 def versions() -> dict[str, str]:
@@ -158,6 +217,12 @@ def _same_settings(old: Mapping[str, Any], new: Mapping[str, Any], path: Path) -
 def _append(path: Path, text: str) -> None:
     with path.open("a", encoding="utf-8") as file:
         file.write(text)
+
+
+def _settle(path: Path) -> None:
+    """See to it that what was appended is on the disk."""
+    with path.open("ab") as file:
+        os.fsync(file.fileno())
 
 
 def _replace(path: Path, data: bytes) -> None:

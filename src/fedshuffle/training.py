@@ -4,30 +4,38 @@ from __future__ import annotations
 
 import copy
 import hashlib
+import math
 import time
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, final
+from typing import TYPE_CHECKING, Any, final
 
 import torch
 from rich.console import Console
-from rich.progress import track
 from torch import Tensor, nn
 
 from fedshuffle import engines, methods, schedules
 from fedshuffle._arrays import count, expect, number
+from fedshuffle.display import Bar, Board
 from fedshuffle.engines import Engine, Loss, Problem
 from fedshuffle.errors import FedShuffleError
+from fedshuffle.evaluation import Evaluation, evaluating
 from fedshuffle.federation import Federation
 from fedshuffle.kernel import Probe, Request, Walk
 from fedshuffle.local_work import LocalWork, Workload
 from fedshuffle.methods import Method, Participants
 from fedshuffle.randomness import check_seed
-from fedshuffle.runs import RunFolder
+from fedshuffle.runs import FACTS, RunFolder, terminated_as_interrupted
 from fedshuffle.sampling import Sampling, resolve
 from fedshuffle.schedules import Schedule
 from fedshuffle.state import State
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+Evaluate = Evaluation | Callable[[nn.Module], Mapping[str, float]]
 
 
 @final
@@ -92,6 +100,17 @@ class Run:
             round=round,
         )
 
+    def walk(self, state: State) -> Walk | None:
+        """What the clients would be asked in the next round; None if nobody takes part."""
+        requests = self.round(state)
+        answer = None
+        try:
+            while isinstance(request := requests.send(answer), Probe):
+                answer = torch.zeros_like(torch.stack(list(request.points)))
+        except StopIteration:
+            return None
+        return request
+
     def round(self, state: State) -> Generator[Request, Any, State]:
         """The next round as requests to an engine; returns the state after it."""
         cohort = self.cohort(state.round)
@@ -151,6 +170,19 @@ class Result:
     model: nn.Module
     history: list[dict[str, Any]]
     out: Path | None = None
+    engine: str = "lean"
+    """What did the training."""
+
+    def frame(self) -> pd.DataFrame:
+        """The history as a pandas data frame, one row a round; NaN where nothing was evaluated."""
+        try:
+            import pandas as pd
+        except ImportError as error:
+            raise FedShuffleError(
+                f"a data frame needs pandas ({error}). Install it with"
+                " pip install 'fedshuffle[frame]', or read the history, a list of dictionaries."
+            ) from error
+        return pd.DataFrame(self.history).set_index("round")
 
 
 def train(
@@ -165,14 +197,16 @@ def train(
     step_size: Schedule = 0.1,
     server_step_size: Schedule = 1.0,
     seed: int = 0,
-    engine: str = "loop",
-    evaluate: Callable[[nn.Module], Mapping[str, float]] | None = None,
+    engine: str = "lean",
+    evaluate: Evaluate | None = None,
     evaluate_every: int = 1,
     out: Path | str | None = None,
     resume: bool = False,
     checkpoint_every: int = 10,
     keep: int = 3,
+    tensorboard: bool = False,
     progress: bool = False,
+    how_to_resume: str | None = None,
 ) -> Result:
     """Train a model over a federation. The model given is left as it is.
 
@@ -187,16 +221,21 @@ def train(
         step_size: that of the client with the most local steps; methods scale it for the others.
         server_step_size: by what the aggregated update is multiplied.
         seed: everything random follows from it.
-        engine: ``"loop"``, the reference; ``"lean"`` or ``"lean:WORKERS"`` for larger models;
-            ``"lanes"`` for small ones.
-        evaluate: called with the model, in evaluation mode and without gradients; returns numbers
-            for the history.
+        engine: what does the training. ``"lean"`` walks one client after another, ``"lean:2"`` on
+            two threads, ``"lanes"`` many small models at once; ``"auto"`` tries them on a piece of
+            the work and takes the fastest; ``"loop"`` is the reference. They differ in rounding
+            only.
+        evaluate: an :class:`~fedshuffle.Evaluation`, or a function that is called with the model,
+            in evaluation mode and without gradients, and returns numbers for the history.
         evaluate_every: evaluate after so many rounds, and after the last.
         out: a folder for metrics and checkpoints (see :mod:`fedshuffle.runs`).
         resume: go on with the run in ``out``; the result is that of a run never interrupted.
         checkpoint_every: save after so many rounds, and after the last.
         keep: how many checkpoints to keep.
-        progress: show a bar.
+        tensorboard: write every record to ``out/tensorboard`` as well.
+        progress: show a bar on the error stream.
+        how_to_resume: what to tell whoever interrupts the run, to end "To go on, ..."; by default
+            how to call this function again.
 
     >>> import torch
     >>> from fedshuffle import Federation, losses
@@ -211,13 +250,29 @@ def train(
     count(evaluate_every, "evaluate_every")
     count(checkpoint_every, "checkpoint_every")
     count(keep, "keep")
-    if resume and out is None:
-        raise FedShuffleError("resume=True needs the folder of the run: give it as out.")
+    for name, wanted in {"resume": resume, "tensorboard": tensorboard}.items():
+        if wanted and out is None:
+            raise FedShuffleError(f"{name}=True needs the folder of the run: give it as out.")
+    board = Board(tensorboard)
+    console = Console(stderr=True, markup=False, highlight=False, soft_wrap=True)
     problem = Problem(copy.deepcopy(model), loss, federation)
-    runner = engines.make(engine, problem)
     run = Run(federation, method, sampling, work, step_size, server_step_size, seed)
+    if isinstance(evaluate, Evaluation):
+        evaluate = evaluate.with_loss(loss)
+        with _named("evaluation before training"):
+            _check_names(evaluate.names)
+            evaluate.check(problem.load(problem.start))
+    elif evaluate is not None and not callable(evaluate):
+        raise FedShuffleError(
+            f"evaluate is {evaluate!r:.60}, but must be a function or Evaluation."
+        )
 
-    folder = None if out is None else RunFolder(Path(out), keep)
+    folder = None if out is None else RunFolder(Path(out), keep, how_to_resume)
+    if engine == "auto" and folder and resume:
+        engine = folder.settings().get("engine", "lean")  # bit for bit only with the same
+    engine, runner, why = _engine(engine, problem, run)
+    if progress and why:
+        console.print(f"engine {engine} ({why})")
     state = State(problem.start)
     history: list[dict[str, Any]] = []
     if folder:
@@ -225,34 +280,45 @@ def train(
         saved = folder.begin({**run.settings(), **shape, "rounds": rounds}, resume)
         history = folder.metrics()
         state = saved or state
-    left = max(0, rounds - state.round)
-    coming = simulate(runner, [run], left, [state])
-    if progress:
-        coming = track(coming, description=run.method.name, total=left)  # type: ignore[assignment]
+        board.open(folder.path / "tensorboard", history)
 
-    begun = time.perf_counter()
     try:
-        for (after,) in coming:
-            last = after.round == rounds
-            record = _costs(run, after) | {"seconds": time.perf_counter() - begun}
-            if evaluate and (last or after.round % evaluate_every == 0):
-                record |= _evaluated(evaluate, problem.load(after.x))
-            history.append(record)
-            if folder:
-                folder.record(record)
-                if last or after.round % checkpoint_every == 0:
-                    folder.save(after)
-            state = after
+        bar = Bar(progress, rounds, history)
+        with board, bar, terminated_as_interrupted() if folder else nullcontext():
             begun = time.perf_counter()
-    except KeyboardInterrupt:
-        if folder:  # the round that was interrupted is abandoned; the state before it is whole
+            for (after,) in simulate(runner, [run], max(0, rounds - state.round), [state]):
+                last = after.round == rounds
+                record = _costs(run, after) | {"seconds": time.perf_counter() - begun}
+                if evaluate is not None and (last or after.round % evaluate_every == 0):
+                    record |= _evaluated(evaluate, problem.load(after.x), after.round)
+                history.append(record)
+                if folder:
+                    folder.record(record)
+                    if last or after.round % checkpoint_every == 0:
+                        folder.save(after)
+                board.add(record)
+                bar.add(record)
+                state = after
+                begun = time.perf_counter()
+    except (KeyboardInterrupt, Exception):
+        if folder:  # the round that did not end well is abandoned; the state before it is whole
             folder.save(state)
-            Console(stderr=True).print(
-                f"Interrupted after round {state.round}. To go on, call train again with"
-                f" out={str(folder.path)!r}, resume=True."
+            console.print(
+                f"Stopped after round {state.round}, which is saved. To go on,"
+                f" {folder.how_to_resume}."
             )
         raise
-    return Result(problem.load(state.x), history, folder.path if folder else None)
+    return Result(problem.load(state.x), history, folder.path if folder else None, engine)
+
+
+def _engine(name: str, problem: Problem, run: Run) -> tuple[str, Engine, str]:
+    """The engine of that name; if it is to be chosen, the one chosen, and why."""
+    if name != "auto":
+        return name, engines.make(name, problem), ""
+    for round in range(100):
+        if (walk := run.walk(State(problem.start, {}, round))) is not None:
+            return engines.choose(problem, walk)
+    return "lean", engines.make("lean", problem), "no client takes part in the first rounds"
 
 
 def _costs(run: Run, state: State) -> dict[str, Any]:
@@ -265,18 +331,31 @@ def _costs(run: Run, state: State) -> dict[str, Any]:
         "steps": int(cohort.done.sum()),
         "bytes_down": run.method.direction.down * size,
         "bytes_up": run.method.direction.up * size,
+        "cohort": cohort.clients.tolist(),
     }
 
 
-def _evaluated(
-    evaluate: Callable[[nn.Module], Mapping[str, float]], model: nn.Module
-) -> dict[str, float]:
-    training = model.training
-    model.eval()
-    with torch.no_grad():
-        record = {key: number(value, f"metric {key!r}") for key, value in evaluate(model).items()}
-    model.train(training)
-    taken = record.keys() & {"round", "clients", "steps", "seconds", "bytes_down", "bytes_up"}
+def _evaluated(evaluate: Evaluate, model: nn.Module, round: int) -> dict[str, float]:
+    """What was evaluated, where all that is not finite is NaN, and how long it took."""
+    begun = time.perf_counter()
+    with _named(f"evaluation after round {round}"), evaluating(model):
+        found = {k: number(value, f"metric {k!r}") for k, value in evaluate(model).items()}
+        _check_names(found)
+    record = {k: value if math.isfinite(value) else math.nan for k, value in found.items()}
+    return record | {"evaluation_seconds": time.perf_counter() - begun}
+
+
+def _check_names(names: Iterable[str]) -> None:
+    taken = set(names) & set(FACTS)
     if taken:
         raise FedShuffleError(f"evaluate may not return {min(taken)!r}: rename that metric.")
-    return record
+
+
+@contextmanager
+def _named(stage: str) -> Iterator[None]:
+    """Say in what the user's metrics or model failed."""
+    try:
+        yield
+    except Exception as error:
+        kind = "" if isinstance(error, FedShuffleError) else f"{type(error).__name__}: "
+        raise FedShuffleError(f"{stage}: {kind}{error}") from error

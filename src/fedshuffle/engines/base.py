@@ -9,7 +9,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from fedshuffle.engines.problem import Problem
+from fedshuffle.engines.problem import Problem, forked
 from fedshuffle.errors import FedShuffleError, TrainingError
 from fedshuffle.kernel import Order, Probe, Walk
 
@@ -43,13 +43,19 @@ def named(problem: Problem, client: int, round: int, stage: str) -> Iterator[Non
         ) from error
 
 
+def first_look(problem: Problem) -> bool:
+    """Run the model once, so that what is wrong with it is said at once; whether it is random."""
+    with named(problem, 0, 0, "first look at the model"):
+        return problem.random
+
+
 @contextmanager
 def model_randomness(problem: Problem, seed: int) -> Iterator[None]:
     """Let the model's own randomness (dropout) follow from the seed, and disturb nobody else's."""
     if not problem.random:
         yield
         return
-    with torch.random.fork_rng(devices=[]):
+    with forked(problem.device):
         torch.manual_seed(seed)
         yield
 

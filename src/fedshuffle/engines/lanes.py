@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import abc
+import copy
+import itertools
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
@@ -12,173 +15,288 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call, vmap
 
-from fedshuffle import kernel
-from fedshuffle._arrays import IntArray
-from fedshuffle.engines.base import PROBE_ROWS, check_probe, gradients, not_finite
+from fedshuffle._arrays import FloatArray, IntArray
+from fedshuffle.engines.base import PROBE_ROWS, check_probe, first_look, gradients, not_finite
+from fedshuffle.engines.machine import flushed_denormals, keep_freed_memory
 from fedshuffle.engines.problem import Loss, Problem
+from fedshuffle.engines.stack import Stack
 from fedshuffle.errors import FedShuffleError
 from fedshuffle.kernel import Order, Probe, Walk
+from fedshuffle.local_work import Minibatches
+from fedshuffle.randomness import Rewound
+
+_NUMBERS = 1 << 22
+"""All lanes together hold at most so many parameters, so that memory does not grow with cohorts."""
+
+_EXAMPLES = 1 << 20
+"""The lanes of a group visit about so many examples together."""
+
+Tables = list[Tensor]
+"""The parameters of many models: one table per parameter, one row per model."""
 
 
 @final
 class LanesEngine:
-    """Runs up to ``width`` clients at once, each in a lane of its own, through vmap.
+    """Runs up to ``width`` clients at once, each in a lane of its own.
 
     Python and dispatch are paid once per step of a whole group instead of once per client, which
-    decides the speed of small models. A lane never mixes with another: minibatches of different
-    lengths go in different groups, without padding, so the result is that of the reference engine.
+    decides the speed of small models. A lane never mixes with another, so the result is that of the
+    reference engine. A stack of linear layers is differentiated by hand (unless ``fused`` is
+    False), any other model through vmap.
     """
 
-    def __init__(self, problem: Problem, width: int = 1024) -> None:
+    def __init__(self, problem: Problem, width: int | None = None, fused: bool = True) -> None:
         self.problem = problem
-        self.width = width
-        objective = _Objective(problem.model, problem.loss)
-        names = [f"model.{name}" for name in problem.parameters]
-        shapes = [p.shape for p in problem.parameters.values()]
-        lengths = [p.numel() for p in problem.parameters.values()]
+        self.width = width or max(1, min(1024, _NUMBERS // len(problem.start)))
+        keep_freed_memory()
+        if first_look(problem):
+            raise FedShuffleError(
+                "the model draws random numbers (dropout?), which lanes would draw in another order"
+                " than the reference. Use engine='lean', or 'lean:2:processes' for two workers."
+            )
+        stack = Stack.of(problem) if fused else None
+        self._slopes: _Slopes = _ByVmap(problem) if stack is None else _ByHand(stack)
+        self._shapes = [p.shape for p in problem.parameters.values()]
+        self._rewound = Rewound()
 
-        def loss(model: Tensor, *batch: Tensor) -> Tensor:
-            parts = torch.split(model, lengths)
-            parameters = {
-                name: part.reshape(shape)
-                for name, part, shape in zip(names, parts, shapes, strict=True)
-            }
-            value: Tensor = functional_call(objective, parameters, batch)
-            return value
-
-        self._losses: Callable[..., Tensor] = vmap(loss)
+    def _tables(self, models: Tensor) -> Tables:
+        """Models given as rows of plain vectors."""
+        parts = torch.split(models, [shape.numel() for shape in self._shapes], dim=1)
+        pairs = zip(parts, self._shapes, strict=True)
+        return [part.reshape(len(models), *shape) for part, shape in pairs]
 
     def walk(self, walks: Sequence[Walk]) -> list[Tensor]:
         # All sums of all walks are the rows of one table.
         first = np.cumsum([0, *(walk.sums for walk in walks)])
-        sums = walks[0].start.new_zeros(int(first[-1]), len(walks[0].start))
+        starts = self._tables(torch.stack([walk.start for walk in walks]))
+        sums = [start.new_zeros(int(first[-1]), start[0].numel()) for start in starts]
         lanes = [(k, order) for k, walk in enumerate(walks) for order in walk.orders]
         lanes.sort(key=lambda lane: -lane[1].minibatches.steps)  # alike lengths side by side
-        for begin in range(0, len(lanes), self.width):
-            group = lanes[begin : begin + self.width]
+        for group in self._groups(lanes):
             orders = [order for _, order in group]
-            starts = torch.stack([walks[k].start for k, _ in group])
-            updates = self._local(starts, orders) - starts
-            finite = torch.isfinite(updates).all(dim=1)
-            if not finite.all():
-                raise not_finite(self.problem, orders[int((~finite).nonzero()[0])])
-            weights = np.zeros((len(sums), len(group)))
+            owner = torch.tensor([k for k, _ in group], device=starts[0].device)
+            x = [start[owner] for start in starts]
+            with flushed_denormals():
+                y = self._local(x, orders)
+            weights = np.zeros((int(first[-1]), len(group)))
             for lane, (k, order) in enumerate(group):
                 weights[first[k] : first[k + 1], lane] = order.weights
-            sums += updates.new_tensor(weights) @ updates
-        return list(torch.split(sums, [walk.sums for walk in walks]))
+            counted = starts[0].new_tensor(weights)
+            sizes = counted.new_zeros(len(group))
+            for sum, end, begin in zip(sums, y, x, strict=True):
+                update = end.sub_(begin).flatten(1)
+                sizes += update.sum(dim=1)
+                sum.addmm_(counted, update)
+            finite = torch.isfinite(sizes)
+            if not finite.all():
+                raise not_finite(self.problem, orders[int((~finite).nonzero()[0])])
+        return list(torch.split(torch.cat(sums, dim=1), [walk.sums for walk in walks]))
 
-    def _local(self, x: Tensor, orders: Sequence[Order]) -> Tensor:
-        """The models of a group of clients after their local steps, one row each."""
+    def _groups(self, lanes: list[tuple[int, Order]]) -> Iterator[list[tuple[int, Order]]]:
+        group: list[tuple[int, Order]] = []
+        examples = 0
+        for lane in lanes:
+            stream = lane[1].minibatches
+            if len(group) == self.width or (group and examples > _EXAMPLES):
+                yield group
+                group, examples = [], 0
+            group.append(lane)
+            examples += stream.steps * stream.batch_size
+        if group:
+            yield group
+
+    def _local(self, x: Tables, orders: Sequence[Order]) -> Tables:
+        """The models of a group of clients after their local steps.
+
+        The kernel, with a row per client: y <- y - gamma (alpha g(y) - beta g(x) + v + mu (y - x)).
+        """
+        like = x[0]
         steerings = [order.steering for order in orders]
-        gamma = _column(x, [order.step_size for order in orders])
-        alpha = _column(x, [steering.alpha for steering in steerings])
-        beta = _column(x, [steering.beta for steering in steerings])
-        mu = _column(x, [steering.mu for steering in steerings])
-        clip = _column(x, [order.clip for order in orders])
-        decay = _column(x, [order.weight_decay for order in orders])
-        adjust = any(order.clip < math.inf or order.weight_decay for order in orders)
-        zero = torch.zeros_like(x[0])
-        v = torch.stack([zero if steering.v is None else steering.v for steering in steerings])
+        gamma = np.array([order.step_size for order in orders])
+        alpha = np.array([steering.alpha for steering in steerings])
+        beta = np.array([steering.beta for steering in steerings])
+        mu = np.array([steering.mu for steering in steerings])
+        decay = np.array([order.weight_decay for order in orders])
+        shrink, pull = gamma * (mu + alpha * decay), gamma * (mu + beta * decay)
+        along, against = like.new_tensor(-gamma * alpha), like.new_tensor(gamma * beta)
+        keep = like.new_tensor(1 - shrink) if shrink.any() else None
+        pulled = _scaled(x, like.new_tensor(pull)) if pull.any() else None
+        push = self._push(like.new_tensor(-gamma), orders)
+        clips = any(order.clip < math.inf for order in orders)
+        clip = like.new_tensor([order.clip for order in orders]) if clips else None
 
-        # Runs in lockstep often walk the same minibatches: draw them once.
-        drawn = {
-            stream: [self.problem.rows(stream.client, positions) for positions in stream]
-            for stream in {order.minibatches for order in orders}
-        }
-        streams = [drawn[order.minibatches] for order in orders]
-        y = x.clone()
-        for lanes, rows in _lockstep(streams):
-            anchored = [place for place, lane in enumerate(lanes) if steerings[lane].beta]
-            gradient, anchor = self._gradients(y[lanes], x[lanes], rows, anchored)
-            if adjust:
-                gradient = kernel.adjusted(gradient, y[lanes], clip[lanes], decay[lanes])
-                if anchor is not None:
-                    anchor = kernel.adjusted(anchor, x[lanes], clip[lanes], decay[lanes])
-            y[lanes] = kernel.step(
-                y[lanes],
-                x[lanes],
-                gradient,
-                anchor,
-                gamma[lanes],
-                alpha[lanes],
-                beta[lanes],
-                mu[lanes],
-                v[lanes],
-            )
+        y = [table.clone() for table in x]
+        for lanes, rows, shares in self._schedule(orders):
+            batch = self.problem.batch(rows)
+            share = torch.as_tensor(shares, dtype=like.dtype, device=like.device)
+            here = [table[lanes] for table in y]  # views, unless the lanes are scattered
+            limit = None if clip is None else clip[lanes]
+            kept = None if keep is None else keep[lanes]
+            self._descend(here, batch, share, along[lanes], here, kept, limit)
+            if beta.any():
+                there = [table[lanes] for table in x]
+                self._descend(there, batch, share, against[lanes], here, None, limit)
+            for more in (pulled, push):
+                if more is not None:
+                    torch._foreach_add_(here, [table[lanes] for table in more])
+            if not isinstance(lanes, slice):
+                for table, part in zip(y, here, strict=True):
+                    table[lanes] = part
         return y
 
-    def _gradients(
-        self, y: Tensor, x: Tensor, rows: IntArray, anchored: list[int]
-    ) -> tuple[Tensor, Tensor | None]:
-        """The gradients at y and, for the lanes that the kernel anchors there, at x: one pass."""
-        if not anchored:
-            return self._gradient(y, self.problem.batch(rows)), None
-        batch = self.problem.batch(np.concatenate([rows, rows[anchored]]))
-        both = self._gradient(torch.cat([y, x[anchored]]), batch)
-        at_y, at_x = both[: len(y)], both[len(y) :]
-        anchor = torch.zeros_like(at_y)
-        anchor[anchored] = at_x
-        return at_y, anchor
+    def _push(self, minus_gamma: Tensor, orders: Sequence[Order]) -> Tables | None:
+        """``-gamma v``, a row per client."""
+        known = {id(o.steering.v): o.steering.v for o in orders if o.steering.v is not None}
+        if not known:
+            return None
+        place = {key: k for k, key in enumerate(known, 1)}
+        vectors = torch.stack(list(known.values()))
+        vectors = torch.cat([torch.zeros_like(vectors[:1]), vectors])
+        of = [place.get(id(order.steering.v), 0) for order in orders]
+        which = torch.tensor(of, device=vectors.device)
+        return _scaled([table[which] for table in self._tables(vectors)], minus_gamma)
+
+    def _descend(
+        self,
+        at: Tables,
+        batch: tuple[Tensor, ...],
+        shares: Tensor,
+        by: Tensor,
+        into: Tables,
+        keep: Tensor | None,
+        clip: Tensor | None,
+    ) -> None:
+        """``into <- keep into + by g``, with g the clipped gradients at ``at``, row by row."""
+        if clip is None:
+            self._slopes.descend(at, batch, shares * by.unsqueeze(1), into, keep)
+            return
+        gradient = [torch.zeros_like(table) for table in at]
+        self._slopes.descend(at, batch, shares, gradient, None)
+        norms = torch.stack([table.flatten(1).norm(dim=1) for table in gradient]).norm(dim=0)
+        shorter = (clip / norms.clamp_min(1e-30)).clamp_max(1.0)  # a zero gradient stays zero
+        if keep is not None:
+            torch._foreach_mul_(into, [_column(keep, table) for table in into])
+        torch._foreach_add_(into, _scaled(gradient, shorter * by))
+
+    def _schedule(self, orders: Sequence[Order]) -> Iterator[_Step]:
+        """The steps of a group, whose longest come first."""
+        # Runs in lockstep often walk the same minibatches: draw them once.
+        streams = [order.minibatches for order in orders]
+        drawn = {stream: stream.positions(self._rewound) for stream in dict.fromkeys(streams)}
+        firsts = self.problem.rows(np.array([stream.client for stream in streams]), 0)
+        timetable = _Timetable(streams, [drawn[stream] for stream in streams], firsts)
+        if timetable.full or self._slopes.takes_shares:
+            return timetable.side_by_side()
+        return timetable.in_groups()
 
     def probe(self, probes: Sequence[Probe]) -> list[Tensor]:
         offsets = self.problem.federation.offsets
         starts = np.cumsum([0, *(len(probe.points) for probe in probes[:-1])]).tolist()
-        answers = torch.zeros_like(torch.stack([x for probe in probes for x in probe.points]))
-        pieces: dict[int, list[tuple[Tensor, int, float, IntArray]]] = defaultdict(list)
+        points = torch.stack([x for probe in probes for x in probe.points])
+        tables, answers = self._tables(points), torch.zeros_like(points)
+        pieces: dict[int, list[tuple[int, float, IntArray]]] = defaultdict(list)
         for start, probe in zip(starts, probes, strict=True):
             for client, weight in zip(probe.clients.tolist(), probe.weights.tolist(), strict=True):
                 rows = np.arange(offsets[client], offsets[client + 1])
                 for begin in range(0, len(rows), PROBE_ROWS):
                     piece = rows[begin : begin + PROBE_ROWS]
                     share = weight * len(piece) / len(rows)
-                    for target, point in enumerate(probe.points, start):
-                        pieces[len(piece)].append((point, target, share, piece))
-        for group in pieces.values():
-            for begin in range(0, len(group), self.width):
-                points, targets, shares, rows_ = zip(
-                    *group[begin : begin + self.width], strict=True
-                )
-                found = self._gradient(torch.stack(points), self.problem.batch(np.stack(rows_)))
-                answers.index_add_(0, torch.tensor(targets), _column(found, shares) * found)
+                    for target in range(start, start + len(probe.points)):
+                        pieces[len(piece)].append((target, share, piece))
+        for length, group in pieces.items():
+            width = max(1, min(self.width, 64 * PROBE_ROWS // length))
+            for begin in range(0, len(group), width):
+                targets, shares, rows_ = zip(*group[begin : begin + width], strict=True)
+                index = torch.tensor(targets, device=points.device)
+                each = points.new_tensor(shares).unsqueeze(1).expand(-1, length) / length
+                found = [torch.zeros_like(table[index]) for table in tables]
+                batch = self.problem.batch(np.stack(rows_))
+                self._slopes.descend([table[index] for table in tables], batch, each, found, None)
+                flat = torch.cat([table.flatten(1) for table in found], dim=1)
+                answers.index_add_(0, index, flat)
         parts = torch.split(answers, [len(probe.points) for probe in probes])
         return [
             check_probe(self.problem, probe, part)
             for probe, part in zip(probes, parts, strict=True)
         ]
 
-    def _gradient(self, models: Tensor, batch: tuple[Tensor, ...]) -> Tensor:
-        """One gradient per lane. Lanes are independent, so one backward pass serves them all."""
-        leaf = models.detach().requires_grad_()
+
+class _Slopes(abc.ABC):
+    """The gradients of a group of clients at models of their own, one row each."""
+
+    takes_shares: bool
+    """Whether the examples of a minibatch may count differently; zero makes one a mere filler."""
+
+    @abc.abstractmethod
+    def descend(
+        self,
+        at: Tables,
+        batch: tuple[Tensor, ...],
+        shares: Tensor,
+        into: Tables,
+        keep: Tensor | None,
+    ) -> None:
+        """``into_i <- keep_i into_i + sum_j shares_ij grad f_ij(at_i)`` for every client i."""
+
+
+@final
+class _ByHand(_Slopes):
+    takes_shares = True
+
+    def __init__(self, stack: Stack) -> None:
+        self._stack = stack
+
+    def descend(
+        self,
+        at: Tables,
+        batch: tuple[Tensor, ...],
+        shares: Tensor,
+        into: Tables,
+        keep: Tensor | None,
+    ) -> None:
+        kept: float | Tensor = 1.0 if keep is None else keep.view(-1, 1, 1)
+        self._stack.descend(at, batch, shares.unsqueeze(2), into, kept)
+
+
+@final
+class _ByVmap(_Slopes):
+    takes_shares = False
+
+    def __init__(self, problem: Problem) -> None:
+        # A copy of its own, since functional_call swaps the parameters of the module itself.
+        objective = _Objective(copy.deepcopy(problem.model), problem.loss)
+        names = [f"model.{name}" for name in problem.parameters]
+
+        def loss(model: Tables, batch: tuple[Tensor, ...]) -> Tensor:
+            parameters = dict(zip(names, model, strict=True))
+            value: Tensor = functional_call(objective, parameters, batch)
+            return value
+
+        self._losses: Callable[..., Tensor] = vmap(loss)
+
+    def descend(
+        self,
+        at: Tables,
+        batch: tuple[Tensor, ...],
+        shares: Tensor,
+        into: Tables,
+        keep: Tensor | None,
+    ) -> None:
+        leaves = [table.detach().requires_grad_() for table in at]
         try:
-            losses = self._losses(leaf, *batch)
+            losses = self._losses(leaves, batch)
         except Exception as error:
             raise FedShuffleError(
                 f"this model or loss cannot run in lanes ({type(error).__name__}: {error})."
                 " Use engine='loop' to see which client it fails at, or if it cannot be vectorised."
             ) from error
-        (gradient,) = gradients(losses.sum(dim=0), [leaf])
-        return gradient
-
-
-def _lockstep(streams: Sequence[Sequence[IntArray]]) -> Iterator[tuple[list[int], IntArray]]:
-    """Steps that lanes can take together: lanes, and the rows of their minibatches.
-
-    Only minibatches of one length fit in one tensor. Lanes do not depend on each other, so those
-    with a shorter minibatch before them wait until they are the largest group.
-    """
-    waiting: dict[int, list[int]] = defaultdict(list)
-    done = [0] * len(streams)
-    for lane, stream in enumerate(streams):
-        waiting[len(stream[0])].append(lane)
-    while waiting:
-        length = max(waiting, key=lambda length: (len(waiting[length]), length))
-        lanes = waiting.pop(length)
-        yield lanes, np.stack([streams[lane][done[lane]] for lane in lanes])
-        for lane in lanes:
-            done[lane] += 1
-            if done[lane] < len(streams[lane]):
-                waiting[len(streams[lane][done[lane]])].append(lane)
+        # Lanes are independent, so one backward pass serves them all.
+        found = gradients(losses.sum(dim=0), leaves)
+        by = shares.sum(dim=1)
+        for table, gradient in zip(into, found, strict=True):
+            if keep is not None:
+                table.mul_(_column(keep, table))
+            table.addcmul_(gradient, _column(by, table))
 
 
 class _Objective(nn.Module):
@@ -193,5 +311,82 @@ class _Objective(nn.Module):
         return self.loss(self.model, *batch)
 
 
-def _column(like: Tensor, values: Sequence[float]) -> Tensor:
-    return like.new_tensor(values).unsqueeze(1)
+_Step = tuple[slice | list[int], IntArray, FloatArray]
+"""Which lanes take a step together, the rows of their minibatches, and each row's share in the
+mean of its minibatch."""
+
+
+class _Timetable:
+    """The minibatches of a group of lanes, of which the longest come first.
+
+    Step after step, all lanes that still walk have ``width`` places each; places that a shorter
+    minibatch leaves empty hold the client's first row, with no share.
+    """
+
+    def __init__(
+        self, streams: Sequence[Minibatches], positions: Sequence[IntArray], firsts: IntArray
+    ) -> None:
+        size = np.array([stream.size for stream in streams])
+        batch = np.array([stream.batch_size for stream in streams])
+        self.steps = np.array([stream.steps for stream in streams])
+        self.width = int(batch.max())
+        walking = (self.steps > np.arange(self.steps[0])[:, None]).sum(axis=1)
+        self.begins = np.concatenate([[0], np.cumsum(walking * self.width)])
+
+        # Every position of every stream: its epoch, its step, and its place in the minibatch.
+        counts = np.array([len(some) for some in positions])
+        lane = np.repeat(np.arange(len(streams)), counts)
+        nth = np.arange(len(lane)) - np.repeat(np.cumsum(counts) - counts, counts)
+        epoch, within = np.divmod(nth, size[lane])
+        turn, place = np.divmod(within, batch[lane])
+        step = epoch * (-(-size // batch))[lane] + turn
+        target = self.begins[step] + lane * self.width + place
+        length = np.minimum(batch[lane], size[lane] - turn * batch[lane])
+
+        walkers = np.arange(walking.sum()) - np.repeat(np.cumsum(walking) - walking, walking)
+        self.rows = np.repeat(firsts[walkers], self.width)
+        self.rows[target] += np.concatenate(positions)
+        self.shares = np.zeros(len(self.rows))
+        self.shares[target] = 1 / length
+        self.full = len(target) == len(self.rows)
+
+    def side_by_side(self) -> Iterator[_Step]:
+        """All lanes that still walk take each step together."""
+        for begin, end in itertools.pairwise(self.begins.tolist()):
+            shape = (end - begin) // self.width, self.width
+            rows, shares = self.rows[begin:end], self.shares[begin:end]
+            yield slice(0, shape[0]), rows.reshape(shape), shares.reshape(shape)
+
+    def in_groups(self) -> Iterator[_Step]:
+        """Lanes with minibatches of one length step together.
+
+        Lanes do not depend on each other, so those with another length before them wait until they
+        are the largest group.
+        """
+        waiting: dict[int, list[tuple[int, int]]] = defaultdict(list)
+
+        def wait(lane: int, step: int) -> None:
+            if step < self.steps[lane]:
+                begin = int(self.begins[step]) + lane * self.width
+                length = int(np.count_nonzero(self.shares[begin : begin + self.width]))
+                waiting[length].append((lane, step))
+
+        for lane in range(len(self.steps)):
+            wait(lane, 0)
+        while waiting:
+            length = max(waiting, key=lambda length: (len(waiting[length]), length))
+            group = waiting.pop(length)
+            begins = [int(self.begins[step]) + lane * self.width for lane, step in group]
+            rows = self.rows[np.array(begins)[:, None] + np.arange(length)]
+            yield [lane for lane, _ in group], rows, np.full(rows.shape, 1 / length)
+            for lane, step in group:
+                wait(lane, step + 1)
+
+
+def _column(values: Tensor, like: Tensor) -> Tensor:
+    """One number per row, to be multiplied with a table."""
+    return values.view(-1, *[1] * (like.ndim - 1))
+
+
+def _scaled(tables: Tables, by: Tensor) -> Tables:
+    return [table * _column(by, table) for table in tables]

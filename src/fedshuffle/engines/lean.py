@@ -1,177 +1,191 @@
-"""The lean engine: one client at a time per worker, with nothing between the gradients.
+"""The lean engine: one client at a time, with nothing between the gradients.
 
-The parameters are views of one flat vector that is updated in place, an epoch's examples are
-gathered at once, and nothing is allocated per step but what autograd needs. Several workers are
-threads with a model of their own: torch releases the interpreter's lock while it computes, so they
-share the data for free.
+The parameters are views of one flat vector that is updated in place, many minibatches are
+gathered at once, and nothing is allocated per step but what the gradient needs. What computes the
+gradient is a replica of the model: by autograd for any model, or by hand for a stack of linear
+layers.
 """
 
 from __future__ import annotations
 
+import abc
 import copy
 import math
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import final
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from fedshuffle.engines.base import (
     PROBE_ROWS,
     check_probe,
+    first_look,
     gradients,
     model_randomness,
     named,
     not_finite,
 )
+from fedshuffle.engines.layout import Layout
+from fedshuffle.engines.machine import flushed_denormals, keep_freed_memory
 from fedshuffle.engines.problem import Problem
-from fedshuffle.errors import FedShuffleError
+from fedshuffle.engines.stack import Stack
 from fedshuffle.kernel import Order, Probe, Walk
+from fedshuffle.randomness import Rewound
 
 _ROWS = 4096
-"""Examples of an epoch are gathered in portions of about so many rows."""
+"""A client's examples are gathered in portions of about so many rows."""
 
 
 @final
 class LeanEngine:
-    """Walks clients one by one on each of ``workers`` threads, the longest first."""
+    """Walks clients one by one, in place, into one running sum.
 
-    def __init__(self, problem: Problem, workers: int = 1) -> None:
+    A stack of linear layers is differentiated by hand (unless ``fused`` is False), any other model
+    by autograd.
+    """
+
+    def __init__(self, problem: Problem, fused: bool = True) -> None:
         self.problem = problem
-        with named(problem, 0, 0, "first look at the model"):
-            must_be_alone = workers > 1 and problem.random
-        if must_be_alone:
-            raise FedShuffleError(
-                "the model draws random numbers (dropout?), and threads would draw them from one"
-                " stream in any order. Use engine='lean', with one worker."
-            )
-        self.workers = [_Worker(problem) for _ in range(workers)]
-        self._threads = (
-            ThreadPoolExecutor(workers, "fedshuffle", _one_thread_each) if workers > 1 else None
+        keep_freed_memory()
+        self._random = first_look(problem)
+        self._rewound = Rewound()
+        stack = Stack.of(problem) if fused else None
+        self._replica: Callable[[], _Replica] = (
+            partial(_ByAutograd, problem) if stack is None else partial(_ByHand, problem, stack)
         )
+        self._here = self._replica()
+        self._there: _Replica | None = None  # at the global model, for directions that need it
 
     def walk(self, walks: Sequence[Walk]) -> list[Tensor]:
-        return [self._walk(walk) for walk in walks]
+        with flushed_denormals():
+            return [self._walk(walk) for walk in walks]
 
     def probe(self, probes: Sequence[Probe]) -> list[Tensor]:
         return [self._probe(probe) for probe in probes]
 
     def _walk(self, walk: Walk) -> Tensor:
-        loads = [order.minibatches.steps * order.minibatches.batch_size for order in walk.orders]
-        shares = _longest_first(loads, len(self.workers))
-        return self._together(
-            lambda worker, share: worker.walk(walk, [walk.orders[k] for k in share]), shares
-        )
-
-    def _probe(self, probe: Probe) -> Tensor:
-        sizes = self.problem.federation.sizes[probe.clients].tolist()
-        shares = _longest_first(sizes, len(self.workers))
-        total = self._together(lambda worker, share: worker.probe(probe, share), shares)
-        return check_probe(self.problem, probe, total)
-
-    def _together(
-        self, work: Callable[[_Worker, list[int]], Tensor], shares: Sequence[list[int]]
-    ) -> Tensor:
-        """Every worker its share; the partial sums are added in the workers' order."""
-        if self._threads is None:
-            return work(self.workers[0], shares[0])
-        tasks = [
-            self._threads.submit(work, worker, share)
-            for worker, share in zip(self.workers, shares, strict=True)
-        ]
-        total, *others = [task.result() for task in tasks]
-        for other in others:
-            total += other
-        return total
-
-
-class _Worker:
-    """Walks orders one after another into one running sum."""
-
-    def __init__(self, problem: Problem) -> None:
-        self.problem = problem
-        self.here = _Replica(problem)
-        self.there: _Replica | None = None  # at the global model, for directions that need it
-
-    def walk(self, walk: Walk, orders: Sequence[Order]) -> Tensor:
-        sums = walk.start.new_zeros(walk.sums, len(walk.start))
-        for order in orders:
+        layout = self._here.layout
+        x = layout.arrange(walk.start)
+        pushes = {id(o.steering.v): o.steering.v for o in walk.orders}
+        arranged = {k: None if v is None else layout.arrange(v) for k, v in pushes.items()}
+        if any(order.steering.beta for order in walk.orders):
+            self._there = self._there or self._replica()
+            self._there.flat.copy_(x)
+        sums = x.new_zeros(walk.sums, len(x))
+        for order in walk.orders:
             stream = order.minibatches
             with named(self.problem, stream.client, stream.round, "local training"):
-                self._local(walk.start, order)
-            update = self.here.flat.sub_(walk.start)
+                self._local(x, order, arranged[id(order.steering.v)])
+            update = self._here.flat.sub_(x)
             if not math.isfinite(float(update.sum())):
                 raise not_finite(self.problem, order)
             for total, weight in zip(sums, order.weights, strict=True):
                 total.add_(update, alpha=weight)
-        return sums
+        return layout.restore(sums)
 
-    def _local(self, x: Tensor, order: Order) -> None:
+    def _local(self, x: Tensor, order: Order, v: Tensor | None) -> None:
         """The kernel, in place: y <- y - gamma (alpha g(y) - beta g(x) + v + mu (y - x))."""
         stream, steering, gamma = order.minibatches, order.steering, order.step_size
-        seed = stream.model_seed() if self.problem.random else 0
-        here, y = self.here, self.here.flat
+        here, there, y = self._here, self._there, self._here.flat
+        seed = stream.model_seed() if self._random else 0
+        shrink = gamma * (steering.mu + steering.alpha * order.weight_decay)
+        pull = gamma * (steering.mu + steering.beta * order.weight_decay)
         y.copy_(x)
-        there = self._at(x) if steering.beta else None
-        portion = max(1, _ROWS // stream.batch_size) * stream.batch_size
-        for epoch in stream.epochs():
-            rows = self.problem.rows(stream.client, epoch)
-            for begin in range(0, len(rows), portion):
-                fields = self.problem.batch(rows[begin : begin + portion])
-                for batch in zip(*(torch.split(f, stream.batch_size) for f in fields), strict=True):
-                    gradient = here.gradient(batch, seed, order.clip)
-                    anchor = there.gradient(batch, seed, order.clip) if there else None
-                    seed += 1
-                    # What multiplies y comes first, before the gradients move it.
-                    shrink = gamma * (steering.mu + steering.alpha * order.weight_decay)
-                    pull = gamma * (steering.mu + steering.beta * order.weight_decay)
-                    if shrink or pull:
-                        y.mul_(1 - shrink).add_(x, alpha=pull)
-                    here.move(gradient, -gamma * steering.alpha)
-                    if anchor:
-                        here.move(anchor, gamma * steering.beta)
-                    if steering.v is not None:
-                        y.add_(steering.v, alpha=-gamma)
+        for positions, lengths in stream.portions(_ROWS, self._rewound):
+            rows = self.problem.rows(stream.client, positions)
+            fields = here.ready(self.problem.batch(rows))
+            for batch in zip(*(torch.split(field, lengths) for field in fields), strict=True):
+                here.descend(batch, -gamma * steering.alpha, here, 1 - shrink, order.clip, seed)
+                if steering.beta and there:
+                    there.descend(batch, gamma * steering.beta, here, 1.0, order.clip, seed)
+                if pull:
+                    y.add_(x, alpha=pull)
+                if v is not None:
+                    y.add_(v, alpha=-gamma)
+                seed += 1
 
-    def _at(self, x: Tensor) -> _Replica:
-        self.there = self.there or _Replica(self.problem)
-        self.there.flat.copy_(x)
-        return self.there
-
-    def probe(self, probe: Probe, share: Sequence[int]) -> Tensor:
-        sums = torch.zeros_like(torch.stack(list(probe.points)))
-        offsets = self.problem.federation.offsets
-        for place in share:
-            client, weight = int(probe.clients[place]), float(probe.weights[place])
-            rows = torch.arange(int(offsets[client]), int(offsets[client + 1]))
-            with named(self.problem, client, probe.round, "probe"):
-                for piece in torch.split(rows, PROBE_ROWS):
-                    batch = self.problem.batch(piece)
-                    for total, point in zip(sums, probe.points, strict=True):
-                        self.here.flat.copy_(point)
-                        parts = [part.reshape(-1) for part in self.here.gradient(batch, seed=0)]
-                        total.add_(torch.cat(parts), alpha=weight * len(piece) / len(rows))
-        return sums
+    def _probe(self, probe: Probe) -> Tensor:
+        here, layout, offsets = self._here, self._here.layout, self.problem.federation.offsets
+        sum = self._there = self._there or self._replica()
+        found = []
+        for point in probe.points:
+            here.flat.copy_(layout.arrange(point))
+            sum.flat.zero_()
+            for client, weight in zip(probe.clients.tolist(), probe.weights.tolist(), strict=True):
+                rows = torch.arange(int(offsets[client]), int(offsets[client + 1]))
+                with named(self.problem, client, probe.round, "probe"):
+                    for piece in torch.split(rows, PROBE_ROWS):
+                        batch = here.ready(self.problem.batch(piece))
+                        here.descend(batch, weight * len(piece) / len(rows), sum)
+            found.append(layout.restore(sum.flat.clone()))
+        return check_probe(self.problem, probe, torch.stack(found))
 
 
-class _Replica:
-    """A copy of the model whose parameters are views of one flat vector."""
+class _Replica(abc.ABC):
+    """A copy of the model with its parameters in one flat vector."""
+
+    def __init__(self, problem: Problem, layout: Layout) -> None:
+        self.problem = problem
+        self.layout = layout
+        self.flat = layout.arrange(problem.start).clone()
+        self.views = layout.views(self.flat)
+
+    def ready(self, fields: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """Examples as this replica likes them."""
+        return fields
+
+    @abc.abstractmethod
+    def descend(
+        self,
+        batch: tuple[Tensor, ...],
+        by: float,
+        into: _Replica,
+        keep: float = 1.0,
+        clip: float = math.inf,
+        seed: int = 0,
+    ) -> None:
+        """``into <- keep into + by g``, with g the clipped gradient at this replica's parameters.
+
+        The seed rules the model's own randomness.
+        """
+
+
+class _ByAutograd(_Replica):
+    """Any model. Convolutions compute with channels last, which suits the CPU better."""
 
     def __init__(self, problem: Problem) -> None:
-        self.problem = problem
         self.model = copy.deepcopy(problem.model)
-        self.parameters = [p for p in self.model.parameters() if p.requires_grad]
-        self.flat = problem.start.clone()
-        parts = torch.split(self.flat, [p.numel() for p in self.parameters])
-        self.views = [part.view_as(p) for part, p in zip(parts, self.parameters, strict=True)]
-        for parameter, view in zip(self.parameters, self.views, strict=True):
+        parameters = [p for p in self.model.parameters() if p.requires_grad]
+        self.convolves = any(isinstance(m, nn.Conv2d) for m in self.model.modules())
+        last = self.convolves
+        orders = [
+            (0, 2, 3, 1) if last and p.ndim == 4 else tuple(range(p.ndim)) for p in parameters
+        ]
+        super().__init__(problem, Layout([p.shape for p in parameters], orders))
+        for parameter, view in zip(parameters, self.views, strict=True):
             parameter.data = view
+        self.parameters = parameters
+        for module in self.model.modules() if self.convolves else ():
+            if isinstance(module, nn.MaxPool2d):
+                module.register_forward_hook(_pass_gradients_channels_last)
 
-    def gradient(
-        self, batch: tuple[Tensor, ...], seed: int, clip: float = math.inf
-    ) -> tuple[Tensor, ...]:
-        """The clipped gradient by parameters; the seed rules the model's own randomness."""
+    def ready(self, fields: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        if not self.convolves:
+            return fields
+        last = torch.channels_last
+        return tuple(f.contiguous(memory_format=last) if f.ndim == 4 else f for f in fields)
+
+    def descend(
+        self,
+        batch: tuple[Tensor, ...],
+        by: float,
+        into: _Replica,
+        keep: float = 1.0,
+        clip: float = math.inf,
+        seed: int = 0,
+    ) -> None:
         if self.problem.random:
             with model_randomness(self.problem, seed):
                 loss = self.problem.loss(self.model, *batch)
@@ -179,28 +193,55 @@ class _Replica:
             loss = self.problem.loss(self.model, *batch)
         found = gradients(loss, self.parameters)
         if clip < math.inf:
-            norm = float(torch.stack(torch._foreach_norm(found)).norm())
-            if norm > clip:
-                return tuple(torch._foreach_mul(found, clip / norm))
-        return found
-
-    def move(self, along: tuple[Tensor, ...], by: float) -> None:
-        """``flat += by * along``."""
-        torch._foreach_add_(self.views, along, alpha=by)
+            by *= _shortening(found, clip)
+        if keep != 1:
+            into.flat.mul_(keep)
+        torch._foreach_add_(into.views, found, alpha=by)
 
 
-def _longest_first(loads: Sequence[int], workers: int) -> list[list[int]]:
-    """Each task, from the longest on, to the worker with the least to do: always the same way."""
-    shares: list[list[int]] = [[] for _ in range(workers)]
-    totals = [0] * workers
-    for task in sorted(range(len(loads)), key=lambda task: -loads[task]):
-        worker = totals.index(min(totals))
-        shares[worker].append(task)
-        totals[worker] += loads[task]
-    return shares
+class _ByHand(_Replica):
+    """A stack of linear layers: the update is part of the matrix products of the gradient."""
+
+    def __init__(self, problem: Problem, stack: Stack) -> None:
+        shapes = [p.shape for p in problem.parameters.values()]
+        super().__init__(problem, stack.layout(shapes))
+        self.stack = stack
+        self.blocks = stack.transposed(self.views)
+        self._scratch: list[Tensor] | None = None
+
+    def descend(
+        self,
+        batch: tuple[Tensor, ...],
+        by: float,
+        into: _Replica,
+        keep: float = 1.0,
+        clip: float = math.inf,
+        seed: int = 0,
+    ) -> None:
+        assert isinstance(into, _ByHand)
+        scale = by / len(batch[0])
+        if clip == math.inf:
+            self.stack.descend(self.blocks, batch, scale, into.blocks, keep)
+            return
+        if self._scratch is None:
+            self._scratch = [torch.empty_like(block) for block in self.blocks]
+        torch._foreach_zero_(self._scratch)
+        self.stack.descend(self.blocks, batch, 1 / len(batch[0]), self._scratch)
+        by *= _shortening(self._scratch, clip)
+        if keep != 1:
+            into.flat.mul_(keep)
+        torch._foreach_add_(into.blocks, self._scratch, alpha=by)
 
 
-def _one_thread_each() -> None:
-    """Workers must not compete with each other for cores, nor crawl through denormal numbers."""
-    torch.set_num_threads(1)
-    torch.set_flush_denormal(True)
+def _shortening(gradient: list[Tensor] | tuple[Tensor, ...], clip: float) -> float:
+    """By what the gradient must be multiplied to be no longer than ``clip``."""
+    norm = float(torch.stack(torch._foreach_norm(gradient)).norm())
+    return min(1.0, clip / norm) if norm else 1.0
+
+
+def _pass_gradients_channels_last(_: nn.Module, __: object, output: Tensor) -> None:
+    """Spare a pooling layer from copying its gradient from one memory format to the other."""
+    if output.requires_grad and output.ndim == 4:
+        output.register_hook(  # type: ignore[no-untyped-call]
+            lambda grad: grad.contiguous(memory_format=torch.channels_last)
+        )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any, final
 
 import torch
@@ -45,7 +46,10 @@ class Problem:
             )
         self.dtype, self.device = kinds.pop()
         _refuse_running_statistics(model)
-        self.fields = tuple(self._ready(field) for field in federation.tensors())
+        # What lies on disk stays there: its minibatches are made ready one by one.
+        self._stored = federation.path is not None
+        fields = federation.tensors()
+        self.fields = fields if self._stored else tuple(self._ready(field) for field in fields)
         self.start = parameters_to_vector(self.parameters.values()).detach().clone()
 
     def _ready(self, field: Tensor) -> Tensor:
@@ -66,20 +70,44 @@ class Problem:
     @functools.cached_property
     def random(self) -> bool:
         """Whether the model or the loss draws random numbers of its own, such as dropout."""
-        with torch.random.fork_rng(devices=[]):
-            before = torch.get_rng_state()
-            first = torch.arange(min(2, int(self.federation.offsets[-1])))
+        first = torch.arange(min(2, int(self.federation.offsets[-1])))
+        buffers = {name: buffer.clone() for name, buffer in self.model.named_buffers()}
+        with forked(self.device):
+            before = _random_state(self.device)
             self.loss_at(self.start, self.batch(first))
-            return not torch.equal(before, torch.get_rng_state())
+            after = _random_state(self.device)
+        for name, buffer in self.model.named_buffers():
+            if name in buffers and not torch.equal(buffer, buffers[name]):
+                raise FedShuffleError(
+                    f"the forward pass changes the model's buffer {name!r}. Buffers are not"
+                    " averaged over clients: make it a parameter, or leave it constant."
+                )
+        return not torch.equal(before, after)
 
-    def rows(self, client: int, positions: Any) -> Any:
+    def rows(self, client: Any, positions: Any) -> Any:
         """Positions among a client's examples as rows of the packed layout."""
-        return positions + int(self.federation.offsets[client])
+        return positions + self.federation.offsets[client]
 
     def batch(self, rows: Any) -> tuple[Tensor, ...]:
         """The examples at these rows."""
-        index = torch.as_tensor(rows, device=self.device)
-        return tuple(field[index] for field in self.fields)
+        index = torch.as_tensor(rows, device=self.fields[0].device)
+        flat = index.reshape(-1)
+        found = tuple(field.index_select(0, flat) for field in self.fields)
+        if self._stored:
+            found = tuple(self._ready(part) for part in found)
+        return tuple(part.view(*index.shape, *part.shape[1:]) for part in found)
+
+
+def forked(device: torch.device) -> AbstractContextManager[None]:
+    """Whatever is drawn inside leaves torch's random numbers outside as they were."""
+    return torch.random.fork_rng([] if device.type == "cpu" else [device], device_type=device.type)
+
+
+def _random_state(device: torch.device) -> Tensor:
+    state = torch.get_rng_state()
+    if device.type == "cpu":
+        return state
+    return torch.cat([state, torch.get_device_module(device).get_rng_state(device)])
 
 
 def _refuse_running_statistics(model: nn.Module) -> None:

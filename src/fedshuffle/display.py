@@ -1,0 +1,117 @@
+"""What a run shows while it goes: a bar on the error stream, and scalars for TensorBoard."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Self, final
+
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    Progress,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
+from rich.table import Column
+
+from fedshuffle.errors import FedShuffleError
+from fedshuffle.runs import FACTS
+
+
+@final
+class Bar:
+    """Rounds done of all, the last known loss, local steps per second, time gone and time left.
+
+    Where the error stream is no terminal, it is one line at the end.
+    """
+
+    def __init__(self, visible: bool, rounds: int, history: Sequence[Mapping[str, Any]]) -> None:
+        whole = Column(no_wrap=True)
+        self._bar = Progress(
+            TextColumn("{task.completed}/{task.total} rounds"),
+            BarColumn(bar_width=None),
+            TextColumn("{task.fields[note]}", markup=False),
+            TimeElapsedColumn(whole),
+            TextColumn("+"),
+            TimeRemainingColumn(table_column=whole),
+            console=Console(stderr=True),
+            disable=not visible,
+            expand=True,
+        )
+        self._task = self._bar.add_task("", total=rounds, completed=len(history), note="")
+        self._steps, self._seconds, self._measured = 0, 0.0, ""
+        for record in history:
+            self._measure(record)
+
+    def __enter__(self) -> Self:
+        self._bar.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._bar.stop()
+
+    def add(self, record: Mapping[str, Any]) -> None:
+        """Another round."""
+        self._measure(record)
+        self._steps += record["steps"]
+        self._seconds += record["seconds"]
+        note = f"{self._measured}{self._steps / max(self._seconds, 1e-9):,.0f} steps/s"
+        self._bar.update(self._task, completed=record["round"], note=note)
+
+    def _measure(self, record: Mapping[str, Any]) -> None:
+        metrics = {name: value for name, value in record.items() if name not in FACTS}
+        if metrics:
+            name = "loss" if "loss" in metrics else next(iter(metrics))
+            self._measured = f"{name} {metrics[name]:.4g}  "
+
+
+@final
+class Board:
+    """The records as scalars in a folder for TensorBoard.
+
+    A run that goes on writes the folder anew from its metrics, so that no round is there twice.
+    """
+
+    def __init__(self, wanted: bool) -> None:
+        self._wanted = wanted
+        self._writer: Any = None
+        if wanted:
+            _summary_writer()  # what is missing is better missed now than after the first round
+
+    def open(self, folder: Path, history: Sequence[Mapping[str, Any]]) -> Self:
+        """Begin with these records."""
+        if self._wanted:
+            for old in folder.glob("events.out.tfevents.*"):
+                old.unlink()
+            # To a TensorBoard that is watching, purge_step says to forget what it has read.
+            self._writer = _summary_writer()(str(folder), purge_step=0)
+            for record in history:
+                self.add(record)
+        return self
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._writer is not None:
+            self._writer.close()
+
+    def add(self, record: Mapping[str, Any]) -> None:
+        """Another round."""
+        if self._writer is not None:
+            for name, value in record.items():
+                if name not in ("round", "cohort"):
+                    self._writer.add_scalar(name, value, record["round"])
+
+
+def _summary_writer() -> Any:
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError as error:
+        raise FedShuffleError(
+            f"tensorboard=True needs TensorBoard ({error}). Install it with"
+            " pip install 'fedshuffle[tensorboard]'."
+        ) from error
+    return SummaryWriter

@@ -1,0 +1,246 @@
+"""Workers: one engine each, the longest clients first, one running sum each.
+
+Threads come first: torch releases the interpreter's lock while it computes, and threads share the
+model's start and the data for free. Processes serve where Python itself is the cost, as it is for
+small models that walk one client at a time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import io
+import multiprocessing
+import pickle
+import signal
+import sys
+import weakref
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from multiprocessing.connection import Connection
+from typing import Any, TypeVar, final
+
+import torch
+from torch import Tensor
+
+from fedshuffle.engines.base import Engine, first_look
+from fedshuffle.engines.problem import Problem
+from fedshuffle.errors import FedShuffleError, TrainingError
+from fedshuffle.kernel import Probe, Walk
+
+MakeEngine = Callable[[Problem], Engine]
+_R = TypeVar("_R", Walk, Probe)
+
+
+class _Workers:
+    """Splits every request among the workers and adds what they answer, in the workers' order."""
+
+    def __init__(self, problem: Problem, workers: int) -> None:
+        self.problem = problem
+        self.workers = workers
+
+    def walk(self, walks: Sequence[Walk]) -> list[Tensor]:
+        return self._together("walk", [_split_walk(walk, self.workers) for walk in walks])
+
+    def probe(self, probes: Sequence[Probe]) -> list[Tensor]:
+        sizes = self.problem.federation.sizes
+        return self._together(
+            "probe",
+            [_split_probe(probe, sizes[probe.clients].tolist(), self.workers) for probe in probes],
+        )
+
+    def _together(self, what: str, shares: Sequence[Sequence[Walk | Probe]]) -> list[Tensor]:
+        by_worker = [list(share) for share in zip(*shares, strict=True)]
+        total, *others = self._answers(what, by_worker)
+        for other in others:
+            for sum, part in zip(total, other, strict=True):
+                sum += part
+        return total
+
+    def _answers(self, what: str, requests: Sequence[list[Any]]) -> list[list[Tensor]]:
+        """What each worker answers to its requests."""
+        raise NotImplementedError
+
+
+@final
+class ThreadsEngine(_Workers):
+    """Workers as threads of this process, each with one thread for torch."""
+
+    def __init__(self, problem: Problem, make: MakeEngine, workers: int) -> None:
+        super().__init__(problem, workers)
+        if first_look(problem):
+            raise FedShuffleError(
+                "the model draws random numbers (dropout?), and threads would draw them from one"
+                " stream in any order. Use one worker, or processes: engine='lean' or"
+                f" 'lean:{workers}:processes'."
+            )
+        self._engines = [make(problem) for _ in range(workers)]
+        self._threads = ThreadPoolExecutor(workers, "fedshuffle", _one_thread)
+
+    def _answers(self, what: str, requests: Sequence[list[Any]]) -> list[list[Tensor]]:
+        tasks = [
+            self._threads.submit(getattr(engine, what), request)
+            for engine, request in zip(self._engines, requests, strict=True)
+        ]
+        return [task.result() for task in tasks]
+
+
+@final
+class ProcessesEngine(_Workers):
+    """Workers as processes of their own, forked where the system can, so that data is shared."""
+
+    def __init__(self, problem: Problem, make: MakeEngine, workers: int) -> None:
+        super().__init__(problem, workers)
+        if problem.device.type != "cpu":
+            raise FedShuffleError(
+                f"worker processes compute on the CPU, and the model is on {problem.device}."
+                " Use engine='lanes' or 'lean' there."
+            )
+        make(problem)  # what is wrong with the model is said here, not in a worker
+        self._make = make
+        self._running: list[_Process] = []
+        self._stop = weakref.finalize(self, _stop, self._running)
+
+    def _answers(self, what: str, requests: Sequence[list[Any]]) -> list[list[Tensor]]:
+        if not self._running:
+            self._running.extend(_Process(self.problem, self._make) for _ in range(self.workers))
+        try:
+            for worker, request in zip(self._running, requests, strict=True):
+                worker.ask(what, request)
+            pairs = zip(self._running, requests, strict=True)
+            return [worker.answer(request) for worker, request in pairs]
+        except BaseException:
+            _stop(self._running)  # the others may be in the middle of something: begin anew
+            raise
+
+
+class _Process:
+    """One worker process, seen from the parent."""
+
+    def __init__(self, problem: Problem, make: MakeEngine) -> None:
+        context: Any = multiprocessing.get_context(
+            "fork" if sys.platform.startswith("linux") else "spawn"
+        )
+        self.connection, theirs = context.Pipe()
+        self.process = context.Process(target=_serve, args=(theirs, problem, make), daemon=True)
+        self.process.start()
+        theirs.close()
+        self.problem = problem
+
+    def ask(self, what: str, requests: list[Walk] | list[Probe]) -> None:
+        with contextlib.suppress(BrokenPipeError):  # its death is reported when it should answer
+            self.connection.send_bytes(_dumps((what, requests)))
+
+    def answer(self, requests: list[Any]) -> list[Tensor]:
+        try:
+            ok, result = pickle.loads(self.connection.recv_bytes())
+        except (EOFError, ConnectionResetError):
+            self.process.join()
+            raise _death(self.problem, requests, self.process.exitcode) from None
+        if ok:
+            answers: list[Tensor] = result
+            return answers
+        raise result
+
+
+def _serve(connection: Connection, problem: Problem, make: MakeEngine) -> None:
+    """The life of a worker process: answer until the parent is gone."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
+    _one_thread()
+    engine = make(problem)
+    with contextlib.suppress(EOFError, BrokenPipeError, ConnectionResetError):
+        while True:
+            what, requests = pickle.loads(connection.recv_bytes())
+            try:
+                answer: tuple[bool, Any] = True, getattr(engine, what)(requests)
+            except Exception as error:
+                answer = False, _sendable(error)
+            connection.send_bytes(_dumps(answer))
+
+
+class _Pickler(pickle.Pickler):
+    """Tensors travel as plain arrays, which is quicker than torch's own way."""
+
+    def reducer_override(self, thing: Any) -> Any:
+        if isinstance(thing, Tensor):
+            return torch.from_numpy, (thing.detach().numpy(),)
+        return NotImplemented
+
+
+def _dumps(thing: object) -> bytes:
+    buffer = io.BytesIO()
+    _Pickler(buffer, protocol=5).dump(thing)
+    return buffer.getvalue()
+
+
+def _sendable(error: Exception) -> FedShuffleError:
+    if isinstance(error, FedShuffleError):
+        return error
+    return FedShuffleError(f"{type(error).__name__} in a worker process: {error}")
+
+
+def _stop(running: list[_Process]) -> None:
+    for worker in running:
+        worker.connection.close()
+        worker.process.kill()
+    for worker in running:
+        worker.process.join()
+    running.clear()
+
+
+def _death(problem: Problem, requests: list[Any], code: int | None) -> TrainingError:
+    clients, round, stage = [], 0, "local training"
+    for request in requests:
+        if isinstance(request, Walk):
+            clients += [order.minibatches.client for order in request.orders]
+            round = request.orders[0].minibatches.round if request.orders else round
+        else:
+            clients += request.clients.tolist()
+            round, stage = request.round, "probe"
+    names = [str(problem.federation.ids[client]) for client in dict.fromkeys(clients)]
+    how = f"was killed by signal {-code}" if code and code < 0 else f"ended with code {code}"
+    return TrainingError(
+        f"the worker process that trained it {how} (out of memory?). Use fewer workers, or go on"
+        " from the last checkpoint.",
+        client=names[0]
+        if len(names) == 1
+        else f"one of {', '.join(names[:5])}"
+        + (f" and {len(names) - 5} more" if len(names) > 5 else ""),
+        round=round,
+        stage=stage,
+    )
+
+
+def _split_walk(walk: Walk, workers: int) -> list[Walk]:
+    loads = [order.minibatches.steps * order.minibatches.batch_size for order in walk.orders]
+    return [
+        dataclasses.replace(walk, orders=[walk.orders[k] for k in share])
+        for share in longest_first(loads, workers)
+    ]
+
+
+def _split_probe(probe: Probe, loads: list[int], workers: int) -> list[Probe]:
+    return [
+        dataclasses.replace(probe, clients=probe.clients[share], weights=probe.weights[share])
+        for share in longest_first(loads, workers)
+    ]
+
+
+def longest_first(loads: Sequence[int], workers: int) -> list[list[int]]:
+    """Each task, from the longest on, to the worker with the least to do: always the same way.
+
+    >>> longest_first([1, 5, 2, 2], workers=2)
+    [[1], [2, 3, 0]]
+    """
+    shares: list[list[int]] = [[] for _ in range(workers)]
+    totals = [0] * workers
+    for task in sorted(range(len(loads)), key=lambda task: -loads[task]):
+        worker = totals.index(min(totals))
+        shares[worker].append(task)
+        totals[worker] += loads[task]
+    return shares
+
+
+def _one_thread() -> None:
+    """Workers must not compete with each other for cores."""
+    torch.set_num_threads(1)

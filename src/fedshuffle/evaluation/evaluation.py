@@ -1,0 +1,241 @@
+"""The evaluation of a model on a federation, in large batches."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, final
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from fedshuffle._arrays import FloatArray, IntArray, count, expect
+from fedshuffle.engines import Loss
+from fedshuffle.errors import FedShuffleError
+from fedshuffle.evaluation import metrics as named
+from fedshuffle.evaluation.metrics import Metric, shape
+from fedshuffle.federation import Federation
+from fedshuffle.losses import predict
+
+
+@final
+class Evaluation:
+    """Metrics of a model on a federation, batch by batch, so that the data may exceed memory.
+
+    Call it with a model, or give it to :func:`fedshuffle.train`. For every metric there are three
+    numbers: ``<name>`` over the whole, ``<name>_mean``, the plain mean over clients, and
+    ``<name>_worst_decile``, the mean over the worst tenth of them (rounded up).
+
+    Args:
+        data: who is evaluated, such as a federation of held-out examples.
+        metrics: ``"loss"``, ``"accuracy"``, ``"top-5"`` (or another number), ``"perplexity"``,
+            or a :class:`Metric` of your own.
+        loss: that of the metric ``"loss"``; ``train`` gives its own where there is none.
+        per_client: whether to give the last two numbers as well.
+        batch_size: examples at once.
+        prefix: put before every name, such as ``"test_"``.
+
+    >>> scores = [[2.0, 1.0, 0.0], [0.0, 1.0, 2.0], [2.0, 0.0, 1.0]]
+    >>> data = Federation.from_arrays(scores, [0, 1, 2], sizes=[1, 2])
+    >>> Evaluation(data, ["top-2"])(nn.Identity())
+    {'top-2': 1.0, 'top-2_mean': 1.0, 'top-2_worst_decile': 1.0}
+    >>> Evaluation(data, ["accuracy"])(nn.Identity())["accuracy_worst_decile"]
+    0.0
+    """
+
+    def __init__(
+        self,
+        data: Federation,
+        metrics: Sequence[str | Metric] = ("loss", "accuracy"),
+        *,
+        loss: Loss | None = None,
+        per_client: bool = True,
+        batch_size: int = 1024,
+        prefix: str = "",
+    ) -> None:
+        expect(data, Federation, "data")
+        expect(prefix, str, "prefix")
+        if not data.fields:
+            raise FedShuffleError(
+                "the federation to evaluate on has sizes only, and no examples."
+                " Use Federation.from_arrays or Federation.from_datasets."
+            )
+        if isinstance(metrics, str) or not isinstance(metrics, Sequence) or not metrics:
+            raise FedShuffleError(f"metrics is {metrics!r:.60}. Write a list, as ['accuracy'].")
+        if loss is not None and not callable(loss):
+            raise FedShuffleError(f"the loss is {loss!r:.60}, but must be a function.")
+        self.data = data
+        self.loss = loss
+        self.per_client = per_client
+        self.batch_size = count(batch_size, "batch_size")
+        self.prefix = prefix
+        self._given = tuple(metrics)
+        self.metrics = tuple(named.get(metric, loss) for metric in metrics)
+        twice = [name for k, name in enumerate(self.names) if name in self.names[:k]]
+        if twice:
+            raise FedShuffleError(f"two metrics give {twice[0]!r}: rename or drop one of them.")
+        self._distinct: list[Metric] = []
+        for metric in self.metrics:
+            if metric.each is not loss and self._place(metric) is None:
+                self._distinct.append(metric)
+
+    @property
+    def names(self) -> list[str]:
+        """The names of all numbers it gives."""
+        parts = ["", "_mean", "_worst_decile"] if self.per_client else [""]
+        return [f"{self.prefix}{metric.name}{part}" for metric in self.metrics for part in parts]
+
+    def with_loss(self, loss: Loss) -> Evaluation:
+        """The same, with this loss where it has none."""
+        if self.loss is not None:
+            return self
+        return Evaluation(
+            self.data,
+            self._given,
+            loss=loss,
+            per_client=self.per_client,
+            batch_size=self.batch_size,
+            prefix=self.prefix,
+        )
+
+    def check(self, model: nn.Module) -> None:
+        """Try everything on the first two examples: what fails, fails before any training."""
+        with evaluating(model):
+            batch = self._batch(model, 0, min(2, int(self.data.offsets[-1])))
+            self._values(model, batch)
+            if self._opaque is not None:
+                _one_number(self._opaque(model, *batch))
+
+    def __call__(self, model: nn.Module) -> dict[str, float]:
+        """The metrics of a model, which is left in the mode it was in."""
+        numbers: list[float] = []
+        with evaluating(model), np.errstate(all="ignore"):  # a model may have diverged
+            by_outputs = self._by_outputs(model)
+            by_loss = self._by_loss(model)
+            for metric in self.metrics:
+                place = self._place(metric)
+                weights, means = (
+                    by_loss if place is None else (self.data.weights, by_outputs[place])
+                )
+                numbers += metric.finished((weights @ means)[None]).tolist()
+                if self.per_client:
+                    clients = metric.finished(means)
+                    numbers += [float(clients.mean()), float(metric.worst(clients).mean())]
+        return dict(zip(self.names, numbers, strict=True))
+
+    def _place(self, metric: Metric) -> int | None:
+        """Where the means of a metric stand; several metrics may be made of the same."""
+        return next((k for k, m in enumerate(self._distinct) if m.each == metric.each), None)
+
+    @property
+    def _opaque(self) -> Loss | None:
+        """The loss, where it is asked for and gives no values per example."""
+        return self.loss if any(metric.each is self.loss for metric in self.metrics) else None
+
+    def _by_outputs(self, model: nn.Module) -> list[FloatArray]:
+        """Client means of all that follows from the outputs; the model runs once per batch."""
+        offsets = self.data.offsets
+        sums = np.zeros((len(self._distinct), 2, len(self.data)))
+        for begin in range(0, int(offsets[-1]), self.batch_size) if self._distinct else ():
+            batch = self._batch(model, begin, min(begin + self.batch_size, int(offsets[-1])))
+            own, parts = segment_sums(self._values(model, batch), offsets, begin)
+            sums[..., own] += parts
+        for k, client in np.argwhere(sums[:, 1] == 0).tolist():
+            raise FedShuffleError(
+                f"client {self.data.ids[client]!r} has no target that counts for metric"
+                f" {self._distinct[k].name!r}. Leave it out of the evaluation."
+            )
+        return list(sums[:, 0] / sums[:, 1])
+
+    def _values(self, model: nn.Module, batch: Sequence[Tensor]) -> FloatArray:
+        """For each distinct metric and example: the sum of its values, and how many they are."""
+        if not self._distinct:
+            return np.zeros((0, 2, len(batch[0])))
+        outputs, targets = predict(model, batch)
+        return np.stack([_columns(metric, outputs, targets) for metric in self._distinct])
+
+    def _by_loss(self, model: nn.Module) -> tuple[FloatArray, FloatArray]:
+        """Weights, and means of a loss that knows only the mean over a batch.
+
+        No batch then holds examples of two clients, unless only the mean over all is asked for.
+        """
+        offsets, weights = self.data.offsets, self.data.weights
+        means = np.zeros_like(weights)
+        if self._opaque is None:
+            return weights, means
+        by_size = np.allclose(weights, self.data.sizes / offsets[-1], rtol=1e-12, atol=0)
+        if by_size and not self.per_client:
+            offsets, weights, means = offsets[[0, -1]], np.ones(1), np.zeros(1)
+        for k, size in enumerate(np.diff(offsets).tolist()):
+            first = int(offsets[k])
+            for begin in range(first, first + size, self.batch_size):
+                end = min(begin + self.batch_size, first + size)
+                value = _one_number(self._opaque(model, *self._batch(model, begin, end)))
+                means[k] += value * (end - begin) / size
+        return weights, means
+
+    def _batch(self, model: nn.Module, begin: int, end: int) -> list[Tensor]:
+        """Examples on the model's device, and floating-point ones in its precision."""
+        like = next((p for p in model.parameters() if p.is_floating_point()), None)
+        batch = []
+        for field in self.data.fields:
+            rows = field[begin:end]
+            if not isinstance(rows, Tensor):
+                rows = torch.from_numpy(np.array(rows))  # read now, where the array is on disk
+            if like is not None:
+                rows = rows.to(like.device, like.dtype if rows.is_floating_point() else None)
+            batch.append(rows)
+        return batch
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Evaluation mode, without gradients; after it every layer is in the mode it was in."""
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        for module, training in modes:
+            module.training = training
+
+
+def segment_sums(values: FloatArray, offsets: IntArray, begin: int) -> tuple[slice, FloatArray]:
+    """The clients that own columns of a batch, and the sums over the columns of each.
+
+    The batch holds the rows from ``begin`` on of a layout where client i owns the rows
+    ``offsets[i]:offsets[i + 1]``.
+
+        >>> segment_sums(np.array([1.0, 2.0, 4.0, 8.0]), np.array([0, 2, 3, 9]), begin=1)
+        (slice(0, 3, None), array([ 1.,  2., 12.]))
+    """
+    first = int(np.searchsorted(offsets, begin, side="right")) - 1
+    last = int(np.searchsorted(offsets, begin + values.shape[-1]))
+    starts = np.maximum(offsets[first:last] - begin, 0)
+    return slice(first, last), np.add.reduceat(values, starts, axis=-1)
+
+
+def _columns(metric: Metric, outputs: Tensor, targets: Tensor) -> FloatArray:
+    """Per example the sum of its values, and how many they are."""
+    found, examples = metric.each(outputs, targets), len(targets)
+    values, counts = found if isinstance(found, tuple) else (found, None)
+    if not isinstance(values, Tensor) or values.ndim == 0 or len(values) != examples:
+        raise FedShuffleError(
+            f"metric {metric.name!r} gave {shape(values)} for {examples} examples: return one value"
+            " for each of them, not their mean."
+        )
+    table = values.cpu().double().reshape(examples, -1)
+    times = torch.ones_like(table) if counts is None else counts.cpu().double().reshape(table.shape)
+    sums = (table * times).where(times != 0, 0.0).sum(1)
+    return torch.stack([sums, times.sum(1)]).numpy()
+
+
+def _one_number(loss: Any) -> float:
+    if not isinstance(loss, Tensor) or loss.ndim != 0:
+        raise FedShuffleError(
+            f"the loss gave {shape(loss)}, but it must be one number: return the mean over the"
+            " minibatch."
+        )
+    return float(loss)
