@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import json
 import sys
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import numpy as np
 import typer
@@ -96,6 +99,65 @@ def audit(
     print_audit(console, result, federation)
 
 
+@app.command()
+def run(
+    config: Annotated[Path | None, typer.Argument(help="A TOML file that describes a run.")] = None,
+    resume: Annotated[
+        Path | None, typer.Option(help="Go on with the run in this folder instead.")
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Folder for the run, if not that of the config.")
+    ] = None,
+    rounds: Annotated[int | None, typer.Option(help="Rounds of training in all.")] = None,
+    engine: Annotated[str | None, typer.Option(help="By what the training is done.")] = None,
+    seed: Annotated[int | None, typer.Option(help="All that is random follows from it.")] = None,
+    settings: Annotated[
+        list[str] | None,
+        typer.Option("--set", help="Another value for a key, such as work.batch_size=16."),
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Train as a config file says, or go on with a run that was interrupted."""
+    from fedshuffle import config as configs
+
+    given = {"rounds": rounds, "engine": engine, "seed": seed}
+    changes: dict[str, Any] = {key: value for key, value in given.items() if value is not None}
+    changes |= dict(configs.setting(text) for text in settings or [])
+    if config is not None and resume is None:
+        chosen = configs.load(config, changes)
+        folder = out or chosen.out
+        if folder is None:
+            raise FedShuffleError(f"{config}: out is missing: add it, or give --out.")
+        with _interruptible(folder):
+            result = chosen.run(folder, progress=not as_json)
+    elif resume is not None and config is None:
+        if out is not None or changes.keys() - {"rounds"}:
+            raise FedShuffleError("a run goes on as it began: --resume takes only --rounds.")
+        with _interruptible(resume):
+            result = configs.resume(resume, progress=not as_json, **changes)
+    else:
+        raise FedShuffleError("give either a config file to run, or --resume and a run's folder.")
+    from fedshuffle.report.run import print_run, summary
+
+    if as_json:
+        print(json.dumps(summary(result)))
+    else:
+        print_run(console, result)
+
+
+@contextmanager
+def _interruptible(folder: Path) -> Iterator[None]:
+    """Let Ctrl-C end a run in peace; the run itself says how to go on once it has begun."""
+    from fedshuffle.config import begun
+
+    try:
+        yield
+    except KeyboardInterrupt:
+        if not begun(folder):
+            print("Interrupted before the first round: nothing was saved.", file=sys.stderr)
+        raise typer.Exit(130) from None
+
+
 @app.command(name="methods")
 def list_methods(as_json: AsJson = False) -> None:
     """List the methods, and when each minimises the objective you meant."""
@@ -132,6 +194,87 @@ def demo(
     from fedshuffle.report.demo import print_summary
 
     print_summary(console, run_demo(out, rounds=rounds, seed=seed))
+
+
+data = typer.Typer(help="Populations on disk: import them, look at them.", no_args_is_help=True)
+app.add_typer(data, name="data")
+
+
+@data.command(name="import")
+def import_data(
+    source: Annotated[Path, typer.Argument(help="A file, or a folder of files.")],
+    out: Annotated[Path, typer.Option(help="Folder for the store; made at the end.")],
+    client: Annotated[
+        str | None, typer.Option(help="For tables: the column that says whose row it is.")
+    ] = None,
+    fields: Annotated[
+        str | None, typer.Option(help="Fields a,b in the order in which the loss takes them.")
+    ] = None,
+    inputs: Annotated[
+        str | None,
+        typer.Option("--input", help="Columns a,b that form one input; all other numbers if none."),
+    ] = None,
+    label: Annotated[str | None, typer.Option(help="The column of the label.")] = None,
+    format: Annotated[
+        str | None, typer.Option(help="parquet, csv, tsv, leaf or hdf5; by the suffix if none.")
+    ] = None,
+    dtype: Annotated[
+        str | None, typer.Option(help="What to store fields as: input=float64,label=int32.")
+    ] = None,
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="Replace the store that is there.")
+    ] = False,
+) -> None:
+    """Import examples and their clients into a store that training maps instead of reading."""
+    from fedshuffle.populations import import_file, open_store
+    from fedshuffle.report.population import print_store
+
+    with warnings.catch_warnings(record=True) as notes:
+        warnings.simplefilter("always")
+        import_file(
+            source,
+            out,
+            client=client,
+            fields=_names(fields),
+            input=_names(inputs),
+            label=label,
+            dtype=_dtypes(dtype),
+            format=format,
+            overwrite=overwrite,
+            progress=True,
+        )
+    for note in notes:
+        console.print(f"[bold yellow]![/] {escape(str(note.message))}", highlight=False)
+    print_store(console, open_store(out))
+
+
+@data.command(name="show")
+def show_data(
+    folder: Annotated[Path, typer.Argument(help="The folder of a store.")], as_json: AsJson = False
+) -> None:
+    """Say what a store holds: clients, examples, fields, and how the sizes are spread."""
+    from fedshuffle.populations import open_store
+    from fedshuffle.report.population import describe, print_store
+
+    store = open_store(folder)
+    if as_json:
+        print(json.dumps(describe(store)))
+    else:
+        print_store(console, store)
+
+
+def _names(text: str | None) -> list[str] | None:
+    return None if text is None else [word.strip() for word in text.split(",")]
+
+
+def _dtypes(text: str | None) -> dict[str, str]:
+    pairs = [word.partition("=") for word in _names(text) or []]
+    for name, _, kind in pairs:
+        if not (name and kind):
+            raise FedShuffleError(
+                f"--dtype: cannot read {text!r}. Write input=float64,label=int32."
+            )
+    return {name: kind for name, _, kind in pairs}
 
 
 def _numbers(text: str, option: str) -> FloatArray | IntArray:

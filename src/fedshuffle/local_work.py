@@ -13,7 +13,7 @@ import numpy as np
 
 from fedshuffle._arrays import FloatArray, IntArray, count, counts, expect, number
 from fedshuffle.errors import FedShuffleError, unknown
-from fedshuffle.randomness import Draw, Purpose, generator
+from fedshuffle.randomness import Draw, Purpose, Rewound, generator
 
 Order = Literal["reshuffled", "replacement", "once", "sequential"]
 ORDERS: tuple[str, ...] = get_args(Order)
@@ -98,8 +98,9 @@ class RandomStop(Interruption):
 
     def done(self, planned: IntArray, clients: IntArray, seed: int, round: int) -> IntArray:
         result = planned.copy()
+        draw = Rewound()
         for k, client in enumerate(clients.tolist()):
-            rng = generator(seed, Purpose.INTERRUPTION, round=round, client=client)
+            rng = draw(seed, Purpose.INTERRUPTION, round=round, client=client)
             if rng.random() < self.probability:
                 result[k] = rng.integers(1, planned[k], endpoint=True)
         return result
@@ -230,8 +231,9 @@ class Workload:
         if self._drawn is None:
             return self.together(self.alone[0][cohort, 0])
         low, high = self._drawn.low, self._drawn.high
+        draw = Rewound()
         more = [  # for the cohort only: the table of all clients may be too large to make
-            generator(seed, Purpose.EPOCHS, round=round, client=client).integers(high - low + 1)
+            draw(seed, Purpose.EPOCHS, round=round, client=client).integers(high - low + 1)
             for client in cohort.tolist()
         ]
         planned = self.steps_per_epoch[cohort] * (low + np.array(more, dtype=np.int64))
@@ -287,9 +289,7 @@ class Minibatches:
         """All positions in order, one epoch after another."""
         return np.concatenate(list(self.epochs(draw)))
 
-    def portions(
-        self, rows: int, draw: Draw = generator
-    ) -> Iterator[tuple[IntArray, list[int]]]:
+    def portions(self, rows: int, draw: Draw = generator) -> Iterator[tuple[IntArray, list[int]]]:
         """Many minibatches at a time, about ``rows`` positions long: positions and lengths.
 
         >>> stream = Minibatches(0, 5, 6, 2, "sequential", seed=1, round=0)

@@ -1,0 +1,111 @@
+"""What a large population costs: importing and opening it, and a round with a cohort from it.
+
+For 10,000, 100,000 and 1,000,000 clients a store is written by the streaming writer, client by
+client. A fresh process opens it, draws and plans cohorts of 1000, and trains logistic regression on
+them. A round should cost the same whatever the population; only a draw by importance asks every
+client. Times of rounds are medians; memory is the most the process ever had, torch included.
+
+    python benchmarks/population.py [clients ...]
+"""
+
+from __future__ import annotations
+
+import json
+import resource
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from fedshuffle import Federation, LocalWork
+from fedshuffle.populations import import_chunks
+
+INPUTS, CLASSES, COHORT, ROUNDS = 8, 4, 1000, 20
+
+
+def chunks(clients: int) -> Iterator[tuple[int, Any, Any]]:
+    """Random examples over clients of log-normal sizes, 5 on average."""
+    rng = np.random.default_rng(0)
+    sizes = np.clip(rng.lognormal(np.log(5) - 0.4, 0.9, clients).astype(int), 1, 200)
+    for client, size in enumerate(sizes.tolist()):
+        yield (
+            client,
+            rng.standard_normal((size, INPUTS), dtype=np.float32),
+            rng.integers(CLASSES, size=size),
+        )
+
+
+def build(folder: Path, clients: int) -> dict[str, float]:
+    """Import a population; how fast that went."""
+    begun = time.perf_counter()
+    federation = import_chunks(chunks(clients), folder)
+    seconds = time.perf_counter() - begun
+    rows = int(federation.offsets[-1])
+    return {"clients": clients, "import clients/s": clients / seconds, "rows/s": rows / seconds}
+
+
+def measure(folder: Path) -> dict[str, float]:
+    """Open a population and train on it, in this process."""
+    import torch
+
+    from fedshuffle import losses
+    from fedshuffle.engines import Problem, make
+    from fedshuffle.state import State
+    from fedshuffle.training import Run, play
+
+    torch.set_num_threads(1)
+    begun = time.perf_counter()
+    federation = Federation.open(folder)
+    found = {"open s": time.perf_counter() - begun}
+    problem = Problem(torch.nn.Linear(INPUTS, CLASSES), losses.cross_entropy, federation)
+    work = LocalWork(epochs=1, batch_size=8)
+    engine = make("lanes", problem)
+
+    def train_round(run: Run, round: int) -> None:
+        play(engine, [run], [State(problem.start, {}, round)])
+
+    for sampling in ("uniform", "importance"):
+        begun = time.perf_counter()
+        run = Run(federation, "fedshuffle", f"{sampling}:{COHORT}", work)
+        run.cohort(0)
+        found[f"{sampling} set up ms"] = 1000 * (time.perf_counter() - begun)
+        found[f"{sampling} plan ms"] = _median(run.cohort)
+        found[f"{sampling} round ms"] = _median(partial(train_round, run))
+    found["memory MB"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1000
+    return found
+
+
+def _median(act: Callable[[int], object]) -> float:
+    """Milliseconds that a round takes."""
+    times = []
+    for round in range(ROUNDS + 1):
+        begun = time.perf_counter()
+        act(round)
+        times.append(time.perf_counter() - begun)
+    return 1000 * statistics.median(times[1:])  # the first one warms up
+
+
+def main() -> None:
+    if sys.argv[1:2] == ["--measure"]:
+        print(json.dumps(measure(Path(sys.argv[2]))))
+        return
+    columns: list[dict[str, float]] = []
+    for clients in map(int, sys.argv[1:] or ["10000", "100000", "1000000"]):
+        with tempfile.TemporaryDirectory() as place:
+            found = build(Path(place) / "people", clients)
+            words = [sys.executable, __file__, "--measure", str(Path(place) / "people")]
+            done = subprocess.run(words, capture_output=True, text=True, check=True)
+            columns.append(found | json.loads(done.stdout))
+    for name in columns[0]:
+        print(f"{name:24}" + "".join(f"{column[name]:>14,.4g}" for column in columns))
+
+
+if __name__ == "__main__":
+    main()
