@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 INSTALLED := .venv/.installed
 
-.PHONY: demo test lint format figures bench clean
+.PHONY: demo test lint format figures bench bench-peers clean
 .DELETE_ON_ERROR:
 
 demo: $(INSTALLED)  ## audit and train three methods on real data; leaves a report in out/demo
@@ -24,8 +24,14 @@ format: $(INSTALLED)  ## put the code in its standard form
 figures: $(INSTALLED)  ## the paper's toy figures in out/quadratic
 	$(BIN)/fedshuffle reproduce quadratic --out out/quadratic
 
-bench: $(INSTALLED)  ## engines against a bare loop, as ratios
+bench: $(INSTALLED)  ## engines against a bare loop, and what grows with what; on an idle machine
 	$(BIN)/python benchmarks/engines.py
+	$(BIN)/python benchmarks/engines.py --works "lstm 2x256" "resnet-18 gn" --engines lean lean:2
+	$(BIN)/python benchmarks/scaling.py
+	$(BIN)/python benchmarks/population.py
+
+bench-peers: $(INSTALLED)  ## other libraries on the same work, each in an environment of its own
+	$(BIN)/python benchmarks/peers/run.py $(ARGS)
 
 $(INSTALLED): pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
@@ -33,4 +39,4 @@ $(INSTALLED): pyproject.toml constraints.txt
 	touch $@
 
 clean:
-	rm -rf .venv out build dist
+	rm -rf .venv .bench out build dist

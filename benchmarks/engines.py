@@ -16,8 +16,10 @@ import argparse
 import copy
 import json
 import multiprocessing
+import os
 import resource
 import statistics
+import sys
 import time
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
@@ -33,7 +35,7 @@ from fedshuffle.errors import FedShuffleError, unknown
 from fedshuffle.state import State
 from fedshuffle.training import Run, play
 
-ENGINES = ("lean", "fused", "lanes")
+ENGINES = ("lean", "lanes")
 
 
 def bare_round(problem: Problem, run: Run, round: int) -> None:
@@ -67,8 +69,11 @@ def bare_round(problem: Problem, run: Run, round: int) -> None:
 def contestant(connection: Connection, work: str, engine: str) -> None:
     """A process that plays the rounds it is told to, and says how long each took."""
     torch.set_num_threads(1)
+    sys.stderr = open(os.devnull, "w")  # noqa: SIM115
     problem, runs = WORKS[work].build()
     walker = None if engine == "bare" else make(engine, problem)
+    if walker is not None:  # a model that it cannot run is found out here
+        play(walker, runs, [State(problem.start, {}, 0) for _ in runs])
     connection.send("ready")
     while True:
         round = connection.recv()
@@ -121,7 +126,7 @@ def contest(work: str, engines: list[str], rounds: int) -> dict[str, Any]:
     for engine in ["bare", *engines]:
         try:
             players[engine] = Player.enter(work, engine)
-        except EOFError:  # it does not know this model: its own message was printed
+        except EOFError:  # it cannot run this model
             continue
     for round in range(rounds + 1):
         for player in players.values():

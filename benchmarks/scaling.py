@@ -1,7 +1,8 @@
 """What a round costs as the cohort, the imbalance of the clients and the model grow.
 
 Every line is a process of its own, so that its peak memory is its own (read from /proc, so on Linux
-only); speeds are ratios to the first line of their table. How the cost depends on the population stands in ``population.py``.
+only); speeds are ratios to the first line of their table. How the cost depends on the population
+stands in ``population.py``.
 
     make bench
     python benchmarks/scaling.py cohort

@@ -54,7 +54,7 @@ def images(shape: tuple[int, ...], classes: int, clients: int, mean: float) -> F
     rng, of = np.random.default_rng(1), sizes(clients, mean)
     n = int(of.sum())
     return Federation.from_arrays(
-        rng.normal(size=(n, *shape)).astype(np.float32), rng.integers(classes, size=n), sizes=of
+        rng.standard_normal((n, *shape), dtype=np.float32), rng.integers(classes, size=n), sizes=of
     )
 
 
@@ -110,7 +110,7 @@ WORKS = {
     ),
     "logreg 784-62": Work(lambda: nn.Linear(784, 62), flat),
     "mlp 784-200-62": Work(mlp, flat),
-    "small cnn": Work(cnn, lambda: images((1, 28, 28), 62, 50, 32), sampling="uniform:4"),
-    "lstm 2x256": Work(lambda: CharLSTM(hidden=256), lambda: texts(50, 20), sampling="uniform:4"),
-    "resnet-18 gn": Work(ResNet, lambda: images((3, 32, 32), 100, 20, 24), sampling="uniform:2"),
+    "small cnn": Work(cnn, lambda: images((1, 28, 28), 62, 50, 64), sampling="uniform:4"),
+    "lstm 2x256": Work(lambda: CharLSTM(hidden=256), lambda: texts(50, 64), sampling="uniform:4"),
+    "resnet-18 gn": Work(ResNet, lambda: images((3, 32, 32), 100, 20, 32), sampling="uniform:2"),
 }

@@ -11,12 +11,17 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import ArrayLike
 
-from fedshuffle._arrays import FloatArray, IntArray, counts, frozen, positive
+from fedshuffle._arrays import FloatArray, IntArray, count, counts, frozen, positive
 from fedshuffle.errors import FedShuffleError
+from fedshuffle.randomness import Purpose, generator
 
 if TYPE_CHECKING:
     import torch
     from torch.utils.data import Dataset
+
+
+_NUMBERS = 1 << 16
+"""Data is checked so many numbers at a time, so that the check needs no memory to speak of."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -197,25 +202,24 @@ class Federation:
 
     def _check_finite(self, index: int, field: Any) -> None:
         """NaN or infinity in the data would poison every model: name the first culprit."""
-        if isinstance(field, np.ndarray):
-            if field.dtype.kind not in "fc":
-                if field.dtype.kind in "iub":
-                    return
-                raise FedShuffleError(
-                    f"field {index} holds {field.dtype} values. Convert it to numbers first."
-                )
-            good = np.isfinite(field)
-        elif field.is_floating_point():
-            good = field.isfinite().cpu().numpy()
-        else:
-            return
-        if not good.all():
-            row = int(np.flatnonzero(~good.reshape(len(good), -1).all(axis=1))[0])
-            client = int(np.searchsorted(self.offsets, row, side="right")) - 1
+        numpy = isinstance(field, np.ndarray)
+        if numpy and field.dtype.kind not in "fciub":
             raise FedShuffleError(
-                f"field {index} of client {self.ids[client]!r} has NaN or infinity in its example"
-                f" {row - int(self.offsets[client])}. Clean or drop that example."
+                f"field {index} holds {field.dtype} values. Convert it to numbers first."
             )
+        if not (field.dtype.kind in "fc" if numpy else field.is_floating_point()):
+            return
+        at_once = max(1, _NUMBERS * len(field) // max(1, int(np.prod(field.shape))))
+        for begin in range(0, len(field), at_once):
+            part = field[begin : begin + at_once]
+            good = np.isfinite(part) if numpy else part.isfinite().cpu().numpy()
+            if not good.all():
+                row = begin + int(np.flatnonzero(~good.reshape(len(good), -1).all(axis=1))[0])
+                client = int(np.searchsorted(self.offsets, row, side="right")) - 1
+                raise FedShuffleError(
+                    f"field {index} of client {self.ids[client]!r} has NaN or infinity in its"
+                    f" example {row - int(self.offsets[client])}. Clean or drop that example."
+                )
 
     def __len__(self) -> int:
         return len(self.sizes)
@@ -236,6 +240,33 @@ class Federation:
         """
         i = range(len(self))[i]
         return tuple(field[self.offsets[i] : self.offsets[i + 1]] for field in self.fields)
+
+    def subset(self, clients: ArrayLike) -> Federation:
+        """Only these clients, by number, with their examples and the proportions of their weights.
+
+        >>> Federation.from_arrays([1.0, 2.0, 3.0, 4.0], sizes=[1, 2, 1]).subset([0, 2]).fields
+        (array([1., 4.]),)
+        """
+        chosen = np.unique(np.asarray(clients, dtype=np.int64))
+        if not len(chosen) or chosen[0] < 0 or chosen[-1] >= len(self):
+            raise FedShuffleError(
+                f"clients are numbered from 0 to {len(self) - 1}; choose at least one of them."
+            )
+        pieces = [np.arange(*self.offsets[i : i + 2]) for i in chosen.tolist()]
+        rows = np.concatenate(pieces)
+        return Federation._build(
+            [field[rows] for field in self.fields],
+            self.sizes[chosen],
+            self.weights[chosen],
+            [self.ids[i] for i in chosen.tolist()],
+        )
+
+    def sample(self, number: int, seed: int = 0) -> Federation:
+        """So many clients, drawn once; the federation itself if it has no more."""
+        if count(number, "the number of clients") >= len(self):
+            return self
+        drawn = generator(seed, Purpose.SUBSET).choice(len(self), size=number, replace=False)
+        return self.subset(drawn)
 
     def __repr__(self) -> str:
         shapes = ", ".join(str(tuple(field.shape)) for field in self.fields) or "sizes only"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import abc
 import functools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, final, get_args
 
@@ -281,9 +281,9 @@ class Minibatches:
     def epochs(self, draw: Draw = generator) -> Iterator[IntArray]:
         """The positions of each epoch in order; the last one ends with the last step."""
         per_epoch = -(-self.size // self.batch_size)
-        orders = self._orders(draw)
+        order = self._order(draw)
         for left in range(self.steps, 0, -per_epoch):
-            yield next(orders)[: left * self.batch_size]
+            yield order() if left >= per_epoch else order()[: left * self.batch_size]
 
     def positions(self, draw: Draw = generator) -> IntArray:
         """All positions in order, one epoch after another."""
@@ -303,20 +303,19 @@ class Minibatches:
         for epoch in self.epochs(draw):
             for begin in range(0, len(epoch), most):
                 piece = epoch[begin : begin + most]
-                pieces.append(piece)
                 whole, rest = divmod(len(piece), size)
+                pieces.append(piece)
                 lengths += [size] * whole + [rest] * (rest > 0)
-                if sum(lengths) >= most:
+                if len(lengths) * size >= most:
                     yield np.concatenate(pieces), lengths
                     pieces, lengths = [], []
         if pieces:
             yield np.concatenate(pieces), lengths
 
-    def _orders(self, draw: Draw) -> Iterator[IntArray]:
-        """One order of the examples after another, without end."""
+    def _order(self, draw: Draw) -> Callable[[], IntArray]:
+        """What gives one order of the examples after another."""
         if self.order == "sequential":
-            while True:
-                yield np.arange(self.size)
+            return lambda: np.arange(self.size)
         # A client that shuffles once and for all draws the same order in every round.
         once = self.order == "once"
         rng = draw(
@@ -324,13 +323,10 @@ class Minibatches:
         )
         if once:
             fixed = rng.permutation(self.size)
-            while True:
-                yield fixed
-        while True:
-            if self.order == "reshuffled":
-                yield rng.permutation(self.size)
-            else:
-                yield rng.integers(self.size, size=self.size)
+            return lambda: fixed
+        if self.order == "reshuffled":
+            return lambda: rng.permutation(self.size)
+        return lambda: rng.integers(self.size, size=self.size)
 
     def model_seed(self) -> int:
         """The seed for the model's own randomness (dropout) at this client in this round."""

@@ -36,6 +36,7 @@ class Purpose(enum.IntEnum):
     MONTE_CARLO = 6
     SPLIT = 7
     START = 8
+    SUBSET = 9
 
 
 def generator(
@@ -76,8 +77,8 @@ class Rewound:
     def __call__(
         self, seed: int, purpose: Purpose, *, round: int = 0, client: int = 0
     ) -> np.random.Generator:
-        self._key[:] = seed, purpose
-        self._counter[2:] = client, round
+        self._key[0], self._key[1] = seed, purpose
+        self._counter[2], self._counter[3] = client, round
         self._bits.state = self._state
         return self._generator
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fedshuffle.engines.problem import Problem, forked
-from fedshuffle.errors import FedShuffleError, TrainingError
+from fedshuffle.errors import DivergedError, FedShuffleError, TrainingError
 from fedshuffle.kernel import Order, Probe, Walk
 
 PROBE_ROWS = 1024
@@ -78,10 +78,10 @@ def gradients(loss: Tensor, parameters: Sequence[Tensor]) -> tuple[Tensor, ...]:
     return tuple(torch.zeros_like(p) if g is None else g for g, p in pairs)
 
 
-def not_finite(problem: Problem, order: Order) -> TrainingError:
+def not_finite(problem: Problem, order: Order) -> DivergedError:
     """The error for an update with NaN or infinity."""
     batches = order.minibatches
-    return TrainingError(
+    return DivergedError(
         f"the update is not finite after {batches.steps} steps of size {order.step_size:g}."
         " The step size is probably too large: lower it.",
         client=problem.federation.ids[batches.client],
@@ -95,7 +95,7 @@ def check_probe(problem: Problem, probe: Probe, gradients: Tensor) -> Tensor:
     decay = probe.weight_decay * float(probe.weights.sum())
     gradients = gradients + decay * torch.stack(list(probe.points))
     if not torch.isfinite(gradients).all():
-        raise TrainingError(
+        raise DivergedError(
             "the full gradient is not finite. The model has diverged: lower the step size.",
             client=f"among {len(probe.clients)} of the cohort",
             round=probe.round,

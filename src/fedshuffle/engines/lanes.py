@@ -73,11 +73,19 @@ class LanesEngine:
         lanes = [(k, order) for k, walk in enumerate(walks) for order in walk.orders]
         lanes.sort(key=lambda lane: -lane[1].minibatches.steps)  # alike lengths side by side
         for group in self._groups(lanes):
+            self._walk_group(group, starts, sums, first)
+        return list(torch.split(torch.cat(sums, dim=1), [walk.sums for walk in walks]))
+
+    def _walk_group(
+        self, group: list[tuple[int, Order]], starts: Tables, sums: Tables, first: IntArray
+    ) -> None:
+        """Walk the orders of a group, and add what comes of it to the sums."""
+        # Where no autograd is needed, its book-keeping would only cost.
+        with flushed_denormals(), torch.inference_mode(self._slopes.by_hand):
             orders = [order for _, order in group]
             owner = torch.tensor([k for k, _ in group], device=starts[0].device)
             x = [start[owner] for start in starts]
-            with flushed_denormals():
-                y = self._local(x, orders)
+            y = self._local(x, orders)
             weights = np.zeros((int(first[-1]), len(group)))
             for lane, (k, order) in enumerate(group):
                 weights[first[k] : first[k + 1], lane] = order.weights
@@ -90,7 +98,6 @@ class LanesEngine:
             finite = torch.isfinite(sizes)
             if not finite.all():
                 raise not_finite(self.problem, orders[int((~finite).nonzero()[0])])
-        return list(torch.split(torch.cat(sums, dim=1), [walk.sums for walk in walks]))
 
     def _groups(self, lanes: list[tuple[int, Order]]) -> Iterator[list[tuple[int, Order]]]:
         group: list[tuple[int, Order]] = []
@@ -185,7 +192,7 @@ class LanesEngine:
         drawn = {stream: stream.positions(self._rewound) for stream in dict.fromkeys(streams)}
         firsts = self.problem.rows(np.array([stream.client for stream in streams]), 0)
         timetable = _Timetable(streams, [drawn[stream] for stream in streams], firsts)
-        if timetable.full or self._slopes.takes_shares:
+        if timetable.full or self._slopes.by_hand:
             return timetable.side_by_side()
         return timetable.in_groups()
 
@@ -224,8 +231,10 @@ class LanesEngine:
 class _Slopes(abc.ABC):
     """The gradients of a group of clients at models of their own, one row each."""
 
-    takes_shares: bool
-    """Whether the examples of a minibatch may count differently; zero makes one a mere filler."""
+    by_hand: bool
+    """Whether it does without autograd; then the examples of a minibatch may count differently,
+    and those without a share are mere fillers.
+    """
 
     @abc.abstractmethod
     def descend(
@@ -241,7 +250,7 @@ class _Slopes(abc.ABC):
 
 @final
 class _ByHand(_Slopes):
-    takes_shares = True
+    by_hand = True
 
     def __init__(self, stack: Stack) -> None:
         self._stack = stack
@@ -260,7 +269,7 @@ class _ByHand(_Slopes):
 
 @final
 class _ByVmap(_Slopes):
-    takes_shares = False
+    by_hand = False
 
     def __init__(self, problem: Problem) -> None:
         # A copy of its own, since functional_call swaps the parameters of the module itself.

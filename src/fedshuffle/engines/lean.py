@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import abc
 import copy
+import dataclasses
 import math
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -66,6 +67,15 @@ class LeanEngine:
         return [self._probe(probe) for probe in probes]
 
     def _walk(self, walk: Walk) -> Tensor:
+        sums = self._sums(walk)
+        if torch.isfinite(sums).all():
+            return self._here.layout.restore(sums)
+        for order in walk.orders:  # whose update is it? Walk again, one by one
+            if not torch.isfinite(self._sums(dataclasses.replace(walk, orders=[order]))).all():
+                raise not_finite(self.problem, order)
+        raise not_finite(self.problem, walk.orders[-1])
+
+    def _sums(self, walk: Walk) -> Tensor:
         layout = self._here.layout
         x = layout.arrange(walk.start)
         pushes = {id(o.steering.v): o.steering.v for o in walk.orders}
@@ -74,16 +84,15 @@ class LeanEngine:
             self._there = self._there or self._replica()
             self._there.flat.copy_(x)
         sums = x.new_zeros(walk.sums, len(x))
-        for order in walk.orders:
-            stream = order.minibatches
-            with named(self.problem, stream.client, stream.round, "local training"):
-                self._local(x, order, arranged[id(order.steering.v)])
-            update = self._here.flat.sub_(x)
-            if not math.isfinite(float(update.sum())):
-                raise not_finite(self.problem, order)
-            for total, weight in zip(sums, order.weights, strict=True):
-                total.add_(update, alpha=weight)
-        return layout.restore(sums)
+        with torch.inference_mode(self._here.by_hand):  # autograd's book-keeping costs, too
+            for order in walk.orders:
+                stream = order.minibatches
+                with named(self.problem, stream.client, stream.round, "local training"):
+                    self._local(x, order, arranged[id(order.steering.v)])
+                update = self._here.flat.sub_(x)
+                for total, weight in zip(sums, order.weights, strict=True):
+                    total.add_(update, alpha=weight)
+        return sums
 
     def _local(self, x: Tensor, order: Order, v: Tensor | None) -> None:
         """The kernel, in place: y <- y - gamma (alpha g(y) - beta g(x) + v + mu (y - x))."""
@@ -96,7 +105,7 @@ class LeanEngine:
         for positions, lengths in stream.portions(_ROWS, self._rewound):
             rows = self.problem.rows(stream.client, positions)
             fields = here.ready(self.problem.batch(rows))
-            for batch in zip(*(torch.split(field, lengths) for field in fields), strict=True):
+            for batch in zip(*(field.split_with_sizes(lengths) for field in fields), strict=True):
                 here.descend(batch, -gamma * steering.alpha, here, 1 - shrink, order.clip, seed)
                 if steering.beta and there:
                     there.descend(batch, gamma * steering.beta, here, 1.0, order.clip, seed)
@@ -126,6 +135,9 @@ class LeanEngine:
 class _Replica(abc.ABC):
     """A copy of the model with its parameters in one flat vector."""
 
+    by_hand = False
+    """Whether it does without autograd."""
+
     def __init__(self, problem: Problem, layout: Layout) -> None:
         self.problem = problem
         self.layout = layout
@@ -153,26 +165,31 @@ class _Replica(abc.ABC):
 
 
 class _ByAutograd(_Replica):
-    """Any model. Convolutions compute with channels last, which suits the CPU better."""
+    """Any model.
+
+    One with max-pooling computes with channels last: on a CPU its forward pass is ten times as
+    quick then, while convolutions hardly care.
+    """
 
     def __init__(self, problem: Problem) -> None:
         self.model = copy.deepcopy(problem.model)
         parameters = [p for p in self.model.parameters() if p.requires_grad]
-        self.convolves = any(isinstance(m, nn.Conv2d) for m in self.model.modules())
-        last = self.convolves
+        self.pools = any(isinstance(m, nn.MaxPool2d) for m in self.model.modules())
         orders = [
-            (0, 2, 3, 1) if last and p.ndim == 4 else tuple(range(p.ndim)) for p in parameters
+            (0, 2, 3, 1) if self.pools and p.ndim == 4 else tuple(range(p.ndim)) for p in parameters
         ]
         super().__init__(problem, Layout([p.shape for p in parameters], orders))
         for parameter, view in zip(parameters, self.views, strict=True):
             parameter.data = view
         self.parameters = parameters
-        for module in self.model.modules() if self.convolves else ():
-            if isinstance(module, nn.MaxPool2d):
+        for module in self.model.modules() if self.pools else ():
+            if type(module) is nn.Sequential:
+                _pool_first(module)
+            elif isinstance(module, nn.MaxPool2d):
                 module.register_forward_hook(_pass_gradients_channels_last)
 
     def ready(self, fields: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        if not self.convolves:
+        if not self.pools:
             return fields
         last = torch.channels_last
         return tuple(f.contiguous(memory_format=last) if f.ndim == 4 else f for f in fields)
@@ -201,6 +218,8 @@ class _ByAutograd(_Replica):
 
 class _ByHand(_Replica):
     """A stack of linear layers: the update is part of the matrix products of the gradient."""
+
+    by_hand = True
 
     def __init__(self, problem: Problem, stack: Stack) -> None:
         shapes = [p.shape for p in problem.parameters.values()]
@@ -237,6 +256,15 @@ def _shortening(gradient: list[Tensor] | tuple[Tensor, ...], clip: float) -> flo
     """By what the gradient must be multiplied to be no longer than ``clip``."""
     norm = float(torch.stack(torch._foreach_norm(gradient)).norm())
     return min(1.0, clip / norm) if norm else 1.0
+
+
+def _pool_first(layers: nn.Sequential) -> None:
+    """Swap a ReLU with the max-pooling after it: exactly the same, on a quarter of the numbers."""
+    for k in range(len(layers) - 1):
+        relu, pool = layers[k], layers[k + 1]
+        plain = type(relu) is nn.ReLU and type(pool) is nn.MaxPool2d and not pool.return_indices
+        if plain and not (relu._forward_hooks or pool._forward_hooks):
+            layers[k], layers[k + 1] = pool, relu
 
 
 def _pass_gradients_channels_last(_: nn.Module, __: object, output: Tensor) -> None:
