@@ -26,7 +26,7 @@ figures: $(INSTALLED)  ## the paper's toy figures in out/quadratic
 
 bench: $(INSTALLED)  ## engines against a bare loop, and what grows with what; on an idle machine
 	$(BIN)/python benchmarks/engines.py
-	$(BIN)/python benchmarks/engines.py --works "lstm 2x256" "resnet-18 gn" --engines lean lean:2
+	$(BIN)/python benchmarks/engines.py --works "lstm 2x256" "resnet-18 gn" --engines lean lean:2 --rounds 5
 	$(BIN)/python benchmarks/scaling.py
 	$(BIN)/python benchmarks/population.py
 

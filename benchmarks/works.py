@@ -111,6 +111,6 @@ WORKS = {
     "logreg 784-62": Work(lambda: nn.Linear(784, 62), flat),
     "mlp 784-200-62": Work(mlp, flat),
     "small cnn": Work(cnn, lambda: images((1, 28, 28), 62, 50, 64), sampling="uniform:4"),
-    "lstm 2x256": Work(lambda: CharLSTM(hidden=256), lambda: texts(50, 64), sampling="uniform:4"),
-    "resnet-18 gn": Work(ResNet, lambda: images((3, 32, 32), 100, 20, 32), sampling="uniform:2"),
+    "lstm 2x256": Work(lambda: CharLSTM(hidden=256), lambda: texts(50, 48), sampling="uniform:12"),
+    "resnet-18 gn": Work(ResNet, lambda: images((3, 32, 32), 100, 30, 16), sampling="uniform:12"),
 }

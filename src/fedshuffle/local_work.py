@@ -278,6 +278,16 @@ class Minibatches:
             for begin in range(0, len(epoch), self.batch_size):
                 yield epoch[begin : begin + self.batch_size]
 
+    @property
+    def examples(self) -> int:
+        """How many examples are visited, counted each time.
+
+        >>> Minibatches(0, 5, 4, 2, "sequential", seed=1, round=0).examples
+        7
+        """
+        whole, steps = divmod(self.steps, -(-self.size // self.batch_size))
+        return whole * self.size + steps * self.batch_size
+
     def epochs(self, draw: Draw = generator) -> Iterator[IntArray]:
         """The positions of each epoch in order; the last one ends with the last step."""
         per_epoch = -(-self.size // self.batch_size)

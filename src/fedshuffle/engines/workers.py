@@ -212,7 +212,8 @@ def _death(problem: Problem, requests: list[Any], code: int | None) -> TrainingE
 
 
 def _split_walk(walk: Walk, workers: int) -> list[Walk]:
-    loads = [order.minibatches.steps * order.minibatches.batch_size for order in walk.orders]
+    # A step costs something even if its minibatch is small: about as much as eight examples.
+    loads = [order.minibatches.examples + 8 * order.minibatches.steps for order in walk.orders]
     return [
         dataclasses.replace(walk, orders=[walk.orders[k] for k in share])
         for share in longest_first(loads, workers)
