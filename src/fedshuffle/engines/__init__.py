@@ -7,7 +7,7 @@ from fedshuffle.engines.base import Engine
 from fedshuffle.engines.lanes import LanesEngine
 from fedshuffle.engines.lean import LeanEngine
 from fedshuffle.engines.loop import LoopEngine
-from fedshuffle.engines.names import make
+from fedshuffle.engines.names import check, make
 from fedshuffle.engines.problem import Loss, Problem
 from fedshuffle.engines.workers import ProcessesEngine, ThreadsEngine
 
@@ -21,6 +21,7 @@ __all__ = [
     "Problem",
     "ProcessesEngine",
     "ThreadsEngine",
+    "check",
     "choose",
     "make",
 ]

@@ -18,26 +18,36 @@ _ENGINES: dict[str, MakeEngine] = {
 }
 
 
+def check(name: str) -> None:
+    """Refuse a name that cannot be read; ``auto`` is left to :func:`fedshuffle.engines.choose`."""
+    if name != "auto":
+        _read(name)
+
+
 def make(name: str, problem: Problem) -> Engine:
     """The engine of that name for a problem: ``KIND``, ``KIND:WORKERS`` or
     ``KIND:WORKERS:processes``, where the kind is ``lean`` or ``lanes``.
 
     Workers are threads unless they are said to be processes. The reference, ``loop``, works alone.
     """
+    one, workers, processes = _read(name)
+    if processes:
+        return ProcessesEngine(problem, one, workers)
+    return one(problem) if workers == 1 else ThreadsEngine(problem, one, workers)
+
+
+def _read(name: str) -> tuple[MakeEngine, int, bool]:
+    """The engine of one worker, the number of workers, and whether they are processes."""
     expect(name, str, "engine")
     kind, *how = name.split(":")
     if kind not in _ENGINES:
-        raise unknown("engine", kind, _ENGINES)
-    one = _ENGINES[kind]
+        raise unknown("engine", kind, [*_ENGINES, "auto"])
     if not how:
-        return one(problem)
+        return _ENGINES[kind], 1, False
     workers, *where = how
     if kind == "loop" or not workers.isdecimal() or where not in ([], ["processes"]):
         raise FedShuffleError(
             f"engine {name!r} cannot be read: write 'lean', 'lean:2' for two threads, or"
             " 'lean:2:processes' (or lanes instead of lean); 'loop' works alone."
         )
-    number = count(int(workers), "the number of workers")
-    if where == ["processes"]:
-        return ProcessesEngine(problem, one, number)
-    return one(problem) if number == 1 else ThreadsEngine(problem, one, number)
+    return _ENGINES[kind], count(int(workers), "the number of workers"), bool(where)

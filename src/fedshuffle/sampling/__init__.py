@@ -29,6 +29,7 @@ __all__ = [
     "Sampling",
     "Table",
     "Uniform",
+    "check",
     "importance",
     "importance_probabilities",
     "parse",
@@ -42,18 +43,29 @@ def parse(text: str, federation: Federation) -> Sampling:
     >>> parse("uniform:2", Federation.from_sizes([1, 2, 3]))
     uniform:2
     """
-    name, _, argument = text.strip().partition(":")
-    if name not in _MAKERS:
-        raise unknown("sampling", name, _MAKERS)
-    form, make = _MAKERS[name]
-    if bool(argument) != (":" in form):
-        raise FedShuffleError(f"sampling {text!r} is incomplete or has too much: write {form!r}.")
+    form, make, argument = _read(text)
     try:
         return resolve(make(argument, federation), federation)
     except FedShuffleError:
         raise
     except ValueError as error:
         raise FedShuffleError(f"sampling {text!r} cannot be read: write {form!r}.") from error
+
+
+def check(text: str) -> None:
+    """Refuse a text that names no sampling, before there is a federation."""
+    _read(text)
+
+
+def _read(text: str) -> tuple[str, Callable[[str, Federation], Sampling], str]:
+    """How such a sampling is written, what makes it, and its argument."""
+    name, _, argument = text.strip().partition(":")
+    if name not in _MAKERS:
+        raise unknown("sampling", name, _MAKERS)
+    form, make = _MAKERS[name]
+    if bool(argument) != (":" in form):
+        raise FedShuffleError(f"sampling {text!r} is incomplete or has too much: write {form!r}.")
+    return form, make, argument
 
 
 def resolve(sampling: str | Sampling, federation: Federation) -> Sampling:
