@@ -21,7 +21,7 @@ from fedshuffle._arrays import count, expect, number
 from fedshuffle.display import Bar, Board
 from fedshuffle.engines import Engine, Loss, Problem
 from fedshuffle.errors import FedShuffleError
-from fedshuffle.evaluation import Evaluation, evaluating
+from fedshuffle.evaluation import Evaluation, Evaluations, evaluating
 from fedshuffle.federation import Federation
 from fedshuffle.kernel import Probe, Request, Walk
 from fedshuffle.local_work import LocalWork, Workload
@@ -35,7 +35,7 @@ from fedshuffle.state import State
 if TYPE_CHECKING:
     import pandas as pd
 
-Evaluate = Evaluation | Callable[[nn.Module], Mapping[str, float]]
+Evaluate = Evaluation | Evaluations | Callable[[nn.Module], Mapping[str, float]]
 
 
 @final
@@ -253,11 +253,12 @@ def train(
     for name, wanted in {"resume": resume, "tensorboard": tensorboard}.items():
         if wanted and out is None:
             raise FedShuffleError(f"{name}=True needs the folder of the run: give it as out.")
+    engines.check(engine)
     board = Board(tensorboard)
     console = Console(stderr=True, markup=False, highlight=False, soft_wrap=True)
     problem = Problem(copy.deepcopy(model), loss, federation)
     run = Run(federation, method, sampling, work, step_size, server_step_size, seed)
-    if isinstance(evaluate, Evaluation):
+    if isinstance(evaluate, Evaluation | Evaluations):
         evaluate = evaluate.with_loss(loss)
         with _named("evaluation before training"):
             _check_names(evaluate.names)

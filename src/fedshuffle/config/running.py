@@ -24,7 +24,7 @@ from safetensors.torch import save
 from torch import nn
 
 import fedshuffle
-from fedshuffle import losses, methods, sampling
+from fedshuffle import engines, losses, methods, sampling
 from fedshuffle._arrays import expect
 from fedshuffle.config import begun, imports, writing
 from fedshuffle.config.reading import load
@@ -55,7 +55,7 @@ class Task:
 def task(config: Config) -> Task:
     """The data, the loss and the evaluation of a config."""
     with imports.importable(config.folder):
-        _check_imports(config)
+        _check_names(config)
         loss = _loss(config)
         federation = _federation(config, config.data, "data")
         return Task(federation, loss, _evaluate(config, federation, loss))
@@ -94,8 +94,10 @@ def run(
         return _train(config, folder, False, progress, task)
 
 
-def resume(folder: Path, rounds: int | None = None, *, progress: bool = False) -> Result:
-    """Go on with the run in a folder, as the config in it says."""
+def resume(
+    folder: Path, rounds: int | None = None, *, progress: bool = False, task: Task | None = None
+) -> Result:
+    """Go on with the run in a folder, as the config in it says; ``task`` as for :func:`run`."""
     file = folder / "config.toml"
     if not file.exists():
         raise FedShuffleError(
@@ -107,7 +109,7 @@ def resume(folder: Path, rounds: int | None = None, *, progress: bool = False) -
         head = [line for line in file.read_text(encoding="utf-8").split("\n") if line[:1] == "#"]
         notes = [line.removeprefix("# ") for line in head]
         writing.copy(config, folder, [*notes, f"Resumed with rounds = {rounds}."])
-    return _train(config, folder, begun(folder), progress, None)
+    return _train(config, folder, begun(folder), progress, task)
 
 
 @contextmanager
@@ -177,8 +179,12 @@ def _train(
 # The parts --------------------------------------------------------------------------------------
 
 
-def _check_imports(config: Config) -> None:
-    """Find all that is imported before anything is loaded, which may take long."""
+def _check_names(config: Config) -> None:
+    """Find all that is named before anything is loaded, which may take long."""
+    with at("engine"):
+        engines.check(config.engine)
+    with at("sampling"):
+        sampling.check(config.sampling)
     with at("model"):
         imports.maker(config.model.path, config.model.arguments, config.folder)
     _method(config)
@@ -228,7 +234,7 @@ def _federation(config: Config, source: Use | Store, key: str) -> Federation:
 
 
 def _evaluate(config: Config, federation: Federation, loss: Loss) -> Evaluate | None:
-    from fedshuffle.evaluation import Evaluation
+    from fedshuffle.evaluation import Evaluation, Evaluations
 
     evaluation, data = config.evaluation, federation
     if evaluation is None:
@@ -241,13 +247,21 @@ def _evaluate(config: Config, federation: Federation, loss: Loss) -> Evaluate | 
             for metric in evaluation.metrics
         ]
     with at("evaluation"):
-        return Evaluation(
-            data,
+        size = evaluation.batch_size
+        main = Evaluation(
+            data if evaluation.clients is None else data.sample(evaluation.clients),
             metrics,
             loss=loss,
             per_client=evaluation.per_client,
-            batch_size=evaluation.batch_size,
+            batch_size=size,
         )
+        if evaluation.training is None:
+            return main
+        part = federation.sample(evaluation.training)
+        trained = Evaluation(
+            part, ["loss"], loss=loss, per_client=False, batch_size=size, prefix="train_"
+        )
+        return Evaluations(main, trained)
 
 
 def _schedule(config: Config, size: float | Scheduled) -> float | Callable[[int], float]:
