@@ -197,6 +197,11 @@ BASE = Config(rounds=3, model=Use("a:b"), loss=Use("cross_entropy"), data=Use("a
             {"evaluation": Evaluating(Use("a:d", {"n": 3}), ("loss",), 4, False)},
         ),
         ("evaluation", {"data": {"store": "s"}}, {"evaluation": Evaluating(Store("s"))}),
+        (
+            "evaluation",
+            {"data": "training", "clients": 3, "training": 4},
+            {"evaluation": Evaluating("training", clients=3, training=4)},
+        ),
         ("checkpoints.keep", 9, {"checkpoints": Checkpoints(keep=9)}),
     ],
 )

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+import shlex
 import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import numpy as np
 import typer
@@ -22,6 +23,9 @@ from fedshuffle.errors import FedShuffleError, unknown
 from fedshuffle.federation import Federation
 from fedshuffle.local_work import EpochRange, LocalWork
 
+if TYPE_CHECKING:
+    from fedshuffle.comparison import Comparison
+
 app = typer.Typer(
     help="Federated learning that optimises the objective you meant.",
     no_args_is_help=True,
@@ -32,6 +36,9 @@ console = Console()
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON for a program.")]
 Out = Annotated[Path, typer.Option(help="Folder for the results; made if it does not exist.")]
+Jobs = Annotated[
+    int | None, typer.Option(help="Runs at once, each on one core; as many as cores if none.")
+]
 
 
 def main() -> None:
@@ -171,16 +178,93 @@ def list_methods(as_json: AsJson = False) -> None:
 
 @app.command()
 def reproduce(
-    experiment: Annotated[str, typer.Argument(help="quadratic: the paper's toy figures.")],
+    experiment: Annotated[
+        str, typer.Argument(help="quadratic (the toy figures), shakespeare or cifar100.")
+    ],
     out: Out,
-    rounds: Annotated[int, typer.Option(help="Rounds of training.")] = 1000,
+    rounds: Annotated[int, typer.Option(help="Rounds of training, for quadratic.")] = 1000,
+    scale: Annotated[
+        str, typer.Option(help="paper, laptop or smoke, for shakespeare and cifar100.")
+    ] = "laptop",
+    data: Annotated[
+        Path | None,
+        typer.Option(help="Folder of data sets; that of FEDSHUFFLE_DATA, or a cache, if none."),
+    ] = None,
+    jobs: Jobs = None,
 ) -> None:
-    """Run an experiment of the paper and say which of its claims were seen."""
-    if experiment != "quadratic":
-        raise unknown("experiment", experiment, ["quadratic"])
-    from fedshuffle.experiments.quadratic import reproduce as reproduce_quadratic
+    """Run an experiment of the paper; what was done before an interruption stays done."""
+    if experiment not in ("quadratic", "shakespeare", "cifar100"):
+        raise unknown("experiment", experiment, ["quadratic", "shakespeare", "cifar100"])
+    if experiment == "quadratic":
+        from fedshuffle.experiments.quadratic import reproduce as reproduce_quadratic
 
-    reproduce_quadratic(out, rounds)
+        reproduce_quadratic(out, rounds)
+        return
+    from fedshuffle.experiments import real
+
+    words = ["fedshuffle", "reproduce", experiment, "--scale", scale, "--out", str(out)]
+    words += ["--data", str(data)] if data else []
+    _compare(real.load(experiment, scale, out, data), out, jobs, shlex.join(words))
+
+
+@app.command()
+def compare(
+    config: Annotated[
+        Path | None, typer.Argument(help="A TOML file of a run with a section [compare].")
+    ] = None,
+    resume: Annotated[
+        Path | None, typer.Option(help="Go on with the comparison in this folder instead.")
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Folder for the comparison, if not that of the config.")
+    ] = None,
+    jobs: Jobs = None,
+    scale: Annotated[
+        str | None, typer.Option(help="A section [scale.NAME] whose keys come first.")
+    ] = None,
+    settings: Annotated[
+        list[str] | None,
+        typer.Option("--set", help="Another value for a key, such as compare.seeds=[0,1]."),
+    ] = None,
+) -> None:
+    """Compare methods over seeds, each at its best step size; again, it goes on where it was."""
+    from fedshuffle import comparison
+    from fedshuffle.config import setting
+
+    if resume is not None and config is None:
+        if out is not None or scale is not None or settings:
+            raise FedShuffleError("a comparison goes on as it began: --resume takes only --jobs.")
+        if not (resume / "compare.toml").exists():
+            raise FedShuffleError(f"{str(resume)!r} holds no comparison to go on with.")
+        _compare(comparison.load(resume / "compare.toml"), resume, jobs, None)
+    elif config is not None and resume is None:
+        found = comparison.load(config, dict(setting(text) for text in settings or []), scale)
+        folder = out or found.base.out
+        if folder is None:
+            raise FedShuffleError(f"{config}: out is missing: add it, or give --out.")
+        words = ["fedshuffle", "compare", str(config)]
+        words += ["--scale", scale] if scale else []
+        words += [word for text in settings or [] for word in ("--set", text)]
+        words += ["--out", str(out)] if out else []
+        _compare(found, folder, jobs, shlex.join(words))
+    else:
+        raise FedShuffleError(
+            "give either a file of a comparison, or --resume and a comparison's folder."
+        )
+
+
+def _compare(found: Comparison, out: Path, jobs: int | None, command: str | None) -> None:
+    """Do a comparison, and say what came of it."""
+    from fedshuffle.comparison.showing import print_results
+    from fedshuffle.report.comparison import write
+
+    try:
+        results = found.run(out, jobs=jobs, progress=True, command=command)
+    except KeyboardInterrupt:
+        raise typer.Exit(130) from None
+    print_results(console, results, write(results, out), out)
+    if not results["complete"]:
+        raise typer.Exit(1)
 
 
 @app.command()
@@ -246,6 +330,23 @@ def import_data(
     for note in notes:
         console.print(f"[bold yellow]![/] {escape(str(note.message))}", highlight=False)
     print_store(console, open_store(out))
+
+
+@data.command(name="get")
+def get_data(
+    name: Annotated[str, typer.Argument(help="shakespeare, cifar100 or femnist.")],
+    data: Annotated[
+        Path | None,
+        typer.Option(help="Folder of data sets; that of FEDSHUFFLE_DATA, or a cache, if none."),
+    ] = None,
+) -> None:
+    """Download a data set, or go on with it after an interruption; check it if it is there."""
+    from fedshuffle import datasets
+
+    folder = datasets.get(name, data, progress=True)
+    for file, holds in datasets.SOURCES[name].files.items():
+        what = "clients" if file.endswith(".h5") else "images"
+        print(f"{folder / file}: {holds:,} {what}")
 
 
 @data.command(name="show")

@@ -24,8 +24,12 @@ class TrainingError(FedShuffleError):
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Survive the way from a worker process to its parent."""
-        again = partial(TrainingError, client=self.client, round=self.round, stage=self.stage)
+        again = partial(type(self), client=self.client, round=self.round, stage=self.stage)
         return again, (self.message,)
+
+
+class DivergedError(TrainingError):
+    """Numbers that training needs are no longer finite: the step size was too large."""
 
 
 def unknown(kind: str, name: object, known: Iterable[str]) -> FedShuffleError:

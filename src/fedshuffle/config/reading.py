@@ -39,6 +39,15 @@ Reader = Callable[[Any, str], Any]
 def load(path: Path | str, overrides: Mapping[str, Any] | None = None) -> Config:
     """The config in a file, with other values at some dotted keys (``work.batch_size``)."""
     file, changes = Path(path), overrides or {}
+    found = tables(file)
+    said = "".join(f" with {key}={value}" for key, value in changes.items())
+    with at(f"{file}{said}"):
+        config = read(override(found, changes), file.parent)
+    return replace(config, origin=(f"From {file.name}{said}.",))
+
+
+def tables(file: Path) -> dict[str, Any]:
+    """What stands in a TOML file, as plain data."""
     try:
         text = file.read_text(encoding="utf-8-sig")
     except FileNotFoundError:
@@ -46,13 +55,9 @@ def load(path: Path | str, overrides: Mapping[str, Any] | None = None) -> Config
     except (OSError, UnicodeDecodeError) as error:
         raise FedShuffleError(f"the config {str(file)!r} cannot be read: {error}.") from error
     try:
-        tables = tomllib.loads(text)
+        return tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         raise FedShuffleError(f"{file}: {_broken(error, text)}") from error
-    said = "".join(f" with {key}={value}" for key, value in changes.items())
-    with at(f"{file}{said}"):
-        config = read(override(tables, changes), file.parent)
-    return replace(config, origin=(f"From {file.name}{said}.",))
 
 
 def setting(text: str) -> tuple[str, Any]:
@@ -285,6 +290,8 @@ _EVALUATION: dict[str, Reader] = {
     "every": _count,
     "per_client": _flag,
     "batch_size": _count,
+    "clients": _count,
+    "training": _count,
 }
 _CHECKPOINTS: dict[str, Reader] = {"every": _count, "keep": _count}
 _TOP: dict[str, Reader] = {

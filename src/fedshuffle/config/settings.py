@@ -99,10 +99,15 @@ class Evaluating:
     every: int = 1
     per_client: bool = True
     batch_size: int = 1024
+    clients: int | None = None
+    """Only so many of the clients, drawn once."""
+    training: int | None = None
+    """Also give ``train_loss``, on the training data of so many clients, drawn once."""
 
     def __post_init__(self) -> None:
-        count(self.every, "evaluation.every")
-        count(self.batch_size, "evaluation.batch_size")
+        for name in ("every", "batch_size", "clients", "training"):
+            if (value := getattr(self, name)) is not None:
+                count(value, f"evaluation.{name}")
 
 
 @final

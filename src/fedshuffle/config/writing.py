@@ -45,7 +45,7 @@ def plain(config: Config) -> dict[str, Any]:
     if config.evaluation is not None:
         data = config.evaluation.data
         source = data if isinstance(data, str) else _source(data)
-        tables["evaluation"] = vars(config.evaluation) | {"data": source}
+        tables["evaluation"] = _without_none(vars(config.evaluation) | {"data": source})
     return _without_none(tables)
 
 

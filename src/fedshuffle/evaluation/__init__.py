@@ -12,7 +12,7 @@ over all examples), and h is the exponential for perplexity and leaves the other
 
 from __future__ import annotations
 
-from fedshuffle.evaluation.evaluation import Evaluation, evaluating
+from fedshuffle.evaluation.evaluation import Evaluation, Evaluations, evaluating
 from fedshuffle.evaluation.metrics import Metric
 
-__all__ = ["Evaluation", "Metric", "evaluating"]
+__all__ = ["Evaluation", "Evaluations", "Metric", "evaluating"]

@@ -86,6 +86,13 @@ class Evaluation:
         parts = ["", "_mean", "_worst_decile"] if self.per_client else [""]
         return [f"{self.prefix}{metric.name}{part}" for metric in self.metrics for part in parts]
 
+    @property
+    def higher_is_better(self) -> dict[str, bool]:
+        """Which end is the good one, for all numbers it gives."""
+        good = [metric.higher_is_better for metric in self.metrics]
+        each = len(self.names) // len(good)
+        return dict(zip(self.names, np.repeat(good, each).tolist(), strict=True))
+
     def with_loss(self, loss: Loss) -> Evaluation:
         """The same, with this loss where it has none."""
         if self.loss is not None:
@@ -187,6 +194,43 @@ class Evaluation:
                 rows = rows.to(like.device, like.dtype if rows.is_floating_point() else None)
             batch.append(rows)
         return batch
+
+
+@final
+class Evaluations:
+    """Several evaluations as one, such as of held-out data and of a part of the training data.
+
+    Their names must differ: give all but one of them a ``prefix``.
+    """
+
+    def __init__(self, *parts: Evaluation) -> None:
+        self.parts = parts
+        twice = [name for k, name in enumerate(self.names) if name in self.names[:k]]
+        if twice:
+            raise FedShuffleError(f"two evaluations give {twice[0]!r}: give one a prefix.")
+
+    @property
+    def names(self) -> list[str]:
+        """The names of all numbers they give."""
+        return [name for part in self.parts for name in part.names]
+
+    @property
+    def higher_is_better(self) -> dict[str, bool]:
+        """Which end is the good one, for all numbers they give."""
+        return {name: high for part in self.parts for name, high in part.higher_is_better.items()}
+
+    def with_loss(self, loss: Loss) -> Evaluations:
+        """The same, with this loss where there is none."""
+        return Evaluations(*(part.with_loss(loss) for part in self.parts))
+
+    def check(self, model: nn.Module) -> None:
+        """Try everything on a few examples."""
+        for part in self.parts:
+            part.check(model)
+
+    def __call__(self, model: nn.Module) -> dict[str, float]:
+        """All metrics of a model."""
+        return {name: value for part in self.parts for name, value in part(model).items()}
 
 
 @contextmanager

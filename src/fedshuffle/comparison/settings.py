@@ -1,0 +1,213 @@
+"""What a comparison compares, as plain data, and the runs that follow from it."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Literal, final
+
+from fedshuffle._arrays import count
+from fedshuffle.config import Config, Evaluating, Scheduled, Store, Use
+from fedshuffle.config.settings import at
+from fedshuffle.errors import FedShuffleError
+from fedshuffle.randomness import check_seed
+
+SHORT = "tune_"
+"""How the names of the short runs begin."""
+
+CLIENTS = 100
+"""Tuning by the training loss takes it on so many clients."""
+
+
+@final
+@dataclass(frozen=True)
+class Setting:
+    """A point of the grid."""
+
+    step_size: float
+    weight_decay: float
+    clip: float
+
+
+@final
+@dataclass(frozen=True)
+class Tuning:
+    """The short runs by which each method gets its setting."""
+
+    rounds: int
+    seed: int = 0
+    metric: str = "loss"
+    """A name of ``fedshuffle.Evaluation``, or the import path of a ``Metric``."""
+    data: Use | Store | Literal["training"] = "training"
+    clients: int | None = CLIENTS
+    every: int = 1
+
+    def __post_init__(self) -> None:
+        count(self.rounds, "compare.tune.rounds")
+        with at("compare.tune"):
+            check_seed(self.seed)
+
+    def evaluating(self, batch_size: int) -> Evaluating:
+        """How a short run is evaluated; by the loss too, which tells when it is lost."""
+        metrics = tuple(dict.fromkeys([self.metric, "loss"]))
+        return Evaluating(self.data, metrics, self.every, False, batch_size, self.clients)
+
+
+Pair = tuple[str, str | None]
+"""A method and a momentum; None is the method's own."""
+
+
+@final
+@dataclass(frozen=True)
+class Trial:
+    """One run of a comparison, in the folder of its name."""
+
+    name: str
+    config: Config
+    setting: Setting
+
+
+@final
+@dataclass(frozen=True)
+class Comparison:
+    """Methods with and without momentum, over seeds, each with the setting that suits it best.
+
+    Args:
+        base: the run that all others are variations of.
+        methods: names or import paths.
+        momentum: such as ``"none"`` and ``"global:0.1"``; None is that of the method itself.
+        seeds: those of the runs compared.
+        grid: the settings from which every method gets its own; empty for none.
+        common: step sizes at which all methods are run as well.
+        tuning: how the setting is chosen.
+        metric: what is compared; the accuracy if there is one, else the first metric.
+        title: for the report.
+        text: the file.
+        tables: the file as plain data, after what was changed.
+    """
+
+    base: Config
+    methods: tuple[str, ...]
+    momentum: tuple[str | None, ...] = (None,)
+    seeds: tuple[int, ...] = (0,)
+    grid: tuple[Setting, ...] = ()
+    common: tuple[float, ...] = ()
+    tuning: Tuning = field(default_factory=lambda: Tuning(1))
+    metric: str | None = None
+    title: str = "Comparison"
+    text: str = field(default="", compare=False)
+    tables: dict[str, Any] = field(default_factory=dict, compare=False)
+
+    def __post_init__(self) -> None:
+        if self.base.evaluation is None:
+            raise FedShuffleError(
+                "evaluation is missing: add a section [evaluation], so that there is something to"
+                " compare."
+            )
+        words = [_word(method) for method in self.methods]
+        for k, word in enumerate(words):
+            if word in words[:k]:
+                raise FedShuffleError(
+                    f"compare.methods: both {self.methods[words.index(word)]!r} and"
+                    f" {self.methods[k]!r} would be called {word!r}. Rename one."
+                )
+        for method in self.methods:
+            with at("compare.methods"):
+                replace(self.base, method=method)
+        for momentum in self.momentum:
+            with at("compare.momentum"):
+                replace(self.base, momentum=momentum)
+        for seed in self.seeds:
+            with at("compare.seeds"):
+                check_seed(seed)
+        for setting in [*self.grid, *map(self.at_common, self.common)]:
+            with at("compare"):
+                self.trial((self.methods[0], None), setting, None)
+        if not self.grid and not self.common:
+            raise FedShuffleError("there is no setting to run: give a grid or common step sizes.")
+
+    @property
+    def pairs(self) -> list[Pair]:
+        """Every method with every momentum."""
+        return list(itertools.product(self.methods, self.momentum))
+
+    @property
+    def tuned(self) -> bool:
+        """Whether there is anything to choose."""
+        return len(self.grid) > 1
+
+    def at_common(self, step_size: float) -> Setting:
+        """The base's setting at a step size common to all."""
+        return Setting(step_size, self.base.work.weight_decay, self.base.work.clip)
+
+    def trial(self, pair: Pair, setting: Setting, seed: int | None) -> Trial:
+        """The run of a method with a setting and a seed; without a seed, the short one."""
+        method, momentum = pair
+        base, work = self.base, self.base.work
+        assert base.evaluation is not None
+        size: float | Scheduled = setting.step_size
+        if isinstance(base.step_size, Scheduled):
+            arguments = {**base.step_size.arguments, "step_size": setting.step_size}
+            size = Scheduled(base.step_size.name, arguments)
+        config = replace(
+            base,
+            method=method,
+            momentum=momentum,
+            step_size=size,
+            work=replace(work, weight_decay=setting.weight_decay, clip=setting.clip),
+            seed=self.tuning.seed if seed is None else seed,
+            out=None,
+        )
+        words = [_word(method), *([] if momentum is None else [_word(momentum)])]
+        words.append(f"step{float(setting.step_size)!r}")
+        if setting.weight_decay != work.weight_decay:
+            words.append(f"decay{float(setting.weight_decay)!r}")
+        if setting.clip != work.clip:
+            words.append(f"clip{float(setting.clip)!r}")
+        if seed is not None:
+            return Trial("_".join([*words, f"seed{seed}"]), config, setting)
+        short = replace(
+            config,
+            rounds=self.tuning.rounds,
+            evaluation=self.tuning.evaluating(base.evaluation.batch_size),
+        )
+        return Trial(SHORT + "_".join(words), short, setting)
+
+    def run(
+        self,
+        out: Path | str | None = None,
+        *,
+        jobs: int | None = None,
+        progress: bool = False,
+        command: str | None = None,
+    ) -> dict[str, Any]:
+        """Do all runs that are not done yet; see :func:`fedshuffle.comparison.running.run`."""
+        from fedshuffle.comparison.running import run
+
+        return run(self, out, jobs=jobs, progress=progress, command=command)
+
+
+def settings(
+    base: Config, sizes: Sequence[float], decays: Sequence[float], clips: Sequence[float]
+) -> tuple[Setting, ...]:
+    """The grid; what is not varied is as in the base."""
+    return tuple(
+        Setting(*map(float, point))
+        for point in itertools.product(
+            sizes, decays or [base.work.weight_decay], clips or [base.work.clip]
+        )
+    )
+
+
+def _word(text: str) -> str:
+    """A method or momentum as part of a folder's name.
+
+    >>> _word("global:0.1"), _word("package.module:FEDAVG_MIN")
+    ('global-0.1', 'fedavg-min')
+    """
+    kind, _, name = text.partition(":")
+    number = re.fullmatch(r"[\d.eE+-]+", name)
+    return f"{kind}-{name}" if number else re.sub(r"[^a-z0-9.]+", "-", (name or kind).lower())

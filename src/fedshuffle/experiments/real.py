@@ -1,0 +1,80 @@
+"""The paper's experiments on real data, Shakespeare and CIFAR-100, each one comparison in a file.
+
+``shakespeare.toml`` and ``cifar100.toml`` beside this module hold the settings; here is what they
+name: data, models, and two methods in reshuffled order, in which the paper runs all methods on real
+data.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from torch import nn
+
+from fedshuffle import comparison, datasets, methods
+from fedshuffle.errors import unknown
+from fedshuffle.experiments import results_folder
+from fedshuffle.federation import Federation
+from fedshuffle.models import ResNet
+
+if TYPE_CHECKING:
+    from fedshuffle.comparison import Comparison
+
+FEDAVG_MIN = replace(methods.get("fedavg-min"), work={"steps": "min"})
+FEDAVG_MEAN = replace(methods.get("fedavg-mean"), work={"steps": "mean"})
+
+NAMES = ("cifar100", "shakespeare")
+
+
+def load(experiment: str, scale: str, out: Path, data: Path | None = None) -> Comparison:
+    """An experiment at a scale, to be run into a folder.
+
+    Args:
+        experiment: ``"shakespeare"`` or ``"cifar100"``.
+        scale: ``"paper"``, ``"laptop"`` or ``"smoke"``.
+        out: the folder for the results.
+        data: the folder of data sets, if not that of FEDSHUFFLE_DATA or the cache.
+    """
+    if experiment not in NAMES:
+        raise unknown("experiment", experiment, NAMES)
+    places = {}
+    if data is not None:
+        place = str(data.resolve())
+        places = {"data.folder": place, "evaluation.data.folder": place}
+    file = Path(__file__).with_name(f"{experiment}.toml")
+    found = comparison.load(file, places, scale)
+    # Nothing is imported from where the file lies, and the results can be moved about.
+    return replace(found, base=replace(found.base, folder=results_folder(out)))
+
+
+def shakespeare(
+    part: str = "train", clients: int | None = None, folder: str | None = None
+) -> Federation:
+    """Shakespeare's lines by who speaks them; only so many of the clients, if wanted."""
+    federation = _parts("shakespeare", folder)[part != "train"]
+    return federation if clients is None else federation.sample(clients)
+
+
+def cifar100(
+    part: str = "train", clients: int = 500, per_client: int = 100, folder: str | None = None
+) -> Federation:
+    """CIFAR-100, split over clients by hierarchical LDA."""
+    return _parts("cifar100", folder, clients, per_client)[part != "train"]
+
+
+def resnet(width: int = 64, blocks: Sequence[int] = (2, 2, 2, 2), padding: int = 4) -> nn.Module:
+    """ResNet-18 with group normalisation, which sees images cropped and mirrored at random."""
+    return nn.Sequential(datasets.Augment(padding), ResNet(100, width, blocks))
+
+
+@functools.lru_cache(maxsize=1)
+def _parts(
+    name: str, folder: str | None, clients: int = 0, per_client: int = 0
+) -> tuple[Federation, Federation]:
+    if name == "shakespeare":
+        return datasets.shakespeare(folder)
+    return datasets.cifar100(folder, clients=clients, per_client=per_client)
