@@ -9,6 +9,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -16,6 +17,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import parameters_to_vector
 
 from fedshuffle import (
     MVR,
@@ -658,3 +660,174 @@ def test_a_run_without_clients_needs_no_choice() -> None:
     assert train(model, federation, loss=loss, rounds=1, sampling=nobody, engine="auto").engine == (
         "lean"
     )
+
+
+class Branching(nn.Module):
+    """Convolution, ReLU and pooling in a Sequential that is never run as a whole."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Conv2d(2, 4, 3), nn.ReLU(), nn.MaxPool2d(2))
+        self.out = nn.Linear(20, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.layers[:2](x)
+        logits: Tensor = self.out(
+            torch.cat([self.layers[2](x).flatten(1), x.mean(dim=(2, 3))], dim=1)
+        )
+        return logits
+
+
+class Viewing(nn.Module):
+    """Views its activations as rows, which needs them contiguous."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Conv2d(2, 4, 3), nn.ReLU(), nn.MaxPool2d(2))
+        self.out = nn.Linear(16, 3)
+        self.seen = torch.zeros(())
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen = self.layers(x)  # an activation that stays behind cannot be copied
+        logits: Tensor = self.out(self.seen.view(-1, 16))
+        return logits
+
+
+class Indexed(nn.Module):
+    """Pools with indices."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.convolution = nn.Conv2d(2, 4, 3)
+        self.pool = nn.MaxPool2d(2, return_indices=True)
+        self.out = nn.Linear(16, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        pooled, where = self.pool(self.convolution(x))
+        logits: Tensor = self.out((pooled + 0.1 * where).flatten(1))
+        return logits
+
+
+@pytest.mark.parametrize("make_model", [Branching, Viewing, Indexed])
+@pytest.mark.parametrize("engine", ["lean", "lean:2", "lean:2:processes", "lanes", "auto"])
+def test_pooling_is_quickened_only_where_that_changes_nothing(
+    make_model: type[nn.Module], engine: str
+) -> None:
+    federation = data((2, 6, 6), 3, SIZES)
+    torch.manual_seed(0)
+    model = make_model().double()
+
+    def after(engine: str) -> Tensor:
+        settings = {"loss": losses.cross_entropy, "rounds": 2, "step_size": 0.05}
+        trained = train(model, federation, engine=engine, **settings).model  # type: ignore[arg-type]
+        return parameters_to_vector(trained.parameters()).detach()
+
+    torch.testing.assert_close(after(engine), after("loop"), rtol=1e-11, atol=1e-12)
+
+
+def test_models_in_other_memory_formats_and_precisions_are_trained() -> None:
+    federation = data((2, 6, 6), 3, SIZES)
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(2, 4, 3), nn.Flatten(), nn.Linear(64, 3)).double()
+    arranged = copy.deepcopy(model).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    for engine in ("lean", "lanes", "lean:2:processes"):
+        have, want = (
+            train(m, federation, loss=losses.cross_entropy, rounds=1, engine=engine).model
+            for m in (arranged, model)
+        )
+        torch.testing.assert_close(
+            parameters_to_vector(p.contiguous() for p in have.parameters()),
+            parameters_to_vector(want.parameters()),
+        )
+    short = copy.deepcopy(model).to(torch.bfloat16)
+    result = train(short, federation, loss=losses.cross_entropy, rounds=1, engine="auto")
+    assert result.engine != "loop"
+    train(short, federation, loss=losses.cross_entropy, rounds=1, engine="lean:2:processes")
+
+
+def test_models_and_losses_that_cannot_be_trained_are_named() -> None:
+    federation = data((6,), 3, [4, 6])
+
+    def fit(model: nn.Module, loss: object) -> None:
+        train(model, federation, loss=loss, rounds=1)  # type: ignore[arg-type]
+
+    with pytest.raises(FedShuffleError, match="'weight' is lazy"):
+        fit(nn.LazyLinear(3), losses.cross_entropy)
+    with pytest.raises(FedShuffleError, match="'weight' is on the meta device"):
+        fit(nn.Linear(6, 3, device="meta"), losses.cross_entropy)
+    with pytest.raises(
+        FedShuffleError, match=r"CrossEntropyLoss takes outputs.*lambda model, x, y"
+    ):
+        fit(nn.Linear(6, 3), nn.CrossEntropyLoss())
+    with pytest.raises(FedShuffleError, match=r"cannot be called. Use one of fedshuffle.losses"):
+        fit(nn.Linear(6, 3), "cross_entropy")
+
+
+@pytest.mark.parametrize("engine", ["lean", "lean:2", "lanes:2"])
+def test_a_label_out_of_range_is_an_error(engine: str) -> None:
+    rows, labels = data((6,), 3, SIZES).tensors()
+    labels = labels.clone()
+    labels[-1] = 3
+    federation = Federation.from_arrays(rows, labels, sizes=SIZES)
+    with pytest.raises(FedShuffleError, match="out of bounds"):
+        train(
+            nn.Linear(6, 3).double(),
+            federation,
+            loss=losses.cross_entropy,
+            rounds=1,
+            engine=engine,
+        )
+
+
+@pytest.mark.parametrize("engine", ["lean:2", "lanes:2", "lean:2:processes"])
+def test_an_engine_can_be_used_again_after_a_failure(engine: str, tmp_path: Path) -> None:
+    """The other workers are in the middle of their clients when one fails."""
+    marker = tmp_path / "failed"
+
+    def once(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+        if len(x) == 5 and not marker.exists():
+            marker.touch()
+            raise KeyError("oops")
+        return losses.cross_entropy(model, x, y)
+
+    federation = data((6,), 3, [5, 300, 9, 200])
+    problem = Problem(nn.Linear(6, 3).double(), once, federation)
+    walker = make(engine, problem)
+    run = Run(federation, "fedshuffle", "full", LocalWork(epochs=3, batch_size=10), 0.05)
+    with pytest.raises(FedShuffleError, match="oops"):
+        list(simulate(walker, [run], 1))
+    *_, (have,) = simulate(walker, [run], 2)
+    *_, (want,) = simulate(LoopEngine(problem), [run], 2)
+    torch.testing.assert_close(have.x, want.x, rtol=1e-11, atol=1e-12)
+
+
+def test_worker_processes_do_not_outlive_a_killed_parent() -> None:
+    program = """
+import os, signal, sys
+sys.path.insert(0, sys.argv[1])
+from fedshuffle.engines import make
+from fedshuffle.training import Run, simulate
+from tests.problems import copies, quadratic, targets
+problem = quadratic(copies([1, 2], targets(2, 2)))
+engine = make("lean:2:processes", problem)
+list(simulate(engine, [Run(problem.federation, "fedavg-rr")], 1))
+print(*(worker.process.pid for worker in engine._running), flush=True)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+    root = str(Path(__file__).parent.parent)
+    done = subprocess.run([sys.executable, "-c", program, root], capture_output=True, text=True)
+    workers = [int(word) for word in done.stdout.split()]
+    assert len(workers) == 2
+    deadline = time.monotonic() + 60
+    while any(alive(pid) for pid in workers):
+        assert time.monotonic() < deadline, "the workers live on"
+        time.sleep(0.05)
+
+
+def alive(pid: int) -> bool:
+    """Whether a process runs; one that nobody has buried yet does not."""
+    try:
+        status = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return False
+    return status.rsplit(")", 1)[1].split()[0] != "Z"

@@ -29,6 +29,17 @@ class Engine(Protocol):
         """For every probe the weighted full gradients, one row per point."""
 
 
+class OneWorker(Engine, Protocol):
+    """An engine that another thread can stop."""
+
+    stop: bool
+    """Set it, and what is being done is abandoned with :class:`Stopped` at the next step."""
+
+
+class Stopped(BaseException):
+    """Somebody else failed or was interrupted, so nobody waits for this any more."""
+
+
 @contextmanager
 def named(problem: Problem, client: int, round: int, stage: str) -> Iterator[None]:
     """Give what the user's model or loss raises the client, the round and the stage."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import abc
-import copy
 import itertools
 import math
 from collections import defaultdict
@@ -16,7 +15,14 @@ from torch import Tensor, nn
 from torch.func import functional_call, vmap
 
 from fedshuffle._arrays import FloatArray, IntArray
-from fedshuffle.engines.base import PROBE_ROWS, check_probe, first_look, gradients, not_finite
+from fedshuffle.engines.base import (
+    PROBE_ROWS,
+    Stopped,
+    check_probe,
+    first_look,
+    gradients,
+    not_finite,
+)
 from fedshuffle.engines.machine import flushed_denormals, keep_freed_memory
 from fedshuffle.engines.problem import Loss, Problem
 from fedshuffle.engines.stack import Stack
@@ -44,6 +50,8 @@ class LanesEngine:
     reference engine. A stack of linear layers is differentiated by hand (unless ``fused`` is
     False), any other model through vmap.
     """
+
+    stop = False
 
     def __init__(self, problem: Problem, width: int | None = None, fused: bool = True) -> None:
         self.problem = problem
@@ -134,6 +142,8 @@ class LanesEngine:
 
         y = [table.clone() for table in x]
         for lanes, rows, shares in self._schedule(orders):
+            if self.stop:
+                raise Stopped
             batch = self.problem.batch(rows)
             share = torch.as_tensor(shares, dtype=like.dtype, device=like.device)
             here = [table[lanes] for table in y]  # views, unless the lanes are scattered
@@ -273,7 +283,7 @@ class _ByVmap(_Slopes):
 
     def __init__(self, problem: Problem) -> None:
         # A copy of its own, since functional_call swaps the parameters of the module itself.
-        objective = _Objective(copy.deepcopy(problem.model), problem.loss)
+        objective = _Objective(problem.replica(), problem.loss)
         names = [f"model.{name}" for name in problem.parameters]
 
         def loss(model: Tables, batch: tuple[Tensor, ...]) -> Tensor:

@@ -9,18 +9,19 @@ layers.
 from __future__ import annotations
 
 import abc
-import copy
 import dataclasses
 import math
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
-from typing import final
+from typing import Any, final
 
 import torch
 from torch import Tensor, nn
 
 from fedshuffle.engines.base import (
     PROBE_ROWS,
+    Stopped,
     check_probe,
     first_look,
     gradients,
@@ -31,8 +32,9 @@ from fedshuffle.engines.base import (
 from fedshuffle.engines.layout import Layout
 from fedshuffle.engines.machine import flushed_denormals, keep_freed_memory
 from fedshuffle.engines.problem import Problem
-from fedshuffle.engines.stack import Stack
+from fedshuffle.engines.stack import Stack, hooked
 from fedshuffle.kernel import Order, Probe, Walk
+from fedshuffle.losses import MeanLoss
 from fedshuffle.randomness import Rewound
 
 _ROWS = 4096
@@ -47,6 +49,8 @@ class LeanEngine:
     by autograd.
     """
 
+    stop = False
+
     def __init__(self, problem: Problem, fused: bool = True) -> None:
         self.problem = problem
         keep_freed_memory()
@@ -54,7 +58,7 @@ class LeanEngine:
         self._rewound = Rewound()
         stack = Stack.of(problem) if fused else None
         self._replica: Callable[[], _Replica] = (
-            partial(_ByAutograd, problem) if stack is None else partial(_ByHand, problem, stack)
+            partial(_by_autograd, problem) if stack is None else partial(_ByHand, problem, stack)
         )
         self._here = self._replica()
         self._there: _Replica | None = None  # at the global model, for directions that need it
@@ -106,6 +110,8 @@ class LeanEngine:
             rows = self.problem.rows(stream.client, positions)
             fields = here.ready(self.problem.batch(rows))
             for batch in zip(*(field.split_with_sizes(lengths) for field in fields), strict=True):
+                if self.stop:
+                    raise Stopped
                 here.descend(batch, -gamma * steering.alpha, here, 1 - shrink, order.clip, seed)
                 if steering.beta and there:
                     there.descend(batch, gamma * steering.beta, here, 1.0, order.clip, seed)
@@ -165,31 +171,29 @@ class _Replica(abc.ABC):
 
 
 class _ByAutograd(_Replica):
-    """Any model.
+    """Any model, perhaps with channels last."""
 
-    One with max-pooling computes with channels last: on a CPU its forward pass is ten times as
-    quick then, while convolutions hardly care.
-    """
-
-    def __init__(self, problem: Problem) -> None:
-        self.model = copy.deepcopy(problem.model)
+    def __init__(self, problem: Problem, channels_last: bool = False) -> None:
+        self.model = problem.replica()
+        self.channels_last = channels_last
         parameters = [p for p in self.model.parameters() if p.requires_grad]
-        self.pools = any(isinstance(m, nn.MaxPool2d) for m in self.model.modules())
         orders = [
-            (0, 2, 3, 1) if self.pools and p.ndim == 4 else tuple(range(p.ndim)) for p in parameters
+            (0, 2, 3, 1) if channels_last and p.ndim == 4 else tuple(range(p.ndim))
+            for p in parameters
         ]
         super().__init__(problem, Layout([p.shape for p in parameters], orders))
         for parameter, view in zip(parameters, self.views, strict=True):
             parameter.data = view
         self.parameters = parameters
-        for module in self.model.modules() if self.pools else ():
-            if type(module) is nn.Sequential:
-                _pool_first(module)
-            elif isinstance(module, nn.MaxPool2d):
-                module.register_forward_hook(_pass_gradients_channels_last)
+        if channels_last:
+            if isinstance(problem.loss, MeanLoss):  # which runs the model as a whole
+                _pool_first(self.model)
+            for module in self.model.modules():
+                if isinstance(module, nn.MaxPool2d):
+                    module.register_forward_hook(_pass_gradients_channels_last)
 
     def ready(self, fields: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        if not self.pools:
+        if not self.channels_last:
             return fields
         last = torch.channels_last
         return tuple(f.contiguous(memory_format=last) if f.ndim == 4 else f for f in fields)
@@ -258,18 +262,40 @@ def _shortening(gradient: list[Tensor] | tuple[Tensor, ...], clip: float) -> flo
     return min(1.0, clip / norm) if norm else 1.0
 
 
-def _pool_first(layers: nn.Sequential) -> None:
-    """Swap a ReLU with the max-pooling after it: exactly the same, on a quarter of the numbers."""
+def _by_autograd(problem: Problem) -> _Replica:
+    """A replica for any model.
+
+    On a CPU, max-pooling is ten times as quick with channels last, while convolutions hardly care.
+    But a model that views its activations in another shape cannot be run so.
+    """
+    pools = any(isinstance(module, nn.MaxPool2d) for module in problem.model.modules())
+    if pools and problem.device.type == "cpu":
+        with suppress(Exception):
+            replica = _ByAutograd(problem, channels_last=True)
+            replica.descend(replica.ready(problem.few()), 0.0, replica)
+            return replica
+    return _ByAutograd(problem)
+
+
+def _pool_first(layers: nn.Module) -> None:
+    """Swap a ReLU with the max-pooling after it: exactly the same, on a quarter of the numbers.
+
+    Only in layers that are sure to run one after another.
+    """
+    if type(layers) is not nn.Sequential or hooked(layers):
+        return
+    for layer in layers:
+        _pool_first(layer)
     for k in range(len(layers) - 1):
         relu, pool = layers[k], layers[k + 1]
         plain = type(relu) is nn.ReLU and type(pool) is nn.MaxPool2d and not pool.return_indices
-        if plain and not (relu._forward_hooks or pool._forward_hooks):
+        if plain and not hooked(relu) and not hooked(pool):
             layers[k], layers[k + 1] = pool, relu
 
 
-def _pass_gradients_channels_last(_: nn.Module, __: object, output: Tensor) -> None:
+def _pass_gradients_channels_last(_: nn.Module, __: object, output: Any) -> None:
     """Spare a pooling layer from copying its gradient from one memory format to the other."""
-    if output.requires_grad and output.ndim == 4:
+    if isinstance(output, Tensor) and output.requires_grad and output.ndim == 4:
         output.register_hook(  # type: ignore[no-untyped-call]
             lambda grad: grad.contiguous(memory_format=torch.channels_last)
         )

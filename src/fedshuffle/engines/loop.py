@@ -25,6 +25,8 @@ from fedshuffle.kernel import Order, Probe, Walk
 class LoopEngine:
     """Runs the kernel for any module and any loss. Other engines are held equal to this one."""
 
+    stop = False
+
     def __init__(self, problem: Problem) -> None:
         self.problem = problem
 

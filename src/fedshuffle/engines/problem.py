@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import copy
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from typing import Any, final
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils import parameters_to_vector, vector_to_parameters
+from torch.nn.modules.loss import _Loss
+from torch.nn.parameter import UninitializedParameter
+from torch.nn.utils import vector_to_parameters
 
 from fedshuffle._arrays import expect
 from fedshuffle.errors import FedShuffleError
@@ -32,10 +35,12 @@ class Problem:
     def __init__(self, model: nn.Module, loss: Loss, federation: Federation) -> None:
         expect(model, nn.Module, "model")
         expect(federation, Federation, "federation")
+        _check_loss(loss)
         self.model = model
         self.loss = loss
         self.federation = federation
         self.parameters = {k: p for k, p in model.named_parameters() if p.requires_grad}
+        _check_made(self.parameters)
         if not self.parameters:
             raise FedShuffleError("the model has no trainable parameters.")
         kinds = {(p.dtype, p.device) for p in self.parameters.values()}
@@ -50,7 +55,9 @@ class Problem:
         self._stored = federation.path is not None
         fields = federation.tensors()
         self.fields = fields if self._stored else tuple(self._ready(field) for field in fields)
-        self.start = parameters_to_vector(self.parameters.values()).detach().clone()
+        flat = [p.detach().reshape(-1) for p in self.parameters.values()]
+        self.start = torch.cat(flat)
+        self._untouched = copy.deepcopy(model)
 
     def _ready(self, field: Tensor) -> Tensor:
         """Examples on the model's device, and floating-point ones in its precision."""
@@ -70,19 +77,27 @@ class Problem:
     @functools.cached_property
     def random(self) -> bool:
         """Whether the model or the loss draws random numbers of its own, such as dropout."""
-        first = torch.arange(min(2, int(self.federation.offsets[-1])))
-        buffers = {name: buffer.clone() for name, buffer in self.model.named_buffers()}
+        model = self.replica()
         with forked(self.device):
             before = _random_state(self.device)
-            self.loss_at(self.start, self.batch(first))
+            self.loss(model, *self.few())
             after = _random_state(self.device)
-        for name, buffer in self.model.named_buffers():
+        buffers = dict(self._untouched.named_buffers())
+        for name, buffer in model.named_buffers():
             if name in buffers and not torch.equal(buffer, buffers[name]):
                 raise FedShuffleError(
                     f"the forward pass changes the model's buffer {name!r}. Buffers are not"
                     " averaged over clients: make it a parameter, or leave it constant."
                 )
         return not torch.equal(before, after)
+
+    def replica(self) -> nn.Module:
+        """A copy of the model as it was at first, with nothing that running it may leave behind."""
+        return copy.deepcopy(self._untouched)
+
+    def few(self) -> tuple[Tensor, ...]:
+        """An example or two, to try things on."""
+        return self.batch(torch.arange(min(2, int(self.federation.offsets[-1]))))
 
     def rows(self, client: Any, positions: Any) -> Any:
         """Positions among a client's examples as rows of the packed layout."""
@@ -96,6 +111,31 @@ class Problem:
         if self._stored:
             found = tuple(self._ready(part) for part in found)
         return tuple(part.view(*index.shape, *part.shape[1:]) for part in found)
+
+
+def _check_loss(loss: Loss) -> None:
+    remedy = "Use one of fedshuffle.losses, or a function loss(model, *fields) of your own"
+    if not callable(loss):
+        raise FedShuffleError(f"the loss is {loss!r}, which cannot be called. {remedy}.")
+    if isinstance(loss, _Loss):
+        raise FedShuffleError(
+            f"{type(loss).__name__} takes outputs and targets, and a loss here takes the model and"
+            f" the fields. {remedy}, such as lambda model, x, y: criterion(model(x), y)."
+        )
+
+
+def _check_made(parameters: Mapping[str, nn.Parameter]) -> None:
+    for name, parameter in parameters.items():
+        if isinstance(parameter, UninitializedParameter):
+            raise FedShuffleError(
+                f"parameter {name!r} is lazy and has no shape yet. Run the model on an example"
+                " before you train it."
+            )
+        if parameter.device.type == "meta":
+            raise FedShuffleError(
+                f"parameter {name!r} is on the meta device and has no values. Move the model with"
+                " to_empty and initialise it before you train it."
+            )
 
 
 def forked(device: torch.device) -> AbstractContextManager[None]:

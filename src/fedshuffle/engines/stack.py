@@ -178,7 +178,7 @@ def _layers(problem: Problem) -> list[_Layer]:
     layers: list[_Layer] = []
     flat = problem.fields[0].ndim == 2
     places = count()
-    for module in _leaves(problem.model):
+    for module in leaves(problem.model):
         if type(module) is nn.Linear and flat:
             weight, bias = next(places), None if module.bias is None else next(places)
             layers.append(_Layer(weight, bias, module.out_features, _NONE))
@@ -192,22 +192,23 @@ def _layers(problem: Problem) -> list[_Layer]:
     return layers if whole else []
 
 
-def _leaves(module: nn.Module) -> Iterator[nn.Module]:
+def leaves(module: nn.Module) -> Iterator[nn.Module]:
     """The modules that run one after another; a module with hooks counts as unknown."""
-    if type(module) is nn.Sequential and not _hooked(module):
+    if type(module) is nn.Sequential and not hooked(module):
         for child in module:
-            yield from _leaves(child)
+            yield from leaves(child)
     else:
-        yield nn.Module() if _hooked(module) else module
+        yield nn.Module() if hooked(module) else module
 
 
-def _hooked(module: nn.Module) -> bool:
+def hooked(module: nn.Module) -> bool:
     return bool(module._forward_hooks or module._forward_pre_hooks or module._backward_hooks)
 
 
-def _all_count(labels: Tensor) -> bool:
-    """Whether no label is negative, which means "does not count"."""
-    return all(int(part.min()) >= 0 for part in torch.split(labels, 1 << 20))
+def _are_classes(labels: Tensor, classes: int) -> bool:
+    """Whether all labels are classes; a negative one means "does not count"."""
+    parts = torch.split(labels, 1 << 20)
+    return all(int(part.min()) >= 0 and int(part.max()) < classes for part in parts)
 
 
 def _slope(problem: Problem, width: int) -> Callable[..., Tensor] | None:
@@ -216,7 +217,7 @@ def _slope(problem: Problem, width: int) -> Callable[..., Tensor] | None:
         return None
     targets = problem.fields[1]
     if problem.loss is losses.cross_entropy:
-        fits = targets.dtype == torch.int64 and targets.ndim == 1 and _all_count(targets)
+        fits = targets.dtype == torch.int64 and targets.ndim == 1 and _are_classes(targets, width)
         return _cross_entropy_slope if fits else None
     if problem.loss is losses.squared_error:
         fits = targets.is_floating_point() and targets.shape[1:] == (width,)

@@ -16,19 +16,21 @@ import signal
 import sys
 import weakref
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from multiprocessing.connection import Connection
 from typing import Any, TypeVar, final
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from fedshuffle.engines.base import Engine, first_look
+from fedshuffle.engines.base import OneWorker, first_look
 from fedshuffle.engines.problem import Problem
 from fedshuffle.errors import FedShuffleError, TrainingError
 from fedshuffle.kernel import Probe, Walk
 
-MakeEngine = Callable[[Problem], Engine]
+MakeEngine = Callable[[Problem], OneWorker]
 _R = TypeVar("_R", Walk, Probe)
 
 
@@ -82,7 +84,15 @@ class ThreadsEngine(_Workers):
             self._threads.submit(getattr(engine, what), request)
             for engine, request in zip(self._engines, requests, strict=True)
         ]
-        return [task.result() for task in tasks]
+        try:
+            return [task.result() for task in tasks]
+        except BaseException:  # nobody waits for the others any more, but they must not go on
+            for engine in self._engines:
+                engine.stop = True
+            wait(tasks)
+            for engine in self._engines:
+                engine.stop = False
+            raise
 
 
 @final
@@ -103,7 +113,8 @@ class ProcessesEngine(_Workers):
 
     def _answers(self, what: str, requests: Sequence[list[Any]]) -> list[list[Tensor]]:
         if not self._running:
-            self._running.extend(_Process(self.problem, self._make) for _ in range(self.workers))
+            for _ in range(self.workers):
+                self._running.append(_Process(self.problem, self._make, self._running))
         try:
             for worker, request in zip(self._running, requests, strict=True):
                 worker.ask(what, request)
@@ -117,13 +128,19 @@ class ProcessesEngine(_Workers):
 class _Process:
     """One worker process, seen from the parent."""
 
-    def __init__(self, problem: Problem, make: MakeEngine) -> None:
-        context: Any = multiprocessing.get_context(
-            "fork" if sys.platform.startswith("linux") else "spawn"
-        )
+    def __init__(self, problem: Problem, make: MakeEngine, before: Sequence[_Process]) -> None:
+        how = "fork" if sys.platform.startswith("linux") else "spawn"
+        context: Any = multiprocessing.get_context(how)
         self.connection, theirs = context.Pipe()
-        self.process = context.Process(target=_serve, args=(theirs, problem, make), daemon=True)
-        self.process.start()
+        # A fork has the parent's ends of all pipes, and would never see the parent hang up.
+        ours = [self.connection, *(worker.connection for worker in before)]
+        self.process = context.Process(
+            target=_serve, args=(theirs, ours if how == "fork" else [], problem, make), daemon=True
+        )
+        try:
+            self.process.start()
+        except AssertionError as error:
+            raise FedShuffleError(f"no worker process can be made here: {error}.") from error
         theirs.close()
         self.problem = problem
 
@@ -143,8 +160,12 @@ class _Process:
         raise result
 
 
-def _serve(connection: Connection, problem: Problem, make: MakeEngine) -> None:
+def _serve(
+    connection: Connection, others: list[Connection], problem: Problem, make: MakeEngine
+) -> None:
     """The life of a worker process: answer until the parent is gone."""
+    for other in others:
+        other.close()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
     _one_thread()
     engine = make(problem)
@@ -163,8 +184,13 @@ class _Pickler(pickle.Pickler):
 
     def reducer_override(self, thing: Any) -> Any:
         if isinstance(thing, Tensor):
-            return torch.from_numpy, (thing.detach().numpy(),)
+            bits = thing.detach().contiguous().view(torch.uint8)  # numpy does not know all dtypes
+            return _tensor, (bits.numpy(), thing.dtype)
         return NotImplemented
+
+
+def _tensor(bits: NDArray[np.uint8], dtype: torch.dtype) -> Tensor:
+    return torch.from_numpy(bits).view(dtype)
 
 
 def _dumps(thing: object) -> bytes:
