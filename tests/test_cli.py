@@ -179,3 +179,22 @@ assert not heavy, heavy
 assert callable(fedshuffle.train) and "torch" in sys.modules
 """
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["run"], ["A TOML file that describes a run.", "auto, lean, lanes or loop", "lean:2"]),
+        (["compare"], ["A TOML file of a run with a section [compare]."]),
+        (["data", "show"], ["The folder of a store."]),
+    ],
+)
+def test_help_says_what_the_words_mean(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    words: list[str],
+    says: list[str],
+) -> None:
+    assert run(monkeypatch, *words, "--help") == 0
+    shown = capsys.readouterr().out
+    assert all(text in shown for text in says)

@@ -1,4 +1,4 @@
-"""Every Python snippet of the README and the docs runs and prints what it says."""
+"""Every Python snippet with prompts of the README and the docs runs and prints what it says."""
 
 from __future__ import annotations
 

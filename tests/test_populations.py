@@ -813,7 +813,10 @@ def test_leaf_text_through_read(tmp_path: Path) -> None:
         ('{"user_data": {"a": 3}}', "user 'a' of .* is no object"),
         (leaf({"a": {"x": [[1.0], [1.0, 2.0]], "y": [1, 2]}}), "no array of equal rows"),
         (leaf({"a": {"x": [[1.0], [2.0]], "y": [1]}}), "one row per example"),
-        (leaf({"a": {"x": [[1.0, None]], "y": [1]}}), "'x' of client 'a' holds"),
+        (
+            leaf({"a": {"x": [[1.0, None]], "y": [1]}}),
+            "'x' of client 'a' holds a missing value \\(null\\)",
+        ),
         (leaf({"a": {"x": [[1.0, 1e60]], "y": [1]}}), "NaN or infinity"),
         (leaf({"a": {"x": [1.0], "y": [1]}, "b": {"x": [1.0], "y": [1.5]}}), "Say its dtype"),
     ],
@@ -823,6 +826,61 @@ def test_leaf_files_that_cannot_be_imported(tmp_path: Path, text: str, message: 
     with pytest.raises(FedShuffleError, match=message):
         import_leaf(tmp_path / "t.json", tmp_path / "p")
     assert [file.name for file in tmp_path.iterdir()] == ["t.json"]
+
+
+ANN = {"ann": {"x": [[1.0], [2.0]], "y": [0, 1]}}
+
+
+@pytest.mark.parametrize("last", [False, True])
+@pytest.mark.parametrize(
+    ("users", "counts", "message"),
+    [
+        (["ann", "bob"], [2, 3], "lists user 'bob' with 3 examples, but holds none .*'user_data'"),
+        (["ann", "bob"], None, "lists user 'bob', but holds none of its examples"),
+        (["ann"], [3], "user 'ann' of .*t.json' has 2 examples, but 'num_samples' says 3"),
+        (["ann"], [0], "user 'ann' of .*t.json' has 2 examples, but 'num_samples' says 0"),
+        (["ann", "bob"], [2], "2 'users', but 1 'num_samples'"),
+        (["ann"], [2.5], "'num_samples' that are no whole numbers"),
+        ([["ann"]], [2], "'users' that are no names"),
+        ("ann", [2], "'users' that are no names"),
+    ],
+)
+def test_leaf_users_and_their_data_agree(
+    tmp_path: Path, users: Any, counts: Any, message: str, last: bool
+) -> None:
+    said = {"users": users} | ({} if counts is None else {"num_samples": counts})
+    parts = [{"user_data": ANN}, said] if last else [said, {"user_data": ANN}]
+    (tmp_path / "t.json").write_text(json.dumps(parts[0] | parts[1]))
+    with pytest.raises(FedShuffleError, match=message):
+        import_leaf(tmp_path / "t.json", tmp_path / "p")
+    assert [file.name for file in tmp_path.iterdir()] == ["t.json"]
+
+
+def test_leaf_users_that_say_they_are_empty_are_left_out_and_counted(tmp_path: Path) -> None:
+    facts = {"users": ["ann", "bob", "cid"], "num_samples": [2, 0, 0], "user_data": ANN}
+    (tmp_path / "t.json").write_text(json.dumps(facts))
+    with pytest.warns(UserWarning, match="2 clients without examples were left out, such as 'bob'"):
+        federation = import_leaf(tmp_path / "t.json", tmp_path / "p")
+    assert list(federation.ids) == ["ann"]
+    with pytest.warns(UserWarning, match="2 clients without examples"):
+        import_leaf(tmp_path / "t.json", tmp_path / "r", read=lambda raw: {"n": raw["y"]})
+    (tmp_path / "t.json").write_text(json.dumps({"user_data": ANN}))
+    assert_same(import_leaf(tmp_path / "t.json", tmp_path / "q"), federation)
+
+
+def test_leaf_data_and_its_splits_are_not_merged(tmp_path: Path) -> None:
+    for name in ("train", "test", "all_data"):
+        (tmp_path / "leaf" / name).mkdir(parents=True)
+        (tmp_path / "leaf" / name / "part.json").write_text(leaf(ANN))
+    for importer in (import_leaf, import_file):
+        with pytest.raises(FedShuffleError, match=r"all_data, test and train.*Give one of them"):
+            importer(tmp_path / "leaf", tmp_path / "p")
+    shutil.rmtree(tmp_path / "leaf" / "all_data")
+    with pytest.raises(FedShuffleError, match=r"test and train.*such as '.*leaf.train'"):
+        import_leaf(tmp_path / "leaf", tmp_path / "p")
+    assert len(import_leaf(tmp_path / "leaf" / "train", tmp_path / "p")) == 1
+    shutil.rmtree(tmp_path / "leaf" / "test")
+    assert len(import_leaf(tmp_path / "leaf", tmp_path / "q")) == 1
 
 
 # HDF5 ----------------------------------------------------------------------------------------
@@ -881,8 +939,17 @@ def test_hdf5_files_that_cannot_be_imported(tmp_path: Path) -> None:
     with pytest.raises(FedShuffleError, match="examples/<client>/<field>"):
         import_hdf5(tmp_path / "b.h5", tmp_path / "p")
     write_hdf5(tmp_path / "c.h5", {"a": {"x": [1.0]}, "b": {"y": [1.0]}})
-    with pytest.raises(FedShuffleError, match="cannot read client 'b'"):
+    with pytest.raises(FedShuffleError, match=r"cannot read 'x' of client 'b' .*: there is none"):
         import_hdf5(tmp_path / "c.h5", tmp_path / "p")
+    write_hdf5(tmp_path / "d.h5", {"a": {"x/y": [1.0]}})
+    for read in (None, dict):
+        with pytest.raises(FedShuffleError, match="'/examples/a/x' is a group, not an array"):
+            import_hdf5(tmp_path / "d.h5", tmp_path / "p", read=read)
+    with h5py.File(tmp_path / "e.h5", "w") as file:
+        file["examples/a/x"] = [1.0]
+        file["examples/b"] = [1.0]
+    with pytest.raises(FedShuffleError, match=r"cannot read 'x' of client 'b' .*: there is none"):
+        import_hdf5(tmp_path / "e.h5", tmp_path / "p")
 
 
 def test_the_real_shakespeare(tmp_path: Path) -> None:

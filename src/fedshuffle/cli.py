@@ -116,7 +116,10 @@ def run(
         Path | None, typer.Option(help="Folder for the run, if not that of the config.")
     ] = None,
     rounds: Annotated[int | None, typer.Option(help="Rounds of training in all.")] = None,
-    engine: Annotated[str | None, typer.Option(help="By what the training is done.")] = None,
+    engine: Annotated[
+        str | None,
+        typer.Option(help="auto, lean, lanes or loop; lean:2 for two threads, lean:2:processes."),
+    ] = None,
     seed: Annotated[int | None, typer.Option(help="All that is random follows from it.")] = None,
     settings: Annotated[
         list[str] | None,

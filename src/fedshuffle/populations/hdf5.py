@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -27,33 +28,13 @@ def import_hdf5(
 ) -> Federation:
     """Import an HDF5 file of the kind TensorFlow Federated publishes, client by client.
 
-    Args:
-        source: the file.
-        out: the folder of the store.
-        fields: which fields, in the order in which the loss takes them. Needed where the file has
-            more than one, unless ``read`` is given.
-        dtype: what to store a field as, by its name. By default as in the file, but one whole
-            number an example (a label) as int64.
-        read: makes numbers of fields that are not, such as text: is given a client's fields by name
-            and returns arrays by name, all with one row an example.
-        overwrite: replace the store that is there.
-        progress: show a bar.
+    The options are those of :func:`import_leaf`, but ``fields`` is needed where the file has more
+    than one, unless ``read`` is given; and by default a field is stored as in the file, but one
+    whole number an example (a label) as int64.
     """
-    h5py = optional("h5py")
     path = Path(source)
-    try:
-        file = h5py.File(path, "r")
-    except OSError as error:
-        raise FedShuffleError(f"cannot read {str(path)!r} as HDF5: {error}.") from error
-    with file:
-        clients = file.get("examples")
-        first = next(iter(clients.values()), None) if isinstance(clients, h5py.Group) else None
-        if not isinstance(first, h5py.Group):
-            raise FedShuffleError(
-                f"{str(path)!r} has no clients in a group 'examples'. Expected the fields of each"
-                " client under examples/<client>/<field>; read other layouts with import_chunks."
-            )
-        known = list(first)
+    with opened(path) as clients:
+        known = list(next(iter(clients.values())))
         if fields is None and read is None and len(known) > 1:
             raise FedShuffleError(
                 f"the examples have the fields {', '.join(known)}. Name those you want, in the"
@@ -64,7 +45,7 @@ def import_hdf5(
             if name not in known:
                 raise unknown("field", name, known)
         return import_chunks(
-            _chunks(clients, wanted, read, path),
+            _chunks(clients, wanted, read),
             out,
             dtype=dtype,
             source={"file": path.name, "format": "hdf5"},
@@ -74,18 +55,45 @@ def import_hdf5(
 
 
 def _chunks(
-    clients: Any, wanted: Sequence[str], read: Read | None, path: Path
+    clients: Any, wanted: Sequence[str], read: Read | None
 ) -> Iterator[tuple[str, Mapping[str, ArrayLike]]]:
-    for client, examples in clients.items():
-        try:
-            raw = {name: _values(examples[name]) for name in wanted}
-        except (OSError, KeyError, AttributeError) as error:
-            raise FedShuffleError(
-                f"cannot read client {client!r} of {str(path)!r}: {error}."
-            ) from error
+    for client in clients:
+        raw = {name: wide_labels(values(clients, client, name)) for name in wanted}
         yield client, raw if read is None else read(raw)
 
 
-def _values(dataset: Any) -> NDArray[Any]:
+@contextmanager
+def opened(path: Path) -> Iterator[Any]:
+    """The group of clients in a file."""
+    h5py = optional("h5py")
+    try:
+        file = h5py.File(path, "r")
+    except OSError as error:
+        raise FedShuffleError(
+            f"cannot read {str(path)!r} as HDF5: {error}. If it was cut off, get it again."
+        ) from error
+    with file:
+        clients = file.get("examples")
+        first = next(iter(clients.values()), None) if isinstance(clients, h5py.Group) else None
+        if not isinstance(first, h5py.Group):
+            raise FedShuffleError(
+                f"{str(path)!r} has no clients in a group 'examples'. Expected the fields of each"
+                " client under examples/<client>/<field>; read other layouts with import_chunks."
+            )
+        yield clients
+
+
+def values(clients: Any, client: str, field: str) -> NDArray[Any]:
     """A field of one client: numbers as they are, text as bytes."""
-    return wide_labels(np.asarray(dataset[()]))
+    h5py = optional("h5py")
+    fields = clients.get(client)
+    found = fields.get(field) if isinstance(fields, h5py.Group) else None
+    try:
+        if isinstance(found, h5py.Dataset):
+            return np.asarray(found[()])
+        why = "there is none" if found is None else f"{found.name!r} is a group, not an array"
+    except (OSError, TypeError) as error:
+        why = str(error)
+    raise FedShuffleError(
+        f"cannot read {field!r} of client {client!r} in {clients.file.filename!r}: {why}."
+    )

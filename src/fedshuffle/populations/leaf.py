@@ -14,6 +14,9 @@ from fedshuffle.federation import Federation
 from fedshuffle.populations.chunks import import_chunks
 from fedshuffle.populations.sources import Read, distinct, files, optional
 
+_STEPS = {"all_data", "rem_user_data", "sampled_data", "test", "train"}
+"""Folders that LEAF's scripts make of the same data, one after the other."""
+
 
 def import_leaf(
     source: str | Path,
@@ -26,6 +29,8 @@ def import_leaf(
     progress: bool = False,
 ) -> Federation:
     """Import a LEAF file, or a folder of them, one client at a time.
+
+    What a file says under ``users`` and ``num_samples`` has to agree with its data.
 
     Args:
         source: the file or folder.
@@ -40,15 +45,28 @@ def import_leaf(
         progress: show a bar.
     """
     ijson = optional("ijson")
-    paths = files(source, (".json",))
     return import_chunks(
-        _chunks(ijson, paths, distinct(fields or ("x", "y")), dtype or {}, read),
+        _chunks(ijson, _paths(source), distinct(fields or ("x", "y")), dtype or {}, read),
         out,
         dtype=dtype,
         source={"file": Path(source).name, "format": "leaf"},
         overwrite=overwrite,
         progress=progress,
     )
+
+
+def _paths(source: str | Path) -> list[Path]:
+    """The files, unless they are of several steps of LEAF, which hold the same examples or more."""
+    found = files(source, (".json",))
+    folders = {part for path in found for part in path.relative_to(source).parts[:-1]}
+    steps = sorted(folders & _STEPS)
+    if len(steps) > 1:
+        one = next(path.parent for path in reversed(found) if steps[-1] in path.parts)
+        raise FedShuffleError(
+            f"{str(source)!r} holds {', '.join(steps[:-1])} and {steps[-1]}, which are not to be"
+            f" merged. Give one of them, such as {str(one)!r}."
+        )
+    return found
 
 
 def _chunks(
@@ -58,32 +76,77 @@ def _chunks(
     dtype: Mapping[str, DTypeLike],
     read: Read | None,
 ) -> Iterator[tuple[str, Mapping[str, ArrayLike]]]:
+    def arrays(raw: Mapping[str, Any]) -> Mapping[str, ArrayLike]:
+        if read is not None:
+            return read(raw)
+        return {name: _numbers(values, name in dtype) for name, values in raw.items()}
+
     for path in paths:
-        with path.open("rb") as file:
-            users = ijson.kvitems(file, "user_data", use_float=True)
-            found = False
-            while True:
-                try:
-                    user, data = next(users)
-                except StopIteration:
-                    break
-                except (ijson.JSONError, OSError) as error:
-                    raise FedShuffleError(f"cannot read {str(path)!r} as JSON: {error}.") from error
-                found = True
-                if not isinstance(data, dict):
-                    raise FedShuffleError(f"user {user!r} of {str(path)!r} is no object.")
-                for name in fields:
-                    if name not in data:
-                        raise unknown(f"field of user {user!r}", name, data)
-                raw = {name: data[name] for name in fields}
-                if read is not None:
-                    yield user, read(raw)
-                else:
-                    yield user, {name: _numbers(v, name in dtype) for name, v in raw.items()}
-            if not found:
+        listed = _listed(ijson, path)
+        missing, found = set(listed), False
+        for user, data in _items(ijson, path, "user_data"):
+            found = True
+            missing.discard(user)
+            if not isinstance(data, dict):
+                raise FedShuffleError(f"user {user!r} of {str(path)!r} is no object.")
+            for name in fields:
+                if name not in data:
+                    raise unknown(f"field of user {user!r}", name, data)
+            raw = {name: data[name] for name in fields}
+            said, lengths = listed.get(user), [len(v) for v in raw.values() if isinstance(v, list)]
+            if said is not None and lengths and said not in lengths:
                 raise FedShuffleError(
-                    f"{str(path)!r} has no users under 'user_data', as LEAF's files have."
+                    f"user {user!r} of {str(path)!r} has {lengths[0]} examples, but 'num_samples'"
+                    f" says {said}. Get the file again, or put the number right."
                 )
+            yield user, arrays(raw)
+        if not found:
+            raise FedShuffleError(
+                f"{str(path)!r} has no users under 'user_data', as LEAF's files have."
+            )
+        for user in (user for user in listed if user in missing):
+            said = listed[user]
+            if said != 0:
+                raise FedShuffleError(
+                    f"{str(path)!r} lists user {user!r}"
+                    + ("" if said is None else f" with {said} examples")
+                    + ", but holds none of its examples under 'user_data'. Get the file again, or"
+                    " take that user from the list."
+                )
+            yield user, arrays({name: [] for name in fields})
+
+
+def _listed(ijson: Any, path: Path) -> dict[str, int | None]:
+    """The users that a file lists, and how many examples it says they have.
+
+    Both lists lie before the data in LEAF's own files, so that little is read for them.
+    """
+    users = next(_items(ijson, path, "users"), None)
+    if users is None:
+        return {}
+    if not (isinstance(users, list) and all(isinstance(user, str) for user in users)):
+        raise FedShuffleError(f"{str(path)!r} has 'users' that are no names.")
+    counts = next(_items(ijson, path, "num_samples"), None)
+    if counts is None:
+        return dict.fromkeys(users)
+    if not (isinstance(counts, list) and all(isinstance(count, int) for count in counts)):
+        raise FedShuffleError(f"{str(path)!r} has 'num_samples' that are no whole numbers.")
+    if len(users) != len(counts):
+        raise FedShuffleError(
+            f"{str(path)!r} has {len(users)} 'users', but {len(counts)} 'num_samples'."
+        )
+    return dict(zip(users, counts, strict=True))
+
+
+def _items(ijson: Any, path: Path, key: str) -> Iterator[Any]:
+    """The value of a key, read no further than needed; that of ``user_data`` user by user."""
+    with path.open("rb") as file:
+        try:
+            yield from (ijson.kvitems if key == "user_data" else ijson.items)(
+                file, key, use_float=True
+            )
+        except (ijson.JSONError, OSError) as error:
+            raise FedShuffleError(f"cannot read {str(path)!r} as JSON: {error}.") from error
 
 
 def _numbers(values: Any, as_told: bool) -> ArrayLike:

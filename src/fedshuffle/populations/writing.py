@@ -197,8 +197,8 @@ class StoreWriter:
             ) from error
         if array.dtype.kind not in "biufc" or array.dtype.char in "gG":
             raise FedShuffleError(
-                f"field {self._name(k)!r}{who} holds {_kind(array)}. Convert it to numbers first:"
-                " with read= where a file is imported, or in the iterator."
+                f"field {self._name(k)!r}{who} holds {_kind(array)} first: with read= where a file"
+                " is imported, or in the iterator."
             )
         return array
 
@@ -340,7 +340,11 @@ def _rows(arrays: Sequence[NDArray[Any]], who: str = "") -> int:
 
 
 def _kind(array: NDArray[Any]) -> str:
-    return "text" if array.dtype.kind in "SUO" else f"{array.dtype} values"
+    """What an array holds that is no numbers, and what is to be done with it."""
+    if array.dtype.kind == "O" and any(value is None for value in array.flat):
+        return "a missing value (null). Fill it in, or drop that example,"
+    what = "text" if array.dtype.kind in "SUO" else f"{array.dtype} values"
+    return f"{what}. Convert it to numbers"
 
 
 @final
