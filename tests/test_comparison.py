@@ -11,6 +11,7 @@ import sys
 import time
 import tomllib
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -248,6 +249,7 @@ def test_stopped_and_killed_it_ends_the_same(
             stderr=subprocess.PIPE,
             text=True,
             start_new_session=True,
+            preexec_fn=partial(signal.signal, signal.SIGINT, signal.SIG_DFL),  # also in background
         )
 
     process = start()

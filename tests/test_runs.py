@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import time
+import warnings
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -23,12 +28,20 @@ from fedshuffle import (
     FedShuffleError,
     GlobalMomentum,
     LocalWork,
+    _identity,
+    config,
+    losses,
     methods,
     train,
 )
+from fedshuffle._arrays import IntArray
+from fedshuffle.engines import Problem
+from fedshuffle.kernel import Walk
+from fedshuffle.local_work import Interruption
 from fedshuffle.runs import RunFolder
 from fedshuffle.sampling import Independent
 from fedshuffle.state import State
+from fedshuffle.training import _on
 from tests.problems import Point, half_squared_distance, targets
 
 FEDERATION = Federation.from_arrays(targets(12, 2), sizes=[1, 2, 3, 6])
@@ -137,14 +150,15 @@ def test_what_fails_is_named_and_what_was_done_is_saved(tmp_path: Path, where: s
     """Checkpoints are far apart, and still only the round that failed is lost."""
     settings: dict[str, Any] = {"checkpoint_every": 100, "sampling": "full", "momentum": "plain"}
     whole = go(None, **settings)
+    mended = False
 
     def evaluate(model: Point) -> dict[str, float]:
-        if where == "evaluation" and done(tmp_path) == 6:
+        if where == "evaluation" and done(tmp_path) == 6 and not mended:
             raise ZeroDivisionError("of the user")
         return {"norm": float(model.x.norm())}
 
     def loss(model: Point, points: Tensor) -> Tensor:
-        if where == "training" and done(tmp_path) == 6:
+        if where == "training" and done(tmp_path) == 6 and not mended:
             raise ZeroDivisionError("of the user")
         return half_squared_distance(model, points)
 
@@ -157,7 +171,8 @@ def test_what_fails_is_named_and_what_was_done_is_saved(tmp_path: Path, where: s
     latest = RunFolder(tmp_path).latest()
     assert latest is not None
     assert latest.round == 6
-    resumed = go(tmp_path, resume=True, **settings)
+    mended = True
+    resumed = go(tmp_path, resume=True, evaluate=evaluate, loss=loss, **settings)
     assert torch.equal(vector(resumed.model), vector(whole.model))
     assert without_time(resumed.history) == without_time(whole.history)
 
@@ -167,8 +182,12 @@ def test_what_fails_is_named_and_what_was_done_is_saved(tmp_path: Path, where: s
 def test_the_same_rounds_are_evaluated_after_resuming(
     tmp_path: Path, stop: int, how: type[BaseException]
 ) -> None:
+    stopped = False
+
     def loss(model: Point, points: Tensor) -> Tensor:
-        if done(tmp_path) == stop:
+        nonlocal stopped
+        if done(tmp_path) == stop and not stopped:
+            stopped = True
             raise how
         return half_squared_distance(model, points)
 
@@ -182,7 +201,7 @@ def test_the_same_rounds_are_evaluated_after_resuming(
     whole = go(None, **settings)
     with pytest.raises(how):
         go(tmp_path, loss=loss, **settings)
-    resumed = go(tmp_path, resume=True, **settings)
+    resumed = go(tmp_path, resume=True, loss=loss, **settings)
     assert without_time(resumed.history) == without_time(whole.history)
     assert [r["round"] for r in resumed.history if "loss" in r] == [3, 6, 8]
 
@@ -317,6 +336,200 @@ def test_a_damaged_checkpoint_is_passed_over(tmp_path: Path, damage: str) -> Non
     assert torch.equal(vector(resumed.model), vector(whole.model))
 
 
+def checkpoints(out: Path) -> list[str]:
+    return sorted(path.name for path in (out / "checkpoints").iterdir())
+
+
+def test_a_damaged_checkpoint_does_not_outlive_the_new_ones(tmp_path: Path) -> None:
+    whole = go(None)
+    go(tmp_path, keep=2)
+    newest = tmp_path / "checkpoints" / "00000020.safetensors"
+    newest.write_bytes(newest.read_bytes()[:-5])
+
+    def evaluate(model: Point) -> dict[str, float]:
+        if done(tmp_path) == 17:
+            raise KeyboardInterrupt
+        return {"norm": float(model.x.norm())}
+
+    with (
+        pytest.warns(UserWarning, match=r"00000020.json is damaged"),
+        pytest.raises(KeyboardInterrupt),
+    ):
+        go(tmp_path, resume=True, evaluate=evaluate, keep=2)
+    assert checkpoints(tmp_path) == [
+        "00000016.json",
+        "00000016.safetensors",
+        "00000017.json",
+        "00000017.safetensors",
+        "00000020.json.damaged",
+        "00000020.safetensors.damaged",
+    ]
+    resumed = go(tmp_path, resume=True, keep=2)
+    assert torch.equal(vector(resumed.model), vector(whole.model))
+    assert without_time(resumed.history) == without_time(whole.history)
+
+
+@pytest.mark.parametrize("damage", ["cut", "folder"])
+def test_a_run_without_any_whole_checkpoint_is_refused_and_left_as_it_is(
+    tmp_path: Path, damage: str
+) -> None:
+    go(tmp_path, rounds=4, keep=1)
+    file = tmp_path / "checkpoints" / "00000004.safetensors"
+    if damage == "cut":
+        file.write_bytes(file.read_bytes()[:-5])
+    else:
+        shutil.rmtree(tmp_path / "checkpoints")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        with pytest.raises(FedShuffleError, match=r"metrics of 4 rounds, but no whole checkpoint"):
+            go(tmp_path, resume=True)
+    assert done(tmp_path) == 4
+    assert file.exists() == (damage == "cut")
+
+
+class Killed(BaseException):
+    """As kill -9: no chance to save anything."""
+
+
+@pytest.mark.parametrize("stop", [0, 2])
+def test_the_start_is_saved_so_a_resumed_run_does_not_depend_on_the_model_passed(
+    tmp_path: Path, stop: int
+) -> None:
+    def evaluate(model: nn.Module) -> dict[str, float]:
+        if done(tmp_path) == stop:
+            raise Killed
+        return {}
+
+    def one(seed: int, **settings: Any) -> Tensor:
+        torch.manual_seed(seed)
+        model = nn.Linear(2, 2, dtype=torch.float64)
+        return vector(train(model, pairs, loss=losses.squared_error, rounds=4, **settings).model)
+
+    pairs = Federation.from_arrays(targets(6, 2), targets(6, 2, seed=1), sizes=[1, 5])
+    with pytest.raises(Killed):
+        one(1, out=tmp_path, evaluate=evaluate)
+    assert checkpoints(tmp_path) == ["00000000.json", "00000000.safetensors"]
+    assert torch.equal(one(2, out=tmp_path, resume=True), one(1))
+
+
+def test_a_run_with_nothing_done_may_lose_its_checkpoints(tmp_path: Path) -> None:
+    def evaluate(model: Point) -> dict[str, float]:
+        raise Killed
+
+    with pytest.raises(Killed):
+        go(tmp_path, evaluate=evaluate)
+    shutil.rmtree(tmp_path / "checkpoints")
+    resumed = go(tmp_path, resume=True)
+    assert torch.equal(vector(resumed.model), vector(go(None).model))
+
+
+def test_checkpoints_of_a_run_without_settings_are_not_mixed_up(tmp_path: Path) -> None:
+    go(tmp_path, rounds=4)
+    (tmp_path / "run.json").unlink()
+    with pytest.raises(FedShuffleError, match=r"holds checkpoints of a run without its run.json"):
+        go(tmp_path)
+    assert done(tmp_path) == 4
+
+
+def layered(seed: int, hidden: str = "first") -> nn.Module:
+    """A random layer that is frozen, a table that never changes, and a layer that is trained."""
+    torch.manual_seed(seed)
+    model = nn.Sequential()
+    model.add_module(hidden, nn.Linear(2, 3).requires_grad_(False))
+    model.add_module("last", nn.Linear(3, 2))
+    model.register_buffer("table", torch.arange(3.0))
+    torch.manual_seed(0)
+    nn.init.normal_(model.get_parameter("last.weight"))
+    return model
+
+
+def test_what_no_checkpoint_holds_must_be_the_same(tmp_path: Path) -> None:
+    pairs = Federation.from_arrays(targets(6, 2), targets(6, 2, seed=1), sizes=[1, 5])
+
+    def one(model: nn.Module, rounds: int = 3, resume: bool = True) -> None:
+        train(model, pairs, loss=losses.squared_error, rounds=rounds, out=tmp_path, resume=resume)
+
+    one(layered(1), 2, resume=False)
+    with pytest.raises(FedShuffleError, match=r"frozen parameters or buffers.*seed the model"):
+        one(layered(2))
+    other = layered(1)
+    other.get_buffer("table")[0] = 7
+    with pytest.raises(FedShuffleError, match="frozen parameters or buffers"):
+        one(other)
+    with pytest.raises(FedShuffleError, match="other names, shapes or kinds of the model's"):
+        one(layered(1, hidden="second"))
+    one(layered(1))
+
+
+def test_a_run_goes_on_where_the_model_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A device without values stands for another one."""
+    go(tmp_path, rounds=2, sampling="full", momentum="plain")
+    seen = []
+
+    class Spy:
+        def __init__(self, problem: Problem) -> None:
+            self.problem = problem
+
+        def walk(self, walks: list[Walk]) -> None:
+            seen.append(walks[0].start.device.type)
+            raise Killed
+
+    saved = torch.zeros(2, dtype=torch.float64), {"m": torch.zeros(2)}, 2
+
+    def elsewhere(*parts: Any) -> Problem:
+        problem = Problem(*parts)
+        problem.device = torch.device("meta")
+        return problem
+
+    monkeypatch.setattr("fedshuffle.training.Problem", elsewhere)
+    monkeypatch.setattr("fedshuffle.engines.make", lambda name, problem: Spy(problem))
+    with pytest.raises(Killed):
+        go(tmp_path, rounds=3, sampling="full", momentum="plain", resume=True)
+    assert seen == ["meta"]
+    there = _on(elsewhere(Point(2), half_squared_distance, FEDERATION), State(*saved))
+    assert [there.x.device.type, there.memory["m"].device.type, there.round] == ["meta", "meta", 2]
+
+
+def test_whole_numbers_of_numpy_will_do(tmp_path: Path) -> None:
+    two: Any = np.int64(2)
+    go(tmp_path, rounds=two, seed=two, checkpoint_every=two, keep=two, evaluate_every=two)
+    go(tmp_path, rounds=3, seed=2, checkpoint_every=2, resume=True)
+
+
+@pytest.mark.parametrize("line", [b"{", b"[]", b"{}", b"\xff\xfe"])
+def test_a_broken_line_of_the_metrics_is_named(tmp_path: Path, line: bytes) -> None:
+    go(tmp_path, rounds=4)
+    file = tmp_path / "metrics.jsonl"
+    lines = file.read_bytes().split(b"\n")
+    file.write_bytes(b"\n".join([*lines[:2], line, *lines[3:]]))
+    for read in (lambda: go(tmp_path, resume=True), RunFolder(tmp_path).metrics):
+        with pytest.raises(
+            FedShuffleError, match=r"line 3 of .*metrics.jsonl' is broken.*Put back"
+        ):
+            read()
+
+
+def test_fewer_rounds_than_are_done_are_refused(tmp_path: Path) -> None:
+    go(tmp_path, rounds=8)
+    with pytest.raises(FedShuffleError, match=r"rounds is 5, but .* has done 8 already"):
+        go(tmp_path, rounds=5, resume=True)
+    assert done(tmp_path) == 8
+
+
+def test_a_config_is_not_rewritten_for_fewer_rounds_than_are_done(tmp_path: Path) -> None:
+    text = """
+rounds = 8
+model.use = "somewhere:model"
+loss.use = "cross_entropy"
+data.use = "somewhere:data"
+"""
+    go(tmp_path, rounds=8)
+    (tmp_path / "config.toml").write_text(text)
+    with pytest.raises(FedShuffleError, match=r"rounds is 5, but .* has done 8 already"):
+        config.resume(tmp_path, rounds=5)
+    assert (tmp_path / "config.toml").read_text() == text
+
+
 def test_a_folder_that_cannot_be_written_is_named_and_keeps_what_it_has(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -355,6 +568,138 @@ def test_a_run_goes_on_only_with_its_own_settings(
     go(tmp_path / "a", rounds=4)
     with pytest.raises(FedShuffleError, match=message):
         go(tmp_path / "a", resume=True, **settings)
+
+
+def decays(round: int) -> float:
+    return 0.1 if round < 3 else 0.05
+
+
+class Whole(Interruption):
+    """A user's interruption that says nothing of itself."""
+
+    random = False
+
+    def done(self, planned: IntArray, clients: IntArray, seed: int, round: int) -> IntArray:
+        return planned
+
+
+class AlsoWhole(Whole):
+    pass
+
+
+def scaled(model: Point, points: Tensor, factor: float) -> Tensor:
+    return factor * half_squared_distance(model, points)
+
+
+MANY = Federation.from_arrays(targets(2000, 2), sizes=[1] * 2000)
+ONES = np.ones(2000, dtype=int)
+OTHERS = np.where((np.arange(2000) > 5) & (np.arange(2000) < 1990), 7, 1)
+MOVED = targets(12, 2)
+MOVED[5, 1] += 1
+
+
+@pytest.mark.parametrize(
+    ("begun", "again", "message"),
+    [
+        (
+            {"step_size": decays},
+            {"step_size": lambda r: 0.1},
+            r"step_size 0.05 in round 4, not 0.1",
+        ),
+        ({"step_size": decays}, {"step_size": lambda r: decays(r)}, None),
+        ({"step_size": decays}, {"step_size": 0.1}, "begun with step_size"),
+        (
+            {"server_step_size": decays},
+            {"server_step_size": lambda r: 0.2},
+            "with server_step_size 0.1 in round 0",
+        ),
+        (
+            {"work": LocalWork(interruption=Whole())},
+            {"work": LocalWork(interruption=Whole())},
+            None,
+        ),
+        (
+            {"work": LocalWork(interruption=Whole())},
+            {"work": LocalWork(interruption=AlsoWhole())},
+            "begun with work .*Whole",
+        ),
+        ({"work": LocalWork(epochs=[1, 2, 1, 1])}, {"work": LocalWork(epochs=2)}, "with work"),
+        (
+            {"work": LocalWork(epochs=[1, 2, 1, 1])},
+            {"work": LocalWork(epochs=np.array([1, 2, 1, 1]))},  # type: ignore[arg-type]
+            None,
+        ),
+        (
+            {"loss": half_squared_distance},
+            {"loss": lambda m, p: p.sum()},
+            "'half_squared_distance'",
+        ),
+        (
+            {"loss": lambda m, p: half_squared_distance(m, p)},
+            {"loss": lambda m, p: half_squared_distance(m, p)},
+            None,
+        ),
+        (
+            {"loss": functools.partial(scaled, factor=2.0)},
+            {"loss": functools.partial(scaled, factor=3.0)},
+            r"scaled\(factor=2.0\)', not 'scaled\(factor=3.0\)'",
+        ),
+        (
+            {},
+            {"federation": Federation.from_arrays(MOVED, sizes=[1, 2, 3, 6])},
+            "begun with other data, not these. Use the same examples",
+        ),
+        (
+            {},
+            {"federation": Federation.from_arrays(targets(12, 2).numpy(), sizes=[1, 2, 3, 6])},
+            None,
+        ),
+    ],
+)
+def test_what_a_run_is_known_by(
+    tmp_path: Path, begun: dict[str, Any], again: dict[str, Any], message: str | None
+) -> None:
+    def one(rounds: int, federation: Federation = FEDERATION, **settings: Any) -> None:
+        model = Point(2)
+        settings = {"loss": half_squared_distance} | settings
+        train(model, federation, rounds=rounds, out=tmp_path, **settings)
+
+    one(5, **begun)
+    refused = nullcontext() if message is None else pytest.raises(FedShuffleError, match=message)
+    with refused:
+        one(6, resume=True, **(begun | again))
+
+
+def test_many_epochs_are_not_abbreviated(tmp_path: Path) -> None:
+    settings: dict[str, Any] = {"loss": half_squared_distance, "sampling": "uniform:5"}
+    train(Point(2), MANY, rounds=1, out=tmp_path, work=LocalWork(epochs=ONES), **settings)  # type: ignore[arg-type]
+    with pytest.raises(FedShuffleError, match="begun with work"):
+        train(
+            Point(2),
+            MANY,
+            rounds=2,
+            out=tmp_path,
+            resume=True,
+            work=LocalWork(epochs=OTHERS),  # type: ignore[arg-type]
+            **settings,
+        )
+
+
+@pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16, torch.bool, torch.int64])
+def test_the_digest_of_data_reads_some_rows_of_every_field(
+    tmp_path: Path, kind: torch.dtype
+) -> None:
+    field = torch.arange(5000).remainder(2).to(kind)
+    sizes = [2500, 2500]
+    here = _identity.data(Federation.from_arrays(torch.ones(5000, 2), field, sizes=sizes))
+    field[-1] = 0
+    there = _identity.data(Federation.from_arrays(torch.ones(5000, 2), field, sizes=sizes))
+    assert here != there
+    wider = Federation.from_arrays(torch.ones(5000, 2, 1), field, sizes=sizes)
+    assert _identity.data(wider) != there
+    if kind != torch.bfloat16:
+        Federation.from_arrays(torch.ones(5000, 2), field, sizes=sizes).save(tmp_path / "stored")
+        assert _identity.data(Federation.open(tmp_path / "stored")) == there
 
 
 def test_other_mistakes_are_named(tmp_path: Path) -> None:

@@ -209,6 +209,24 @@ def test_evaluating_changes_nothing(engine: str) -> None:
         assert torch.equal(one, other)
 
 
+def test_a_model_in_evaluation_mode_that_would_drop_something_is_named() -> None:
+    federation = Federation.from_arrays(targets(6, 3), torch.arange(6) % 3, sizes=[1, 5])
+
+    def go(model: torch.nn.Module) -> None:
+        train(model, federation, loss=losses.cross_entropy, rounds=1)
+
+    def made(share: float) -> torch.nn.Sequential:
+        return torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Dropout(share))
+
+    with pytest.warns(UserWarning, match=r"layer '1' drops nothing.*model.train\(\)"):
+        go(made(0.5).eval())
+    alone = made(0.5)
+    alone[1].eval()  # on purpose
+    go(alone)
+    go(made(0.0).eval())
+    go(torch.nn.Linear(3, 3).eval())
+
+
 def test_the_history_as_a_frame(monkeypatch: pytest.MonkeyPatch) -> None:
     result = train(
         Point(2),

@@ -7,8 +7,9 @@
 
 JSON has no NaN: a metric that is not finite, as that of a model that has diverged, is null in the
 metrics and NaN in Python. Every file but the metrics is written under another name and moved into
-place, so that a run killed at any moment leaves only whole files. A run that goes on forgets the
-metrics after its checkpoint.
+place, so that a run killed at any moment leaves only whole files. The start is a checkpoint, too. A
+run that goes on forgets the metrics after its checkpoint, and renames to ``*.damaged`` what lies
+beyond it.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ import numpy as np
 import torch
 from safetensors.torch import load, save
 
+from fedshuffle import _files
 from fedshuffle.errors import FedShuffleError
 from fedshuffle.state import State
 
@@ -67,27 +69,59 @@ class RunFolder:
         self._checkpoints = path / "checkpoints"
         self._metrics = path / "metrics.jsonl"
 
-    def begin(self, settings: Mapping[str, Any], resume: bool) -> State | None:
-        """Open the folder; the state to go on from, or None at the very start."""
-        made = self.path / "run.json"
+    def begin(self, settings: Mapping[str, Any], start: State, resume: bool) -> State:
+        """Open the folder; the state to go on from, or the start, which is saved as well."""
         if not resume:
-            if made.exists():
-                raise FedShuffleError(
-                    f"{str(self.path)!r} holds a run already. To go on, {self.how_to_resume}; to"
-                    " begin anew, choose another folder."
-                )
-
-            def write() -> None:
-                self._checkpoints.mkdir(parents=True, exist_ok=True)
-                self._metrics.write_bytes(b"")
-                _replace(made, json.dumps({**settings, "versions": versions()}, indent=2).encode())
-
-            self._checked(write)
-            return None
+            self._begin_anew(settings, start)
+            return start
         _same_settings(self.settings(), settings, self.path)
-        state = self.latest()
-        self._forget_after(0 if state is None else state.round)
+        self.check_rounds(settings["rounds"])
+        state, done = self.latest(), self.rounds_done()
+        if state is None and done:
+            raise FedShuffleError(
+                f"{str(self.path)!r} has metrics of {done} rounds, but no whole checkpoint to go on"
+                f" from. Put one back into {str(self._checkpoints)!r}, or begin anew in another"
+                " folder."
+            )
+        if state is None:  # nothing is lost yet
+            self._checked(lambda: self._checkpoints.mkdir(exist_ok=True))
+            self.save(state := start)
+        self._forget_after(state.round)
         return state
+
+    def _begin_anew(self, settings: Mapping[str, Any], start: State) -> None:
+        made = self.path / "run.json"
+        if made.exists():
+            raise FedShuffleError(
+                f"{str(self.path)!r} holds a run already. To go on, {self.how_to_resume}; to begin"
+                " anew, choose another folder."
+            )
+        if any(_round(path) > start.round for path in self._checkpoints.glob("*")):
+            raise FedShuffleError(
+                f"{str(self._checkpoints)!r} holds checkpoints of a run without its run.json. Put"
+                " that file back, or choose another folder."
+            )
+
+        def open_metrics() -> None:
+            self._checkpoints.mkdir(parents=True, exist_ok=True)
+            self._metrics.write_bytes(b"")
+
+        text = json.dumps({**settings, "versions": versions()}, indent=2)
+        self._checked(open_metrics)
+        self.save(start)
+        self._checked(lambda: _files.replace(made, text.encode()))  # last: now there is a run
+
+    def rounds_done(self) -> int:
+        """How many rounds stand in the metrics."""
+        return max((record["round"] for _, record in self._lines()), default=0)
+
+    def check_rounds(self, rounds: int) -> None:
+        """Refuse fewer rounds than are done."""
+        if rounds < (done := self.rounds_done()):
+            raise FedShuffleError(
+                f"rounds is {rounds}, but the run in {str(self.path)!r} has done {done} already."
+                f" Give at least {done}; fewer need a run anew in another folder."
+            )
 
     def settings(self) -> dict[str, Any]:
         """What the run in this folder was begun with."""
@@ -108,9 +142,27 @@ class RunFolder:
 
     def metrics(self) -> list[dict[str, Any]]:
         """All lines so far."""
-        lines = self._metrics.read_text(encoding="utf-8").split("\n")
-        records = [json.loads(line) for line in lines if line]
+        records = [record for _, record in self._lines()]
         return [{k: math.nan if v is None else v for k, v in r.items()} for r in records]
+
+    def _lines(self) -> Iterator[tuple[bytes, dict[str, Any]]]:
+        """The whole lines of the metrics, and what they say."""
+        try:
+            data = self._metrics.read_bytes()
+        except FileNotFoundError:
+            raise FedShuffleError(
+                f"{str(self._metrics)!r} is missing: put it back, or begin anew in another folder."
+            ) from None
+        for number, line in enumerate(data.split(b"\n")[:-1], 1):  # the last is cut short, or empty
+            try:
+                record = json.loads(line)
+                int(record["round"])
+            except (ValueError, TypeError, KeyError) as error:
+                raise FedShuffleError(
+                    f"line {number} of {str(self._metrics)!r} is broken ({error!r:.80}). Put back a"
+                    " copy of the file, or delete that line and do without the record."
+                ) from error
+            yield line, record
 
     def save(self, state: State) -> None:
         """Write a checkpoint and drop the oldest beyond the number kept."""
@@ -121,8 +173,8 @@ class RunFolder:
 
         def write() -> None:
             _settle(self._metrics)  # a checkpoint vouches for the metrics before it, too
-            _replace(name.with_suffix(".safetensors"), data)
-            _replace(name.with_suffix(".json"), json.dumps(facts).encode())
+            _files.replace(name.with_suffix(".safetensors"), data)
+            _files.replace(name.with_suffix(".json"), json.dumps(facts).encode())
 
         self._checked(write)
         for old in sorted(self._checkpoints.glob("*.json"))[: -self.keep]:
@@ -136,22 +188,22 @@ class RunFolder:
                 return _read(facts)
             except (OSError, ValueError, KeyError) as error:
                 warnings.warn(
-                    f"checkpoint {facts.name} is damaged ({error}); going on from the one before.",
+                    f"checkpoint {facts.name} is damaged ({error}) and passed over.",
                     stacklevel=2,
                 )
         return None
 
     def _forget_after(self, round: int) -> None:
-        """Drop the metrics of rounds that will be done again, and any half-written line."""
-        kept = []
-        if not self._metrics.exists():
-            raise FedShuffleError(
-                f"{str(self._metrics)!r} is missing: put it back, or begin anew in another folder."
-            )
-        for line in self._metrics.read_text(encoding="utf-8").split("\n")[:-1]:
-            if json.loads(line)["round"] <= round:
-                kept.append(line + "\n")
-        _replace(self._metrics, "".join(kept).encode())
+        """Drop the metrics of rounds that will be done again, and set aside what is damaged."""
+        kept = [line + b"\n" for line, record in self._lines() if record["round"] <= round]
+
+        def write() -> None:
+            _files.replace(self._metrics, b"".join(kept))
+            for path in list(self._checkpoints.glob("*")):
+                if _round(path) > round:  # else it would be kept, and new ones be dropped for it
+                    path.replace(path.with_name(path.name + ".damaged"))
+
+        self._checked(write)
 
     def _checked(self, write: Callable[[], None]) -> None:
         try:
@@ -193,6 +245,12 @@ def versions() -> dict[str, str]:
     }
 
 
+def _round(path: Path) -> int:
+    """The round of a file of a checkpoint; -1 for any other file."""
+    whole = path.suffix in (".json", ".safetensors") and path.stem.isdecimal()
+    return int(path.stem) if whole else -1
+
+
 def _read(facts: Path) -> State:
     known = json.loads(facts.read_text(encoding="utf-8"))
     data = facts.with_suffix(".safetensors").read_bytes()
@@ -207,11 +265,50 @@ def _read(facts: Path) -> State:
 def _same_settings(old: Mapping[str, Any], new: Mapping[str, Any], path: Path) -> None:
     """A run goes on only with the settings it began with; more rounds are welcome."""
     for name, value in new.items():
-        if name != "rounds" and old.get(name) != value:
+        if name == "rounds":
+            continue
+        if name not in old:
+            made = old.get("versions", {}).get("fedshuffle", "another version")
             raise FedShuffleError(
-                f"the run in {str(path)!r} was begun with {name} {old.get(name)!r}, not {value!r}."
-                " Use the same settings to go on, or another folder to begin anew."
+                f"the run in {str(path)!r} does not say with which {name} it was begun, so it is of"
+                f" an older fedshuffle ({made}). Go on with that one, or begin anew in another"
+                " folder."
             )
+        if old[name] != value:
+            begun, now, remedy = _difference(old[name], value, name)
+            raise FedShuffleError(
+                f"the run in {str(path)!r} was begun with {begun}, not {now}. {remedy}, or another"
+                " folder to begin anew."
+            )
+
+
+def _difference(old: Any, new: Any, name: str) -> tuple[str, str, str]:
+    """What was, what is, and how to put it right."""
+    if name in _DIGESTS:
+        what, remedy = _DIGESTS[name]
+        return f"other {what}", "these", remedy
+    if isinstance(old, Mapping) and isinstance(new, Mapping):  # schedules
+        at = next(r for r in old if old[r] != new.get(r))
+        return f"{name} {old[at]!r} in round {at}", repr(new.get(at)), _SAME
+    return f"{name} {old!r}", repr(new), _SAME
+
+
+_SAME = "Use the same settings to go on"
+
+
+_DIGESTS = {
+    "clients_sha256": ("client sizes, weights or sampling", "Use the same to go on"),
+    "data_sha256": ("data", "Use the same examples in the same order to go on"),
+    "model_sha256": (
+        "names, shapes or kinds of the model's parameters",
+        "Use the same architecture to go on",
+    ),
+    "frozen_sha256": (
+        "values in the model's frozen parameters or buffers",
+        "Checkpoints hold only what is trained: seed the model's construction, or pass the same"
+        " frozen parts, to go on",
+    ),
+}
 
 
 def _append(path: Path, text: str) -> None:
@@ -223,13 +320,3 @@ def _settle(path: Path) -> None:
     """See to it that what was appended is on the disk."""
     with path.open("ab") as file:
         os.fsync(file.fileno())
-
-
-def _replace(path: Path, data: bytes) -> None:
-    """Write a file so that it is there wholly or not at all, even after a power cut."""
-    draft = path.with_name(path.name + ".draft")
-    with draft.open("wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(draft, path)

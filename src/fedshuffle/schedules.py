@@ -21,9 +21,25 @@ def value(schedule: Schedule, round: int, what: str) -> float:
     return size
 
 
-def describe(schedule: Schedule) -> float | str:
-    """A schedule as plain data."""
-    return "schedule" if callable(schedule) else float(schedule)
+def describe(schedule: Schedule, rounds: int, what: str) -> float | dict[str, float]:
+    """A schedule as plain data: the number, or the values at some of so many rounds.
+
+    >>> describe(lambda round: 0.5**round, 4, "step size")
+    {'0': 1.0, '1': 0.5, '2': 0.25, '3': 0.125}
+    """
+    if not callable(schedule):
+        return value(schedule, 0, what)
+    # The last digits are left out: they may differ from one machine to another.
+    return {str(r): float(f"{value(schedule, r, what):.12g}") for r in _some(rounds)}
+
+
+def _some(rounds: int) -> list[int]:
+    """0, 1, 2, 5, 10, 20, 50 and so on, and the last of the rounds."""
+    found, scale = {0, rounds - 1}, 1
+    while scale < rounds:
+        found |= {scale, 2 * scale, 5 * scale}
+        scale *= 10
+    return sorted(r for r in found if r < rounds)
 
 
 def drops(

@@ -6,6 +6,7 @@ import copy
 import hashlib
 import math
 import time
+import warnings
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -16,7 +17,7 @@ import torch
 from rich.console import Console
 from torch import Tensor, nn
 
-from fedshuffle import engines, methods, schedules
+from fedshuffle import _identity, engines, methods, schedules
 from fedshuffle._arrays import count, expect, number
 from fedshuffle.display import Bar, Board
 from fedshuffle.engines import Engine, Loss, Problem
@@ -66,8 +67,8 @@ class Run:
         schedules.value(step_size, 0, "step size")
         schedules.value(server_step_size, 0, "server step size")
 
-    def settings(self) -> dict[str, Any]:
-        """What the trajectory depends on, as plain data."""
+    def settings(self, rounds: int) -> dict[str, Any]:
+        """What the trajectory over so many rounds depends on besides the model, as plain data."""
         cohorts = self.sampling.cohorts(0)
         arrays = [self.federation.sizes, self.federation.weights, self.sampling.p]
         if cohorts is not None:
@@ -77,13 +78,16 @@ class Run:
             "method": self.method.name,
             **self.method.averaging.describe(),
             "momentum": self.method.momentum,
-            "sampling": repr(self.sampling),
-            "work": repr(self.workload.work),
-            "step_size": schedules.describe(self.step_size),
-            "server_step_size": schedules.describe(self.server_step_size),
+            "sampling": _identity.part(self.sampling),
+            "work": _identity.work(self.workload.work),
+            "step_size": schedules.describe(self.step_size, rounds, "step size"),
+            "server_step_size": schedules.describe(
+                self.server_step_size, rounds, "server step size"
+            ),
             "seed": self.seed,
             "clients": len(self.federation),
             "clients_sha256": digest.hexdigest(),
+            "data_sha256": _identity.data(self.federation),
         }
 
     def cohort(self, round: int) -> Participants:
@@ -210,6 +214,10 @@ def train(
 ) -> Result:
     """Train a model over a federation. The model given is left as it is.
 
+    Every layer works in the mode in which it is given: dropout in evaluation mode drops nothing.
+    That may be meant for single layers; a model that is in evaluation mode as a whole and has such
+    layers gets a warning.
+
     Args:
         model: any module, with its starting parameters.
         federation: who owns which examples.
@@ -229,7 +237,8 @@ def train(
             in evaluation mode and without gradients, and returns numbers for the history.
         evaluate_every: evaluate after so many rounds, and after the last.
         out: a folder for metrics and checkpoints (see :mod:`fedshuffle.runs`).
-        resume: go on with the run in ``out``; the result is that of a run never interrupted.
+        resume: go on with the run in ``out``; the result is that of a run never interrupted. The
+            model gives the architecture and what is frozen, the checkpoint the rest.
         checkpoint_every: save after so many rounds, and after the last.
         keep: how many checkpoints to keep.
         tensorboard: write every record to ``out/tensorboard`` as well.
@@ -246,10 +255,10 @@ def train(
     >>> bool((result.model.weight.flatten() - 1 / 6).abs().max() < 0.05)
     True
     """
-    count(rounds, "rounds")
-    count(evaluate_every, "evaluate_every")
-    count(checkpoint_every, "checkpoint_every")
-    count(keep, "keep")
+    rounds = count(rounds, "rounds")
+    evaluate_every = count(evaluate_every, "evaluate_every")
+    checkpoint_every = count(checkpoint_every, "checkpoint_every")
+    keep = count(keep, "keep")
     for name, wanted in {"resume": resume, "tensorboard": tensorboard}.items():
         if wanted and out is None:
             raise FedShuffleError(f"{name}=True needs the folder of the run: give it as out.")
@@ -257,6 +266,7 @@ def train(
     board = Board(tensorboard)
     console = Console(stderr=True, markup=False, highlight=False, soft_wrap=True)
     problem = Problem(copy.deepcopy(model), loss, federation)
+    _warn_of_evaluation_mode(model)
     run = Run(federation, method, sampling, work, step_size, server_step_size, seed)
     if isinstance(evaluate, Evaluation | Evaluations):
         evaluate = evaluate.with_loss(loss)
@@ -277,10 +287,19 @@ def train(
     state = State(problem.start)
     history: list[dict[str, Any]] = []
     if folder:
-        shape = {"engine": engine, "parameters": len(problem.start), "dtype": str(problem.dtype)}
-        saved = folder.begin({**run.settings(), **shape, "rounds": rounds}, resume)
+        begun_with = folder.settings().get("rounds", rounds) if resume else rounds
+        settings = {
+            **run.settings(begun_with),
+            "engine": engine,
+            "loss": _identity.function(loss),
+            "parameters": len(problem.start),
+            "dtype": str(problem.dtype),
+            "model_sha256": _identity.architecture(model),
+            "frozen_sha256": _identity.frozen(model),
+            "rounds": rounds,
+        }
+        state = _on(problem, folder.begin(settings, state, resume))
         history = folder.metrics()
-        state = saved or state
         board.open(folder.path / "tensorboard", history)
 
     try:
@@ -310,6 +329,35 @@ def train(
             )
         raise
     return Result(problem.load(state.x), history, folder.path if folder else None, engine)
+
+
+def _on(problem: Problem, state: State) -> State:
+    """The state where the model is: a checkpoint does not say on which device it was made."""
+    if (state.x.shape, state.x.dtype) != (problem.start.shape, problem.dtype):
+        raise FedShuffleError(
+            f"the checkpoint holds {len(state.x)} parameters of {state.x.dtype}, but the model has"
+            f" {len(problem.start)} of {problem.dtype}. Use the model that the run began with."
+        )
+    memory = {name: tensor.to(problem.device) for name, tensor in state.memory.items()}
+    return State(state.x.to(problem.device), memory, state.round)
+
+
+def _warn_of_evaluation_mode(model: nn.Module) -> None:
+    """Training without dropout is rarely meant where the whole model is in evaluation mode."""
+    if model.training:
+        return
+    for name, module in model.named_modules():
+        share = getattr(module, "dropout", None)  # of attention and recurrent layers
+        drops = isinstance(share, float) and share > 0
+        drops |= "drop" in type(module).__name__.lower() and getattr(module, "p", 1) > 0
+        if drops and not module.training:
+            warnings.warn(
+                f"the model is in evaluation mode, so its layer {name!r} drops nothing in training."
+                " Call model.train() first; layers that shall stay as they are, put into"
+                " evaluation mode one by one after it.",
+                stacklevel=3,
+            )
+            return
 
 
 def _engine(name: str, problem: Problem, run: Run) -> tuple[str, Engine, str]:

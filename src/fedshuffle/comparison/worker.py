@@ -74,10 +74,10 @@ def work(folder: Path, task: Callable[[Config], Task]) -> None:
             raise
         end(folder, "diverged", str(error))
     else:
+        end(folder, "finished")  # first: without checkpoints, nothing could go on
         if folder.name.startswith(SHORT):  # it will not go on, and many models take room
             (folder / "model.safetensors").unlink()
             shutil.rmtree(folder / "checkpoints")
-        end(folder, "finished")
 
 
 class _LastTask:

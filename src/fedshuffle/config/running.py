@@ -25,7 +25,7 @@ from torch import nn
 
 import fedshuffle
 from fedshuffle import engines, losses, methods, sampling
-from fedshuffle._arrays import expect
+from fedshuffle._arrays import count, expect
 from fedshuffle.config import begun, imports, writing
 from fedshuffle.config.reading import load
 from fedshuffle.config.settings import Config, Scheduled, Store, Use, at
@@ -34,6 +34,7 @@ from fedshuffle.errors import FedShuffleError, unknown
 from fedshuffle.federation import Federation
 from fedshuffle.methods import Method
 from fedshuffle.randomness import Purpose, generator
+from fedshuffle.runs import RunFolder
 from fedshuffle.training import Evaluate, Result, train
 
 
@@ -104,7 +105,10 @@ def resume(
             f"{str(folder)!r} holds no config.toml, so no run of a config to go on with."
         )
     config = load(file)
-    if rounds is not None and rounds != config.rounds:
+    rounds = config.rounds if rounds is None else count(rounds, "rounds")
+    if rounds != config.rounds:
+        if begun(folder):
+            RunFolder(folder).check_rounds(rounds)  # before the config says otherwise
         config = replace(config, rounds=rounds)
         head = [line for line in file.read_text(encoding="utf-8").split("\n") if line[:1] == "#"]
         notes = [line.removeprefix("# ") for line in head]

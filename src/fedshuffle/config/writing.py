@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from fedshuffle import _files
 from fedshuffle.config.settings import Config, Scheduled, Store, Use
 from fedshuffle.errors import FedShuffleError
 from fedshuffle.local_work import (
@@ -82,15 +83,10 @@ def copy(config: Config, out: Path, notes: list[str]) -> None:
 
 
 def write(path: Path, data: bytes) -> None:
-    """Write a file so that it is there wholly or not at all."""
-    draft = path.with_name(path.name + ".draft")
+    """Write a file so that it is there wholly or not at all; its folder is made if need be."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with draft.open("wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(draft, path)
+        _files.replace(path, data)
     except OSError as error:
         raise FedShuffleError(
             f"cannot write {str(path)!r}: {error.strerror}. Make room, or choose another folder."
