@@ -7,6 +7,7 @@ small models that walk one client at a time.
 
 from __future__ import annotations
 
+import abc
 import contextlib
 import dataclasses
 import io
@@ -34,7 +35,7 @@ MakeEngine = Callable[[Problem], OneWorker]
 _R = TypeVar("_R", Walk, Probe)
 
 
-class _Workers:
+class _Workers(abc.ABC):
     """Splits every request among the workers and adds what they answer, in the workers' order."""
 
     def __init__(self, problem: Problem, workers: int) -> None:
@@ -59,9 +60,9 @@ class _Workers:
                 sum += part
         return total
 
+    @abc.abstractmethod
     def _answers(self, what: str, requests: Sequence[list[Any]]) -> list[list[Tensor]]:
         """What each worker answers to its requests."""
-        raise NotImplementedError
 
 
 @final
