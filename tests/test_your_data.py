@@ -9,10 +9,7 @@ import sys
 from pathlib import Path
 
 import numpy as np
-import pytest
 from safetensors.torch import load_file
-
-pytest.importorskip("pyarrow")
 
 PAGE = Path(__file__).parent.parent / "docs" / "your-data.md"
 
