@@ -12,7 +12,9 @@ from fedshuffle.sampling import (
     Full,
     Independent,
     One,
+    Optimal,
     Sampling,
+    Stratified,
     Table,
     Uniform,
     importance,
@@ -32,7 +34,8 @@ def samplings(draw: st.DrawFn) -> Sampling:
     p = draw(probabilities)
     n = len(p)
     b = draw(st.integers(1, n))
-    kind = draw(st.sampled_from(["full", "uniform", "independent", "one", "ais", "table"]))
+    kinds = ["full", "uniform", "independent", "one", "ais", "stratified", "table"]
+    kind = draw(st.sampled_from(kinds))
     match kind:
         case "full":
             return Full(n)
@@ -45,6 +48,10 @@ def samplings(draw: st.DrawFn) -> Sampling:
         case "ais":
             least = ApproximateIndependent(p).k
             return ApproximateIndependent(p, draw(st.integers(least, n)))
+        case "stratified":
+            strata = draw(st.lists(st.integers(-2, 2), min_size=n, max_size=n))
+            weights = draw(st.sampled_from([None, p]))
+            return Stratified(strata, draw(st.integers(len(set(strata)), n)), weights)
     rows = [(tuple(range(n)), 1.0)]
     for _ in range(draw(st.integers(0, 4))):
         members = draw(st.sets(st.integers(0, n - 1)))
@@ -53,7 +60,10 @@ def samplings(draw: st.DrawFn) -> Sampling:
     return Table(n, [(members, q / total) for members, q in rows])
 
 
-@given(samplings())
+every_sampling = samplings() | samplings().map(lambda pool: Optimal(pool, 1))
+
+
+@given(every_sampling)
 def test_probabilities_are_those_of_the_cohorts(sampling: Sampling) -> None:
     n = len(sampling)
     rows = brute.cohorts(sampling)
@@ -65,7 +75,7 @@ def test_probabilities_are_those_of_the_cohorts(sampling: Sampling) -> None:
     np.testing.assert_allclose(sampling.pair_probabilities(), pairs, atol=1e-12)
 
 
-@given(samplings(), st.integers(0, 1000))
+@given(every_sampling, st.integers(0, 1000))
 def test_expected_sums_are_those_of_the_pairs(sampling: Sampling, seed: int) -> None:
     v = np.random.default_rng(seed).random(len(sampling))
     np.testing.assert_allclose(
@@ -73,7 +83,7 @@ def test_expected_sums_are_those_of_the_pairs(sampling: Sampling, seed: int) -> 
     )
 
 
-@given(samplings())
+@given(every_sampling)
 def test_s_satisfies_its_matrix_inequality(sampling: Sampling) -> None:
     gap = np.diag(sampling.p * sampling.s) - (
         sampling.pair_probabilities() - np.outer(sampling.p, sampling.p)
@@ -81,7 +91,7 @@ def test_s_satisfies_its_matrix_inequality(sampling: Sampling) -> None:
     assert np.linalg.eigvalsh(gap)[0] >= -1e-12
 
 
-@given(samplings(), st.integers(0, 2**64 - 1), st.integers(0, 10**6))
+@given(every_sampling, st.integers(0, 2**64 - 1), st.integers(0, 10**6))
 def test_draws_are_pure_sorted_and_possible(sampling: Sampling, seed: int, round: int) -> None:
     cohort = sampling.draw(seed, round)
     assert cohort.tolist() == sampling.draw(seed, round).tolist() == sorted(set(cohort.tolist()))
@@ -115,6 +125,8 @@ def test_cohorts_follow_the_definitions(p: brute.Floats) -> None:
         importance([8, 1, 1, 4], 2),
         One([0.1, 0.2, 0.3, 0.4]),
         ApproximateIndependent([0.5, 0.25, 0.1, 0.4], 3),
+        Stratified([0, 1, 0, 1, 1], 3),
+        Optimal(Uniform(4, 2), 1),
         Table(4, [((0, 1), 0.25), ((2, 3), 0.5), ((1, 2, 3), 0.125), ((), 0.125)]),
     ],
     ids=repr,
@@ -195,6 +207,23 @@ def test_text_names_samplings() -> None:
         ("independent:0.5,1.5,1", "client 1 has inclusion probability 1.5"),
         ("independent:0.5,nan,1", "client 1 has inclusion probability nan"),
         ("independent:0.5,1", "2 clients, but the federation has 3"),
+        ("stratified:2", "write 'stratified:B:K"),
+        ("stratified:2:2:2", "write 'stratified:B:K"),
+        ("stratified:2:x", "write 'stratified:B:K"),
+        ("stratified:2:4", "cannot make 4 strata of 3 clients"),
+        ("stratified:2:0", "cannot make 0 strata of 3 clients"),
+        ("stratified:1:2", "cannot take 1 clients from 2 strata"),
+        ("stratified:4:2", "cannot take 4 of 3"),
+        ("optimal", "write 'optimal:B"),
+        ("optimal:x", "write 'optimal:B"),
+        ("optimal:0", "is 0, but must be a whole number"),
+        ("optimal:4", "cannot ask 4 clients"),
+        ("optimal:2:of:", "write 'optimal:B"),
+        ("optimal:2:of:unifrom:2", "Did you mean 'uniform'"),
+        ("optimal:2:of:uniform", "write 'uniform:B'"),
+        ("optimal:2:of:uniform:1", "cannot ask 2 clients"),
+        ("optimal:1:of:optimal:1", "cannot have optimal:1 of full for its pool"),
+        ("optimal-approximate:x:of:full", "write 'optimal-approximate:B"),
     ],
 )
 def test_bad_text_is_named(text: str, message: str) -> None:

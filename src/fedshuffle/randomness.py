@@ -37,6 +37,7 @@ class Purpose(enum.IntEnum):
     SPLIT = 7
     START = 8
     SUBSET = 9
+    SELECTION = 10
 
 
 def generator(

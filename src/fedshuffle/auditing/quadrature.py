@@ -11,7 +11,8 @@ the expectation becomes an integral over t of a *generating function*
 - every client decides for itself: a product over clients;
 - k of n clients uniformly, each kept with some probability: an elementary symmetric polynomial,
   read off the product :math:`\prod_j (1 + a_j z)` as a Fourier coefficient on a circle through the
-  saddle point, where all terms are of like size and nothing cancels.
+  saddle point, where all terms are of like size and nothing cancels;
+- so many of every stratum: a product of such, as the strata are independent.
 
 The integrand is analytic in :math:`\log t`, so the trapezoidal rule on that scale converges faster
 than any power of its step; the rule with every second point says how accurate it is. Clients with
@@ -24,7 +25,7 @@ are then given as A alternatives per client, with the chances of the alternative
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -37,7 +38,9 @@ from fedshuffle.sampling import (
     Full,
     Independent,
     One,
+    Optimal,
     Sampling,
+    Stratified,
     Uniform,
 )
 
@@ -48,6 +51,9 @@ ACCURACY = 1e-10
 
 _BLOCK = 1 << 20
 """How many complex numbers are held at a time."""
+
+_STRATA = 32
+"""With more strata than this the integral takes longer than sampling."""
 
 
 def expected_ratio(
@@ -70,6 +76,7 @@ def expected_ratio(
         >>> (180 * share).round(9).tolist()
         [35.0, 64.0, 81.0]
     """
+    sampling = _who_walks(sampling)
     chances = np.ones(1) if chances is None else chances
     c = np.ones_like(u) if c is None else c
     if isinstance(sampling, One):
@@ -79,21 +86,41 @@ def expected_ratio(
     if listed is not None:
         return _by_cohorts(listed, u[:, 0], c[:, 0], None if v is None else v[:, 0], power)
 
-    shape = _shape(sampling)
-    if shape is None:
-        return None
-    keep, invited = shape
-    smallest = float(u.min())
+    smallest = _smallest(sampling, u)
     if not np.isfinite(smallest):
         return np.zeros(len(sampling))
-    if isinstance(sampling, Uniform):
-        smallest *= sampling.b  # every cohort has that many members
     finite = np.where(np.isfinite(u), u, 0.0)
     largest = float(finite.max() + sampling.p @ (finite @ chances))
-    clients, group_of = _Groups.of(keep, u, c, v, chances)
-    transform = _Product(clients) if invited == len(sampling) else _FixedSize(clients, invited)
+    transform: Callable[[float], FloatArray]
+    if isinstance(sampling, Stratified):
+        if len(sampling.sizes) > _STRATA:
+            return None
+        transform = _Strata(sampling, u, c, v, chances)
+        group_of = transform.group_of
+    else:
+        shape = _shape(sampling)
+        if shape is None:
+            return None
+        keep, invited = shape
+        clients, group_of = _Groups.of(keep, u, c, v, chances)
+        transform = _transform(clients, invited)
     values = _integral(transform, power, smallest=smallest, largest=largest)
     return None if values is None else values[group_of]
+
+
+def _who_walks(sampling: Sampling) -> Sampling:
+    """The sampling that draws the clients who walk."""
+    return sampling.pool if isinstance(sampling, Optimal) else sampling
+
+
+def _smallest(sampling: Sampling, u: FloatArray) -> float:
+    """What the sum of u over any cohort exceeds; infinite where no cohort is allowed."""
+    if isinstance(sampling, Stratified):
+        least = [u[members].min() for members in sampling.members]
+        return float(sampling.take @ np.array(least))
+    if isinstance(sampling, Uniform):
+        return sampling.b * float(u.min())
+    return float(u.min())
 
 
 def _shape(sampling: Sampling) -> tuple[FloatArray, int] | None:
@@ -109,6 +136,9 @@ def _shape(sampling: Sampling) -> tuple[FloatArray, int] | None:
 
 def probability_of_anybody(sampling: Sampling) -> float:
     """The probability that the cohort is not empty, from ``sum_i E[1{i in S} / |S|]``."""
+    sampling = _who_walks(sampling)
+    if isinstance(sampling, Stratified):
+        return 1.0
     listed = sampling.cohorts(0)
     if listed is not None:
         return float(listed.probabilities[np.diff(listed.starts) > 0].sum())
@@ -293,6 +323,78 @@ class _FixedSize:
         far = np.logaddexp(0.0, start + shift) - np.logaddexp(0.0, start)
         change = np.where(shift < 30, close, far)
         return float(self.clients.count @ change) - self.size * (log_radius - start)
+
+
+def _transform(clients: _Groups, size: int) -> _Product | _FixedSize:
+    """The generating function where ``size`` of these clients are invited."""
+    everybody = size == int(clients.count.sum())
+    return _Product(clients) if everybody else _FixedSize(clients, size)
+
+
+class _Strata:
+    """The same where so many clients of every stratum take part.
+
+    For stratum k alone let ``G = E[e^{-t sum u}]``, ``H = E[(sum v) e^{-t sum u}]``, and F and J
+    the same with ``1{i in S} c_i``. As v adds up and all else multiplies, a stratum is the number
+    ``G + H e`` with ``e^2 = 0``, and client i has ``F + J e`` times the numbers of the other
+    strata: its e part, or its plain part where there is no v.
+    """
+
+    def __init__(
+        self,
+        sampling: Stratified,
+        u: FloatArray,
+        c: FloatArray,
+        v: FloatArray | None,
+        chances: FloatArray,
+    ) -> None:
+        self.group_of = np.zeros(len(sampling), dtype=np.int64)
+        self.parts: list[_Stratum] = []
+        groups = 0
+        for members, take in zip(sampling.members, sampling.take.tolist(), strict=True):
+            rows = None if v is None else v[members]
+            clients, code = _Groups.of(np.ones(len(members)), u[members], c[members], rows, chances)
+            self.group_of[members] = groups + code
+            groups += len(clients.count)
+            self.parts.append(_Stratum(clients, take))
+
+    def __call__(self, t: float) -> FloatArray:
+        parts = [part(t) for part in self.parts]
+        below, above = [(1.0, 0.0)], [(1.0, 0.0)]
+        for (whole, _), (other, _) in zip(parts, reversed(parts), strict=True):
+            below.append(_times(below[-1], whole))
+            above.append(_times(above[-1], other))
+        result = []
+        for k, (_, (plain, marked)) in enumerate(parts):
+            g, h = _times(below[k], above[len(parts) - 1 - k])
+            result.append(plain * g if marked is None else marked * g + plain * h)
+        return np.concatenate(result)
+
+
+class _Stratum:
+    """One stratum at a point t: ``(G, H)``, and ``(F, J)`` of every group of clients."""
+
+    def __init__(self, clients: _Groups, take: int) -> None:
+        self.count, self.take = clients.count, take
+        plain = replace(clients, v=None)
+        self.g = _transform(replace(plain, c=np.ones_like(clients.c)), take)
+        self.f = _transform(plain, take)
+        self.h = self.j = None
+        if clients.v is not None:
+            self.h = _transform(replace(plain, c=clients.v), take)
+            self.j = _transform(clients, take)
+
+    def __call__(
+        self, t: float
+    ) -> tuple[tuple[float, float], tuple[FloatArray, FloatArray | None]]:
+        g = float(self.count @ self.g(t)) / self.take  # every cohort has that many members
+        h = 0.0 if self.h is None else float(self.count @ self.h(t))
+        return (g, h), (self.f(t), None if self.j is None else self.j(t))
+
+
+def _times(a: tuple[float, float], b: tuple[float, float]) -> tuple[float, float]:
+    """``(a + a' e) (b + b' e)`` with ``e^2 = 0``."""
+    return a[0] * b[0], a[0] * b[1] + a[1] * b[0]
 
 
 class _Coins:

@@ -2,12 +2,13 @@
 
 A sampling is an object (:class:`Uniform`, :class:`Independent`, ...) or the text that names one,
 which :func:`parse` reads: ``full``, ``uniform:B``, ``importance:B``, ``independent:p1,p2,...``,
-``one``, ``ais:B``.
+``one``, ``ais:B``, ``stratified:B:K``, ``optimal:B`` and ``optimal:B:of:SAMPLING``.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Literal
 
 from fedshuffle._arrays import expect
 from fedshuffle.errors import FedShuffleError, unknown
@@ -17,6 +18,12 @@ from fedshuffle.sampling.base import Cohorts, Sampling
 from fedshuffle.sampling.full import Full
 from fedshuffle.sampling.independent import Independent, importance, importance_probabilities
 from fedshuffle.sampling.one import One
+from fedshuffle.sampling.optimal import (
+    Optimal,
+    approximate_probabilities,
+    optimal_probabilities,
+)
+from fedshuffle.sampling.stratified import Stratified, strata_by_size
 from fedshuffle.sampling.table import Table
 from fedshuffle.sampling.uniform import Uniform
 
@@ -26,14 +33,19 @@ __all__ = [
     "Full",
     "Independent",
     "One",
+    "Optimal",
     "Sampling",
+    "Stratified",
     "Table",
     "Uniform",
+    "approximate_probabilities",
     "check",
     "importance",
     "importance_probabilities",
+    "optimal_probabilities",
     "parse",
     "resolve",
+    "strata_by_size",
 ]
 
 
@@ -65,6 +77,11 @@ def _read(text: str) -> tuple[str, Callable[[str, Federation], Sampling], str]:
     form, make = _MAKERS[name]
     if bool(argument) != (":" in form):
         raise FedShuffleError(f"sampling {text!r} is incomplete or has too much: write {form!r}.")
+    _, of, pool = argument.partition(":of:")
+    if of and ":of:" in form:  # a pool of another sampling
+        if not pool:
+            raise FedShuffleError(f"sampling {text!r} is incomplete: write {form!r}.")
+        _read(pool)
     return form, make, argument
 
 
@@ -81,6 +98,21 @@ def resolve(sampling: str | Sampling, federation: Federation) -> Sampling:
     return sampling
 
 
+def _stratified(argument: str, federation: Federation) -> Stratified:
+    b, k, *rest = argument.split(":")
+    if rest not in ([], ["weight"]):
+        raise ValueError(rest)
+    weights = federation.weights if rest else None
+    return Stratified(strata_by_size(federation.sizes, int(k)), int(b), weights)
+
+
+def _optimal(
+    argument: str, federation: Federation, how: Literal["exact", "approximate"]
+) -> Optimal:
+    b, of, pool = argument.partition(":of:")
+    return Optimal(parse(pool, federation) if of else Full(len(federation)), int(b), how)
+
+
 _MAKERS: dict[str, tuple[str, Callable[[str, Federation], Sampling]]] = {
     "full": ("full", lambda _, f: Full(len(f))),
     "uniform": ("uniform:B", lambda b, f: Uniform(len(f), int(b))),
@@ -90,5 +122,11 @@ _MAKERS: dict[str, tuple[str, Callable[[str, Federation], Sampling]]] = {
     "ais": (
         "ais:B",
         lambda b, f: ApproximateIndependent(importance_probabilities(f.sizes, int(b))),
+    ),
+    "stratified": ("stratified:B:K[:weight]", _stratified),
+    "optimal": ("optimal:B[:of:SAMPLING]", lambda a, f: _optimal(a, f, "exact")),
+    "optimal-approximate": (
+        "optimal-approximate:B[:of:SAMPLING]",
+        lambda a, f: _optimal(a, f, "approximate"),
     ),
 }
