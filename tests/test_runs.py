@@ -542,7 +542,7 @@ def test_a_folder_that_cannot_be_written_is_named_and_keeps_what_it_has(
     with monkeypatch.context() as patched:
         patched.setattr("fedshuffle.runs.os.replace", full)
         with pytest.raises(FedShuffleError, match="No space left on device"):
-            RunFolder(out).save(State(torch.zeros(2), {}, 12))
+            RunFolder(out).save(State(torch.zeros(2), round=12))
     latest = RunFolder(out).latest()
     assert latest is not None
     assert latest.round == 8

@@ -4,12 +4,15 @@
     DIR/metrics.jsonl                   one line a round
     DIR/checkpoints/00000100.json       round and checksum; written last, so it vouches for
     DIR/checkpoints/00000100.safetensors    the model and all that the server remembers
+    DIR/clients.rows                    what the clients keep, if the method lets them
 
 JSON has no NaN: a metric that is not finite, as that of a model that has diverged, is null in the
 metrics and NaN in Python. Every file but the metrics is written under another name and moved into
 place, so that a run killed at any moment leaves only whole files. The start is a checkpoint, too. A
 run that goes on forgets the metrics after its checkpoint, and renames to ``*.damaged`` what lies
-beyond it.
+beyond it. What clients keep is not copied into a checkpoint, which says only in which rows of the
+file it stands: those of the checkpoints on disk are never overwritten. They are checked when they
+are read.
 """
 
 from __future__ import annotations
@@ -22,16 +25,19 @@ import platform
 import signal
 import threading
 import warnings
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, final
 
 import numpy as np
 import torch
 from safetensors.torch import load, save
+from torch import Tensor
 
 from fedshuffle import _files
+from fedshuffle.client_memory import ClientMemory, Shelf
 from fedshuffle.errors import FedShuffleError
 from fedshuffle.state import State
 
@@ -68,6 +74,7 @@ class RunFolder:
         )
         self._checkpoints = path / "checkpoints"
         self._metrics = path / "metrics.jsonl"
+        self._shelf: Shelf | None = None
 
     def begin(self, settings: Mapping[str, Any], start: State, resume: bool) -> State:
         """Open the folder; the state to go on from, or the start, which is saved as well."""
@@ -88,6 +95,21 @@ class RunFolder:
             self.save(state := start)
         self._forget_after(state.round)
         return state
+
+    def shelf(self, width: int, dtype: torch.dtype) -> Shelf:
+        """Where the clients of this run keep their rows; the rows of all checkpoints are pinned.
+
+        The file is made with the first row, so this changes nothing in the folder.
+        """
+        known = self._shelf
+        if known is None or (known.width, known.dtype) != (width, dtype):
+            self._shelf = known = Shelf(width, dtype, self.path / "clients.rows")
+            for facts in self._checkpoints.glob("*.json"):
+                with suppress(OSError, ValueError, KeyError):  # damaged: nobody can go on from it
+                    state, index = _read(facts)
+                    if index:
+                        known.pin(state.round, index["slots"].numpy())
+        return known
 
     def _begin_anew(self, settings: Mapping[str, Any], start: State) -> None:
         made = self.path / "run.json"
@@ -167,12 +189,16 @@ class RunFolder:
     def save(self, state: State) -> None:
         """Write a checkpoint and drop the oldest beyond the number kept."""
         tensors = {"x": state.x} | {f"memory.{k}": v for k, v in state.memory.items()}
+        if state.clients is not None:
+            tensors |= {f"clients.{k}": v for k, v in self._pinned(state.clients, state.round)}
         data = save({name: t.detach().cpu().contiguous().clone() for name, t in tensors.items()})
         name = self._checkpoints / f"{state.round:08d}"
         facts = {"round": state.round, "sha256": hashlib.sha256(data).hexdigest()}
 
         def write() -> None:
             _settle(self._metrics)  # a checkpoint vouches for the metrics before it, too
+            if self._shelf is not None:
+                self._shelf.settle()
             _files.replace(name.with_suffix(".safetensors"), data)
             _files.replace(name.with_suffix(".json"), json.dumps(facts).encode())
 
@@ -180,17 +206,36 @@ class RunFolder:
         for old in sorted(self._checkpoints.glob("*.json"))[: -self.keep]:
             old.unlink()
             old.with_suffix(".safetensors").unlink(missing_ok=True)
+        if self._shelf is not None:
+            kept = {_round(path) for path in self._checkpoints.glob("*.json")}
+            for dropped in self._shelf.pins - kept:
+                self._shelf.unpin(dropped)
+
+    def _pinned(self, clients: ClientMemory, round: int) -> Iterable[tuple[str, Tensor]]:
+        """Where the clients' rows are, and from now on will be as long as the checkpoint is."""
+        if clients.shelf is not self._shelf:
+            raise FedShuffleError(
+                f"what the clients keep is not in {str(self.path)!r}, so it cannot be saved there."
+                " Take the shelf from RunFolder.shelf."
+            )
+        clients.shelf.pin(round, clients.slots)
+        return clients.index().items()
 
     def latest(self) -> State | None:
         """The newest checkpoint that is whole; a damaged one is named and passed over."""
         for facts in sorted(self._checkpoints.glob("*.json"), reverse=True):
             try:
-                return _read(facts)
+                state, index = _read(facts)
             except (OSError, ValueError, KeyError) as error:
                 warnings.warn(
                     f"checkpoint {facts.name} is damaged ({error}) and passed over.",
                     stacklevel=2,
                 )
+                continue
+            if not index:
+                return state
+            shelf = self.shelf(len(state.x), state.x.dtype)
+            return replace(state, clients=ClientMemory.restore(shelf, index))
         return None
 
     def _forget_after(self, round: int) -> None:
@@ -251,15 +296,19 @@ def _round(path: Path) -> int:
     return int(path.stem) if whole else -1
 
 
-def _read(facts: Path) -> State:
+def _read(facts: Path) -> tuple[State, dict[str, Tensor]]:
+    """A checkpoint, and the index of what its clients keep; empty if they keep nothing."""
     known = json.loads(facts.read_text(encoding="utf-8"))
     data = facts.with_suffix(".safetensors").read_bytes()
     if hashlib.sha256(data).hexdigest() != known["sha256"]:
         raise ValueError("its checksum does not fit")
     tensors = load(data)
     x = tensors.pop("x")
-    memory = {name.removeprefix("memory."): tensor for name, tensor in tensors.items()}
-    return State(x, memory, int(known["round"]))
+    memory, index = (
+        {name.removeprefix(kind): t for name, t in tensors.items() if name.startswith(kind)}
+        for kind in ("memory.", "clients.")
+    )
+    return State(x, memory, round=int(known["round"])), index
 
 
 def _same_settings(old: Mapping[str, Any], new: Mapping[str, Any], path: Path) -> None:
