@@ -46,9 +46,10 @@ from fedshuffle.engines.stack import Stack
 from fedshuffle.kernel import Order, Probe, Steering, Walk, step
 from fedshuffle.local_work import Minibatches
 from fedshuffle.models import CharLSTM, ResNet
+from fedshuffle.rounds import Run, simulate
 from fedshuffle.runs import RunFolder
 from fedshuffle.state import State
-from fedshuffle.training import Result, Run, simulate
+from fedshuffle.training import Result
 from tests.problems import Point, copies, half_squared_distance, quadratic, targets
 
 
@@ -245,17 +246,22 @@ def order(client: int, size: int, steps: int, **steering: object) -> Order:
     ("clip", "decay"), [(math.inf, 0.0), (0.6, 0.0), (math.inf, 0.3), (0.4, 0.2)]
 )
 def test_the_whole_kernel_by_hand(engine: str, clip: float, decay: float) -> None:
-    """Each of alpha, beta, mu and v, mixed over the clients of one walk, and several sums; with
-    clipping and weight decay.
+    """Each of alpha, beta, mu, v and the scale, mixed over the clients of one walk, and several
+    sums; with clipping and weight decay.
     """
-    points = targets(3, 2)
-    problem = quadratic(copies([2, 4, 6], points))
+    points = targets(7, 2)
+    problem = quadratic(copies([2, 4, 6, 3, 5, 2, 1], points))
     x = targets(1, 2, seed=9)[0]
     v = targets(1, 2, seed=8)[0]
+    scale, other = targets(2, 2, seed=7).exp()
     orders = [
         order(0, 2, 5, alpha=0.5, mu=0.3),
         order(1, 4, 3, alpha=1.0, beta=0.4, v=v),
-        order(2, 6, 7, alpha=0.7, beta=0.2, mu=1.5, v=-v),
+        order(2, 6, 7, alpha=0.7, beta=0.2, mu=1.5, v=-v, scale=scale),
+        order(3, 3, 4, alpha=1.2, mu=0.1, scale=other),
+        order(4, 5, 6, alpha=0.0, beta=0.9, mu=0.4, v=2 * v),
+        order(5, 2, 3, alpha=0.0, beta=-0.5, scale=scale),
+        order(6, 1, 8, alpha=0.0, mu=0.6, v=v, scale=other),
     ]
     orders = [dataclasses.replace(o, clip=clip, weight_decay=decay) for o in orders]
     want = torch.zeros(2, 2, dtype=torch.float64)
@@ -266,7 +272,8 @@ def test_the_whole_kernel_by_hand(engine: str, clip: float, decay: float) -> Non
             at_y, at_x = (
                 (z - b) * min(1.0, clip / float((z - b).norm())) + decay * z for z in (y, x)
             )
-            y = y - o.step_size * (s.alpha * at_y - s.beta * at_x + push + s.mu * (y - x))
+            direction = s.alpha * at_y - s.beta * at_x + push + s.mu * (y - x)
+            y = y - o.step_size * (1.0 if s.scale is None else s.scale) * direction
         want[0] += o.weights[0] * (y - x)
         want[1] += o.weights[1] * (y - x)
     (have,) = make(engine, problem).walk([Walk(x, orders, 2)])
@@ -279,18 +286,218 @@ def test_probes_are_weighted_full_gradients(engine: str) -> None:
     rows = targets(sum(sizes), 2)
     problem = quadratic(Federation.from_arrays(rows, sizes=sizes))
     a, b = targets(2, 2, seed=4)
-    probe = Probe((a, b), np.array([0, 1]), np.array([0.3, 2.0]), 0, weight_decay=0.7)
+    weights = np.array([[0.3, 0.0, 1.0], [2.0, 1.0, 0.0]])
+    probe = Probe((a, b), np.array([0, 1]), weights, 0, weight_decay=0.7)
     (have,) = make(engine, problem).probe([probe])
     means = torch.stack([rows[:3].mean(0), rows[3:].mean(0)])
-    weights = torch.tensor([0.3, 2.0], dtype=torch.float64)
-    want = torch.stack([weights @ (point - means) + 0.7 * 2.3 * point for point in (a, b)])
+    want = torch.stack([torch.stack([p - means + 0.7 * p for p in (a, b)])] * 3)
+    want = torch.einsum("ik,kpid->kpd", torch.from_numpy(weights), want)
+    torch.testing.assert_close(have, want, rtol=1e-12, atol=1e-13)
+    assert have.shape == (3, 2, 2)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_scaled_walk_is_a_geometric_series(engine: str) -> None:
+    """f_i(y) = |y - b_i|^2 / 2 from x, coordinate by coordinate: with r = gamma D (alpha + mu) and
+    u = (alpha - beta) (x - b_i) + v, after tau steps y - x = -u (1 - (1 - r)^tau) / (alpha + mu).
+    """
+    rng = np.random.default_rng(5)
+    b, v = rng.normal(size=(2, 4, 3))
+    x, scale = rng.normal(size=3), rng.uniform(0.2, 3.0, size=(4, 3))
+    alpha, beta, mu, tau = 0.8, 0.3, 0.5, np.array([4, 9, 1, 6])
+    problem = quadratic(copies([3, 5, 2, 4], torch.from_numpy(b)))
+    orders = [
+        Order(
+            Minibatches(i, [3, 5, 2, 4][i], int(tau[i]), 2, "reshuffled", 3, 0),
+            0.1,
+            Steering(alpha, beta, mu, torch.from_numpy(v[i]), torch.from_numpy(scale[i])),
+            np.eye(4)[i].tolist(),
+        )
+        for i in range(4)
+    ]
+    (have,) = make(engine, problem).walk([Walk(torch.from_numpy(x), orders, 4)])
+    rate = 0.1 * scale * (alpha + mu)
+    u = (alpha - beta) * (x - b) + v
+    want = -u * (1 - (1 - rate) ** tau[:, None]) / (alpha + mu)
+    np.testing.assert_allclose(have.numpy(), want, rtol=1e-12, atol=1e-14)
+
+
+def steered(problem: Problem, seed: int, own_sums: bool) -> Walk:
+    """A walk of every client whose orders have all the parts of the kernel, at random."""
+    rng = np.random.default_rng(seed)
+    sizes = problem.federation.sizes.tolist()
+    d = len(problem.start)
+
+    def vector(chance: float) -> Tensor | None:
+        drawn = torch.from_numpy(rng.normal(size=d))
+        return 0.3 * drawn if rng.random() < chance else None
+
+    orders = []
+    for client, size in enumerate(sizes):
+        scale = vector(0.6)
+        steering = Steering(
+            alpha=[1.0, 0.7, 0.0][rng.integers(3)],
+            beta=[0.0, 0.4][rng.integers(2)],
+            mu=[0.0, 0.5][rng.integers(2)],
+            v=vector(0.7),
+            scale=None if scale is None else scale.exp(),
+        )
+        stream = Minibatches(client, size, int(rng.integers(1, 7)), 2, "reshuffled", seed, 0)
+        weights = np.eye(len(sizes))[client] if own_sums else np.zeros(0)
+        weights = np.append(weights, rng.normal(size=2))
+        orders.append(
+            Order(
+                stream,
+                0.05 * (1 + rng.random()),
+                steering,
+                weights.tolist(),
+                [math.inf, 0.5][rng.integers(2)],
+                [0.0, 0.1][rng.integers(2)],
+            )
+        )
+    start = problem.start + 0.1 * torch.from_numpy(rng.normal(size=d))
+    return Walk(start, orders, len(orders[0].weights))
+
+
+def asked(problem: Problem, seed: int, own_sums: bool) -> Probe:
+    """A probe of all clients at two points, with a sum for each client or three for all."""
+    rng = np.random.default_rng(seed)
+    n, d = len(problem.federation), len(problem.start)
+    weights = np.eye(n) if own_sums else rng.normal(size=(n, 3))
+    weights[0] *= seed % 2
+    points = tuple(problem.start + 0.1 * torch.from_numpy(rng.normal(size=d)) for _ in range(2))
+    return Probe(points, np.arange(n), weights, 0, weight_decay=0.3)
+
+
+MANY_SIZES = [int(size) for size in np.random.default_rng(3).integers(1, 6, size=24)]
+STEERED = {
+    **{name: CASES[name] for name in ("linear", "mlp", "cnn", "tokens", "pooled", "lstm")},
+    "many": (lambda: nn.Linear(6, 3), data((6,), 3, MANY_SIZES)),
+}
+
+
+@pytest.mark.parametrize("case", STEERED)
+def test_every_engine_steers_like_the_loop(case: str) -> None:
+    """Walks with a steering of its own for every client, and probes with many sums, in lockstep."""
+    make_model, federation = STEERED[case]
+    torch.manual_seed(0)
+    problem = Problem(make_model().double(), losses.cross_entropy, federation)
+    loop = LoopEngine(problem)
+    kinds = [(seed, bool(seed % 3)) for seed in range(2 if case == "many" else 6)]
+    walks = [steered(problem, *kind) for kind in kinds]
+    probes = [asked(problem, *kind) for kind in kinds]
+    walked, probed = loop.walk(walks), loop.probe(probes)
+    for name, engine in all_engines(problem).items():
+        for have, want in zip(engine.walk(walks), walked, strict=True):
+            torch.testing.assert_close(have, want, rtol=1e-12, atol=1e-13, msg=name)
+        for have, want in zip(engine.probe(probes), probed, strict=True):
+            torch.testing.assert_close(have, want, rtol=1e-12, atol=1e-13, msg=name)
+
+
+@pytest.mark.parametrize("engine", [*ENGINES, "lanes:2"])
+def test_steps_without_gradients_look_at_no_example(engine: str) -> None:
+    """Neither the loss nor a batch may be touched once the engine is made."""
+    points = targets(3, 2)
+    problem = quadratic(copies([2, 4, 6], points))
+    walker = make(engine, problem)
+    assert not problem.random  # the first look at the model, which is allowed
+
+    def forbidden(*_: object) -> tuple[Tensor, ...]:
+        raise AssertionError("an example was looked at")
+
+    problem.batch = problem.loss = forbidden  # type: ignore[method-assign, assignment]
+    x, v = targets(2, 2, seed=9)
+    scale = targets(1, 2, seed=7)[0].exp()
+    orders = [
+        order(0, 2, 5, alpha=0.0, v=v),
+        order(1, 4, 3, alpha=0.0, v=-v, scale=scale),
+        order(2, 6, 7, alpha=0.0, v=v, mu=0.5, scale=scale),
+    ]
+    orders = [
+        dataclasses.replace(o, weights=np.eye(3)[k].tolist(), weight_decay=0.3, clip=0.1)
+        for k, o in enumerate(orders)
+    ]
+    (have,) = walker.walk([Walk(x, orders, 3)])
+    series = (1 - (1 - 0.12 * 0.5 * scale) ** 7) / 0.5
+    want = torch.stack([-5 * 0.1 * v, 3 * 0.11 * scale * v, -series * v])
+    torch.testing.assert_close(have, want, rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_gradient_that_does_not_count_is_not_computed(engine: str) -> None:
+    """With alpha = 0 only the global model is looked at, with weight 0 no data at all."""
+    federation = copies([2, 4], targets(2, 2))
+    x, far = torch.zeros(2, dtype=torch.float64), torch.full((2,), 1e9, dtype=torch.float64)
+
+    def near(model: Point, rows: Tensor) -> Tensor:  # not finite away from x
+        return half_squared_distance(model, rows) / (model.x.abs().sum() < 1e-9)
+
+    walker = make(engine, Problem(Point(2), near, federation))
+    orders = [order(k, size, 3, alpha=0.0, beta=1.0, v=far) for k, size in enumerate([2, 4])]
+    (have,) = walker.walk([Walk(x, orders, 2)])
+    steps = torch.stack([-0.3 * (far + targets(2, 2)[0]), -0.33 * (far + targets(2, 2)[1])])
+    torch.testing.assert_close(have, torch.stack([steps.sum(0), steps[1]]), rtol=1e-12, atol=0.0)
+
+    def small(model: Point, rows: Tensor) -> Tensor:  # not finite at the larger client
+        return half_squared_distance(model, rows) / (rows.shape[-2] < 4)
+
+    walker = make(engine, Problem(Point(2), small, federation))
+    (have,) = walker.probe([Probe((x,), np.arange(2), np.array([[2.0], [0.0]]), 0)])
+    torch.testing.assert_close(have[0, 0], -2 * targets(2, 2)[0])
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_probes_look_at_the_data_once_for_every_point(engine: str) -> None:
+    """However many sums there are."""
+    calls = []
+
+    def counting(model: Point, rows: Tensor) -> Tensor:
+        calls.append(len(rows))
+        return half_squared_distance(model, rows)
+
+    problem = Problem(Point(2), counting, copies([2, 4, 3], targets(3, 2)))
+    walker = make(engine, problem)
+    assert not problem.random  # the first look at the model
+    calls.clear()
+    points = tuple(targets(2, 2, seed=4))
+    weights = np.random.default_rng(0).normal(size=(3, 40))
+    (have,) = walker.probe([Probe(points, np.arange(3), weights, 0)])
+    # Lanes look once at both points; what processes do is not seen from here.
+    assert len(calls) == {"lanes": 3, "lean:2:processes": 0}.get(engine, 6)
+    slopes = torch.stack([point - targets(3, 2) for point in points])
+    want = torch.einsum("ik,pid->kpd", torch.from_numpy(weights), slopes)
     torch.testing.assert_close(have, want, rtol=1e-12, atol=1e-13)
 
 
+@pytest.mark.parametrize("engine", ENGINES)
+def test_an_update_that_counts_nowhere_must_be_finite_too(engine: str) -> None:
+    federation = Federation.from_arrays(targets(6, 2), client_ids=list("abbbcc"))
+    problem = quadratic(federation)
+    walker = make(engine, problem)
+    huge = torch.full((2,), 1e308, dtype=torch.float64)
+    orders = [
+        order(0, 1, 3),
+        dataclasses.replace(order(1, 3, 3, v=huge, scale=huge), weights=[0.0, 0.0]),
+    ]
+    with pytest.raises(TrainingError, match=r"client b, local training.*not finite"):
+        walker.walk([Walk(problem.start, orders, 2)])
+
+
+def test_auto_tries_engines_on_steered_walks() -> None:
+    make_model, federation = STEERED["many"]
+    torch.manual_seed(0)
+    problem = Problem(make_model().double(), losses.cross_entropy, federation)
+    choice = choose(problem, steered(problem, 1, own_sums=True))
+    assert choice.name != "loop"
+    assert "does not agree" not in choice.why
+
+
 def test_the_step_is_the_formula() -> None:
-    y, x, g, gx, v = targets(5, 3)
+    y, x, g, gx, v, scale = targets(6, 3)
     have = step(y, x, g, gx, 0.1, 0.5, 0.2, 0.3, v)
     torch.testing.assert_close(have, y - 0.1 * (0.5 * g - 0.2 * gx + v + 0.3 * (y - x)))
+    have = step(y, x, g, gx, 0.1, 0.5, 0.2, 0.3, v, scale)
+    torch.testing.assert_close(have, y - 0.1 * scale * (0.5 * g - 0.2 * gx + v + 0.3 * (y - x)))
 
 
 @pytest.mark.parametrize("engine", ENGINES)
@@ -806,7 +1013,7 @@ def test_worker_processes_do_not_outlive_a_killed_parent() -> None:
 import os, signal, sys
 sys.path.insert(0, sys.argv[1])
 from fedshuffle.engines import make
-from fedshuffle.training import Run, simulate
+from fedshuffle.rounds import Run, simulate
 from tests.problems import copies, quadratic, targets
 problem = quadratic(copies([1, 2], targets(2, 2)))
 engine = make("lean:2:processes", problem)

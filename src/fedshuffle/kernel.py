@@ -2,13 +2,14 @@ r"""The one kernel, and the words in which methods and engines speak to each oth
 
 Every method is one local step
 
-.. math:: y \leftarrow y - \gamma (\alpha g(y; B) - \beta g(x; B) + v + \mu (y - x))
+.. math:: y \leftarrow y - \gamma D (\alpha g(y; B) - \beta g(x; B) + v + \mu (y - x))
 
 where :math:`x` is the global model, :math:`B` the minibatch, :math:`g(z; B)` the gradient of its
 loss at z, clipped to a largest norm and with weight decay :math:`\lambda z` added, and the step
-size :math:`\gamma`, the scalars :math:`\alpha, \beta, \mu` and the vector :math:`v` are fixed for
-the round. A method sends two kinds of requests, :class:`Probe` and :class:`Walk`; an engine answers
-them. Neither knows more of the other than stands here. Models are flat vectors.
+size :math:`\gamma`, the scalars :math:`\alpha, \beta, \mu`, the vector :math:`v` and the diagonal
+matrix :math:`D` (the identity, but for adaptive methods) are fixed for the round. A method sends
+two kinds of requests, :class:`Probe` and :class:`Walk`; an engine answers them. Neither knows more
+of the other than stands here. Models are flat vectors.
 """
 
 from __future__ import annotations
@@ -34,6 +35,8 @@ class Steering:
     beta: float = 0.0
     mu: float = 0.0
     v: Tensor | None = None
+    scale: Tensor | None = None
+    """The diagonal of D, one positive number per parameter; None for ones."""
 
 
 @final
@@ -64,13 +67,14 @@ class Walk:
 @final
 @dataclass(frozen=True, slots=True)
 class Probe:
-    """The answer has a row ``sum_i weights_i (grad f_i(point) + weight_decay point)`` for every
-    point, from full gradients over the clients' data.
+    """Full gradients over the clients' data. The answer has for every k and every point a row
+    ``sum_i weights_i[k] (grad f_i(point) + weight_decay point)``: its shape is (sums, points, d).
     """
 
     points: Sequence[Tensor]
     clients: IntArray
     weights: FloatArray
+    """A row per client, a column per sum."""
     round: int
     weight_decay: float = 0.0
 
@@ -99,6 +103,7 @@ def step(
     beta: float | Tensor,
     mu: float | Tensor,
     v: Tensor | None,
+    scale: Tensor | None = None,
 ) -> Tensor:
     """One local step. Scalars may be columns, one row per client, with models as rows."""
     direction = alpha * gradient
@@ -108,4 +113,6 @@ def step(
         direction = direction + v
     if not isinstance(mu, float) or mu != 0.0:
         direction = direction + mu * (y - x)
+    if scale is not None:
+        direction = scale * direction
     return y - step_size * direction

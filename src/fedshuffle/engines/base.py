@@ -26,7 +26,7 @@ class Engine(Protocol):
         """For every walk the sums of the updates, one row per sum."""
 
     def probe(self, probes: Sequence[Probe]) -> list[Tensor]:
-        """For every probe the weighted full gradients, one row per point."""
+        """For every probe the weighted full gradients, one table per sum, with a row per point."""
 
 
 class OneWorker(Engine, Protocol):
@@ -89,6 +89,15 @@ def gradients(loss: Tensor, parameters: Sequence[Tensor]) -> tuple[Tensor, ...]:
     return tuple(torch.zeros_like(p) if g is None else g for g, p in pairs)
 
 
+def counted(weights: Sequence[float]) -> list[tuple[int, float]]:
+    """In which of the sums something counts, and by what: often in one of very many.
+
+    >>> counted([0.0, 0.5, 0.0, 2.0])
+    [(1, 0.5), (3, 2.0)]
+    """
+    return [(k, weight) for k, weight in enumerate(weights) if weight]
+
+
 def not_finite(problem: Problem, order: Order) -> DivergedError:
     """The error for an update with NaN or infinity."""
     batches = order.minibatches
@@ -102,9 +111,10 @@ def not_finite(problem: Problem, order: Order) -> DivergedError:
 
 
 def check_probe(problem: Problem, probe: Probe, gradients: Tensor) -> Tensor:
-    """The gradients of a probe with weight decay, or an error where they are not finite."""
-    decay = probe.weight_decay * float(probe.weights.sum())
-    gradients = gradients + decay * torch.stack(list(probe.points))
+    """Add weight decay to the gradients of a probe; an error where they are not finite."""
+    if probe.weight_decay:
+        decay = gradients.new_tensor(probe.weight_decay * probe.weights.sum(axis=0))
+        gradients.addcmul_(decay.view(-1, 1, 1), torch.stack(list(probe.points)))
     if not torch.isfinite(gradients).all():
         raise DivergedError(
             "the full gradient is not finite. The model has diverged: lower the step size.",

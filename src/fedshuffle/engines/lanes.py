@@ -6,8 +6,8 @@ import abc
 import itertools
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
-from typing import final
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import NamedTuple, final
 
 import numpy as np
 import torch
@@ -36,6 +36,9 @@ _NUMBERS = 1 << 22
 
 _EXAMPLES = 1 << 20
 """The lanes of a group visit about so many examples together."""
+
+_FEW_SUMS = 16
+"""Requests with more sums than this are looked at: perhaps each client counts in few of them."""
 
 Tables = list[Tensor]
 """The parameters of many models: one table per parameter, one row per model."""
@@ -79,9 +82,11 @@ class LanesEngine:
         starts = self._tables(torch.stack([walk.start for walk in walks]))
         sums = [start.new_zeros(int(first[-1]), start[0].numel()) for start in starts]
         lanes = [(k, order) for k, walk in enumerate(walks) for order in walk.orders]
-        lanes.sort(key=lambda lane: -lane[1].minibatches.steps)  # alike lengths side by side
-        for group in self._groups(lanes):
-            self._walk_group(group, starts, sums, first)
+        # Alike lengths side by side; and only those together that need gradients at all.
+        lanes.sort(key=lambda lane: (_needs(lane[1]), -lane[1].minibatches.steps))
+        for _, alike in itertools.groupby(lanes, lambda lane: _needs(lane[1])):
+            for group in self._groups(alike):
+                self._walk_group(group, starts, sums, first)
         return list(torch.split(torch.cat(sums, dim=1), [walk.sums for walk in walks]))
 
     def _walk_group(
@@ -97,17 +102,17 @@ class LanesEngine:
             weights = np.zeros((int(first[-1]), len(group)))
             for lane, (k, order) in enumerate(group):
                 weights[first[k] : first[k + 1], lane] = order.weights
-            counted = starts[0].new_tensor(weights)
-            sizes = counted.new_zeros(len(group))
+            summed = _Summed(starts[0], weights, int(np.diff(first).max()))
+            sizes = starts[0].new_zeros(len(group))
             for sum, end, begin in zip(sums, y, x, strict=True):
                 update = end.sub_(begin).flatten(1)
                 sizes += update.sum(dim=1)
-                sum.addmm_(counted, update)
+                summed.add(update, sum)
             finite = torch.isfinite(sizes)
             if not finite.all():
                 raise not_finite(self.problem, orders[int((~finite).nonzero()[0])])
 
-    def _groups(self, lanes: list[tuple[int, Order]]) -> Iterator[list[tuple[int, Order]]]:
+    def _groups(self, lanes: Iterable[tuple[int, Order]]) -> Iterator[list[tuple[int, Order]]]:
         group: list[tuple[int, Order]] = []
         examples = 0
         for lane in lanes:
@@ -123,7 +128,8 @@ class LanesEngine:
     def _local(self, x: Tables, orders: Sequence[Order]) -> Tables:
         """The models of a group of clients after their local steps.
 
-        The kernel, with a row per client: y <- y - gamma (alpha g(y) - beta g(x) + v + mu (y - x)).
+        The kernel, with a row per client:
+        y <- y - gamma D (alpha g(y) - beta g(x) + v + mu (y - x)).
         """
         like = x[0]
         steerings = [order.steering for order in orders]
@@ -134,44 +140,55 @@ class LanesEngine:
         decay = np.array([order.weight_decay for order in orders])
         shrink, pull = gamma * (mu + alpha * decay), gamma * (mu + beta * decay)
         along, against = like.new_tensor(-gamma * alpha), like.new_tensor(gamma * beta)
-        keep = like.new_tensor(1 - shrink) if shrink.any() else None
+        keep, less = like.new_tensor(1 - shrink) if shrink.any() else None, like.new_tensor(-shrink)
         pulled = _scaled(x, like.new_tensor(pull)) if pull.any() else None
-        push = self._push(like.new_tensor(-gamma), orders)
+        push = self._rows([steering.v for steering in steerings], 0.0)
+        if push is not None:
+            push = _scaled(push, like.new_tensor(-gamma))
+        scale = self._rows([steering.scale for steering in steerings], 1.0)
         clips = any(order.clip < math.inf for order in orders)
         clip = like.new_tensor([order.clip for order in orders]) if clips else None
+        at_y, at_x = bool(alpha.any()), bool(beta.any())
 
         y = [table.clone() for table in x]
-        for lanes, rows, shares in self._schedule(orders):
+        for lanes, rows, shares in self._schedule(orders) if at_y or at_x else _blindly(orders):
             if self.stop:
                 raise Stopped
-            batch = self.problem.batch(rows)
+            batch = self.problem.batch(rows) if at_y or at_x else ()
             share = torch.as_tensor(shares, dtype=like.dtype, device=like.device)
             here = [table[lanes] for table in y]  # views, unless the lanes are scattered
             limit = None if clip is None else clip[lanes]
-            kept = None if keep is None else keep[lanes]
-            self._descend(here, batch, share, along[lanes], here, kept, limit)
-            if beta.any():
+            into, kept = here, None if keep is None else keep[lanes]
+            if scale is not None:  # the whole step first, then it is scaled
+                into, kept = _scaled(here, less[lanes]), None
+            if at_y:
+                self._descend(here, batch, share, along[lanes], into, kept, limit)
+            elif kept is not None:
+                torch._foreach_mul_(into, [_column(kept, table) for table in into])
+            if at_x:
                 there = [table[lanes] for table in x]
-                self._descend(there, batch, share, against[lanes], here, None, limit)
+                self._descend(there, batch, share, against[lanes], into, None, limit)
             for more in (pulled, push):
                 if more is not None:
-                    torch._foreach_add_(here, [table[lanes] for table in more])
+                    torch._foreach_add_(into, [table[lanes] for table in more])
+            if scale is not None:
+                torch._foreach_addcmul_(here, into, [table[lanes] for table in scale])
             if not isinstance(lanes, slice):
                 for table, part in zip(y, here, strict=True):
                     table[lanes] = part
         return y
 
-    def _push(self, minus_gamma: Tensor, orders: Sequence[Order]) -> Tables | None:
-        """``-gamma v``, a row per client."""
-        known = {id(o.steering.v): o.steering.v for o in orders if o.steering.v is not None}
+    def _rows(self, vectors: Sequence[Tensor | None], otherwise: float) -> Tables | None:
+        """A vector per client, which many may share; nothing if no client has one."""
+        known = {id(vector): vector for vector in vectors if vector is not None}
         if not known:
             return None
         place = {key: k for k, key in enumerate(known, 1)}
-        vectors = torch.stack(list(known.values()))
-        vectors = torch.cat([torch.zeros_like(vectors[:1]), vectors])
-        of = [place.get(id(order.steering.v), 0) for order in orders]
-        which = torch.tensor(of, device=vectors.device)
-        return _scaled([table[which] for table in self._tables(vectors)], minus_gamma)
+        table = torch.stack(list(known.values()))
+        table = torch.cat([torch.full_like(table[:1], otherwise), table])
+        of = [place.get(id(vector), 0) for vector in vectors]
+        which = torch.tensor(of, device=table.device)
+        return [part[which] for part in self._tables(table)]
 
     def _descend(
         self,
@@ -207,35 +224,91 @@ class LanesEngine:
         return timetable.in_groups()
 
     def probe(self, probes: Sequence[Probe]) -> list[Tensor]:
-        offsets = self.problem.federation.offsets
-        starts = np.cumsum([0, *(len(probe.points) for probe in probes[:-1])]).tolist()
+        # All answers are the rows of one table: every sum of a probe has a row for every point.
         points = torch.stack([x for probe in probes for x in probe.points])
-        tables, answers = self._tables(points), torch.zeros_like(points)
-        pieces: dict[int, list[tuple[int, float, IntArray]]] = defaultdict(list)
-        for start, probe in zip(starts, probes, strict=True):
-            for client, weight in zip(probe.clients.tolist(), probe.weights.tolist(), strict=True):
-                rows = np.arange(offsets[client], offsets[client + 1])
-                for begin in range(0, len(rows), PROBE_ROWS):
-                    piece = rows[begin : begin + PROBE_ROWS]
-                    share = weight * len(piece) / len(rows)
-                    for target in range(start, start + len(probe.points)):
-                        pieces[len(piece)].append((target, share, piece))
-        for length, group in pieces.items():
+        shapes = [(probe.weights.shape[1], len(probe.points)) for probe in probes]
+        answers = points.new_zeros(sum(sums * count for sums, count in shapes), points.shape[1])
+        pieces: dict[int, list[_Piece]] = defaultdict(list)
+        for piece in self._pieces(probes):
+            pieces[len(piece.rows)].append(piece)
+        tables, most = self._tables(points), max(sums for sums, _ in shapes)
+        for length, alike in pieces.items():
             width = max(1, min(self.width, 64 * PROBE_ROWS // length))
-            for begin in range(0, len(group), width):
-                targets, shares, rows_ = zip(*group[begin : begin + width], strict=True)
-                index = torch.tensor(targets, device=points.device)
-                each = points.new_tensor(shares).unsqueeze(1).expand(-1, length) / length
-                found = [torch.zeros_like(table[index]) for table in tables]
-                batch = self.problem.batch(np.stack(rows_))
-                self._slopes.descend([table[index] for table in tables], batch, each, found, None)
+            for begin in range(0, len(alike), width):
+                group = alike[begin : begin + width]
+                at = torch.tensor([piece.point for piece in group], device=points.device)
+                found = [torch.zeros_like(table[at]) for table in tables]
+                batch = self.problem.batch(np.stack([piece.rows for piece in group]))
+                each = points.new_full((len(group), length), 1 / length)
+                self._slopes.descend([table[at] for table in tables], batch, each, found, None)
+                weights = np.zeros((len(answers), len(group)))
+                for lane, piece in enumerate(group):
+                    weights[piece.answers, lane] = piece.weights
                 flat = torch.cat([table.flatten(1) for table in found], dim=1)
-                answers.index_add_(0, index, flat)
-        parts = torch.split(answers, [len(probe.points) for probe in probes])
+                _Summed(flat, weights, most).add(flat, answers)
+        parts = torch.split(answers, [sums * count for sums, count in shapes])
         return [
-            check_probe(self.problem, probe, part)
-            for probe, part in zip(probes, parts, strict=True)
+            check_probe(self.problem, probe, part.view(*shape, -1))
+            for probe, part, shape in zip(probes, parts, shapes, strict=True)
         ]
+
+    def _pieces(self, probes: Sequence[Probe]) -> Iterator[_Piece]:
+        """Every piece of every client's data, once for each of the points."""
+        offsets = self.problem.federation.offsets
+        point = answer = 0
+        for probe in probes:
+            count = len(probe.points)
+            end = answer + count * probe.weights.shape[1]
+            for client, weights in zip(probe.clients.tolist(), probe.weights, strict=True):
+                rows = np.arange(offsets[client], offsets[client + 1])
+                for begin in range(0, len(rows) if weights.any() else 0, PROBE_ROWS):
+                    some = rows[begin : begin + PROBE_ROWS]
+                    shares = weights * (len(some) / len(rows))
+                    for j in range(count):
+                        yield _Piece(some, point + j, slice(answer + j, end, count), shares)
+            point, answer = point + count, end
+
+
+class _Piece(NamedTuple):
+    """Examples of a client whose mean gradient is wanted at one of the points."""
+
+    rows: IntArray
+    point: int
+    answers: slice
+    """To which rows of the answers it is added."""
+    weights: FloatArray
+    """By what it counts in each of them."""
+
+
+def _needs(order: Order) -> int:
+    """Which gradients an order needs: 0 at y and perhaps at x, 1 only at x, 2 none at all."""
+    if order.steering.alpha:
+        return 0
+    return 1 if order.steering.beta else 2
+
+
+class _Summed:
+    """``weights @ table``: a row for every sum, a column for every lane."""
+
+    def __init__(self, like: Tensor, weights: FloatArray, sums: int) -> None:
+        self._dense = None
+        entries = np.nonzero(weights) if sums > _FEW_SUMS else None
+        if entries is None or 8 * len(entries[0]) > weights.size:
+            self._dense = like.new_tensor(weights)
+        else:  # when every client has a sum of its own, nearly all of the product is zeros
+            self._rows, self._lanes = (torch.as_tensor(e, device=like.device) for e in entries)
+            self._weights = like.new_tensor(weights[entries])
+
+    def add(self, table: Tensor, into: Tensor) -> None:
+        """Add the sums of a table's rows, and never hold more than the table once again."""
+        if self._dense is not None:
+            into.addmm_(self._dense, table)
+            return
+        parts = (self._rows, self._lanes, self._weights)
+        for rows, lanes, weights in zip(
+            *(torch.split(part, len(table)) for part in parts), strict=True
+        ):
+            into.index_add_(0, rows, table[lanes].mul_(weights.unsqueeze(1)))
 
 
 class _Slopes(abc.ABC):
@@ -400,6 +473,13 @@ class _Timetable:
             yield [lane for lane, _ in group], rows, np.full(rows.shape, 1 / length)
             for lane, step in group:
                 wait(lane, step + 1)
+
+
+def _blindly(orders: Sequence[Order]) -> Iterator[_Step]:
+    """The steps of a group that needs no examples; the longest come first."""
+    steps = np.array([order.minibatches.steps for order in orders])
+    for walking in (steps > np.arange(steps[0])[:, None]).sum(axis=1).tolist():
+        yield slice(0, walking), np.zeros((walking, 0), np.int64), np.zeros((walking, 0))
 
 
 def _column(values: Tensor, like: Tensor) -> Tensor:

@@ -9,20 +9,23 @@ layers.
 from __future__ import annotations
 
 import abc
-import dataclasses
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from functools import partial
+from dataclasses import replace
+from functools import lru_cache, partial
+from itertools import chain
 from typing import Any, final
 
 import torch
 from torch import Tensor, nn
 
+from fedshuffle import kernel
 from fedshuffle.engines.base import (
     PROBE_ROWS,
     Stopped,
     check_probe,
+    counted,
     first_look,
     gradients,
     model_randomness,
@@ -61,7 +64,9 @@ class LeanEngine:
             partial(_by_autograd, problem) if stack is None else partial(_ByHand, problem, stack)
         )
         self._here = self._replica()
-        self._there: _Replica | None = None  # at the global model, for directions that need it
+        # Others, for those who need them: at the global model, and to gather a direction or a sum.
+        self._there: _Replica | None = None
+        self._gathered: _Replica | None = None
 
     def walk(self, walks: Sequence[Walk]) -> list[Tensor]:
         with flushed_denormals():
@@ -75,67 +80,133 @@ class LeanEngine:
         if torch.isfinite(sums).all():
             return self._here.layout.restore(sums)
         for order in walk.orders:  # whose update is it? Walk again, one by one
-            if not torch.isfinite(self._sums(dataclasses.replace(walk, orders=[order]))).all():
+            weights = [weight for _, weight in counted(order.weights)] or [0.0]
+            alone = Walk(walk.start, [replace(order, weights=weights)], len(weights))
+            if not torch.isfinite(self._sums(alone)).all():
                 raise not_finite(self.problem, order)
         raise not_finite(self.problem, walk.orders[-1])
 
     def _sums(self, walk: Walk) -> Tensor:
         layout = self._here.layout
         x = layout.arrange(walk.start)
-        pushes = {id(o.steering.v): o.steering.v for o in walk.orders}
-        arranged = {k: None if v is None else layout.arrange(v) for k, v in pushes.items()}
+        arrange = lru_cache(maxsize=4)(layout.arrange)  # clients often share their v and scale
         if any(order.steering.beta for order in walk.orders):
             self._there = self._there or self._replica()
             self._there.flat.copy_(x)
+        if any(map(_gathers, walk.orders)):
+            self._gathered = self._gathered or self._replica()
         sums = x.new_zeros(walk.sums, len(x))
         with torch.inference_mode(self._here.by_hand):  # autograd's book-keeping costs, too
             for order in walk.orders:
-                stream = order.minibatches
+                stream, steering = order.minibatches, order.steering
+                v = None if steering.v is None else arrange(steering.v)
+                scale = None if steering.scale is None else arrange(steering.scale)
                 with named(self.problem, stream.client, stream.round, "local training"):
-                    self._local(x, order, arranged[id(order.steering.v)])
+                    self._local(x, order, v, scale)
                 update = self._here.flat.sub_(x)
-                for total, weight in zip(sums, order.weights, strict=True):
-                    total.add_(update, alpha=weight)
+                # What counts nowhere must be finite, too.
+                for k, weight in counted(order.weights) or [(0, 0.0)]:
+                    sums[k].add_(update, alpha=weight)
         return sums
 
-    def _local(self, x: Tensor, order: Order, v: Tensor | None) -> None:
+    def _local(self, x: Tensor, order: Order, v: Tensor | None, scale: Tensor | None) -> None:
+        """The local steps of one client, from x on, in place."""
+        self._here.flat.copy_(x)
+        if _gathers(order):
+            self._gather(x, order, v, scale)
+        elif order.steering.alpha:
+            self._descend(x, order, v)
+        else:
+            self._coast(x, order, v, scale)
+
+    def _descend(self, x: Tensor, order: Order, v: Tensor | None) -> None:
         """The kernel, in place: y <- y - gamma (alpha g(y) - beta g(x) + v + mu (y - x))."""
         stream, steering, gamma = order.minibatches, order.steering, order.step_size
         here, there, y = self._here, self._there, self._here.flat
         seed = stream.model_seed() if self._random else 0
         shrink = gamma * (steering.mu + steering.alpha * order.weight_decay)
         pull = gamma * (steering.mu + steering.beta * order.weight_decay)
-        y.copy_(x)
+        for batch in self._batches(order):
+            if self.stop:
+                raise Stopped
+            here.descend(batch, -gamma * steering.alpha, here, 1 - shrink, order.clip, seed)
+            if steering.beta and there:
+                there.descend(batch, gamma * steering.beta, here, 1.0, order.clip, seed)
+            if pull:
+                y.add_(x, alpha=pull)
+            if v is not None:
+                y.add_(v, alpha=-gamma)
+            seed += 1
+
+    def _gather(self, x: Tensor, order: Order, v: Tensor | None, scale: Tensor | None) -> None:
+        """The kernel with a scale, or without g(y): the whole direction first, then the step."""
+        stream, steering, gamma = order.minibatches, order.steering, order.step_size
+        here, there, direction, y = self._here, self._there, self._gathered, self._here.flat
+        assert direction is not None
+        seed = stream.model_seed() if self._random else 0
+        shrink = steering.mu + steering.alpha * order.weight_decay
+        fixed = x * -(steering.mu + steering.beta * order.weight_decay)
+        if v is not None:
+            fixed += v
+        for batch in self._batches(order):
+            if self.stop:
+                raise Stopped
+            torch.add(fixed, y, alpha=shrink, out=direction.flat)
+            if steering.alpha:
+                here.descend(batch, steering.alpha, direction, clip=order.clip, seed=seed)
+            if steering.beta and there:
+                there.descend(batch, -steering.beta, direction, clip=order.clip, seed=seed)
+            if scale is None:
+                y.add_(direction.flat, alpha=-gamma)
+            else:
+                y.addcmul_(direction.flat, scale, value=-gamma)
+            seed += 1
+
+    def _coast(self, x: Tensor, order: Order, v: Tensor | None, scale: Tensor | None) -> None:
+        """The kernel without any gradient: no example is looked at."""
+        y, nothing, mu = self._here.flat, torch.zeros_like(x), order.steering.mu
+        for _ in range(order.minibatches.steps):
+            if self.stop:
+                raise Stopped
+            y.copy_(kernel.step(y, x, nothing, None, order.step_size, 0.0, 0.0, mu, v, scale))
+
+    def _batches(self, order: Order) -> Iterator[tuple[Tensor, ...]]:
+        """The minibatches of a client, gathered many at a time."""
+        return chain.from_iterable(self._portions(order))
+
+    def _portions(self, order: Order) -> Iterator[Iterator[tuple[Tensor, ...]]]:
+        stream = order.minibatches
         for positions, lengths in stream.portions(_ROWS, self._rewound):
             rows = self.problem.rows(stream.client, positions)
-            fields = here.ready(self.problem.batch(rows))
-            for batch in zip(*(field.split_with_sizes(lengths) for field in fields), strict=True):
-                if self.stop:
-                    raise Stopped
-                here.descend(batch, -gamma * steering.alpha, here, 1 - shrink, order.clip, seed)
-                if steering.beta and there:
-                    there.descend(batch, gamma * steering.beta, here, 1.0, order.clip, seed)
-                if pull:
-                    y.add_(x, alpha=pull)
-                if v is not None:
-                    y.add_(v, alpha=-gamma)
-                seed += 1
+            fields = self._here.ready(self.problem.batch(rows))
+            yield zip(*(field.split_with_sizes(lengths) for field in fields), strict=True)
 
     def _probe(self, probe: Probe) -> Tensor:
         here, layout, offsets = self._here, self._here.layout, self.problem.federation.offsets
-        sum = self._there = self._there or self._replica()
-        found = []
-        for point in probe.points:
-            here.flat.copy_(layout.arrange(point))
-            sum.flat.zero_()
-            for client, weight in zip(probe.clients.tolist(), probe.weights.tolist(), strict=True):
+        own = self._gathered = self._gathered or self._replica()
+        points = layout.arrange(torch.stack(list(probe.points)))
+        sums = points.new_zeros(probe.weights.shape[1], *points.shape)
+        for j, point in enumerate(points):
+            here.flat.copy_(point)
+            for client, weights in zip(probe.clients.tolist(), probe.weights.tolist(), strict=True):
+                counts = counted(weights)
                 rows = torch.arange(int(offsets[client]), int(offsets[client + 1]))
+                own.flat.zero_()
                 with named(self.problem, client, probe.round, "probe"):
-                    for piece in torch.split(rows, PROBE_ROWS):
+                    for piece in torch.split(rows, PROBE_ROWS) if counts else ():
                         batch = here.ready(self.problem.batch(piece))
-                        here.descend(batch, weight * len(piece) / len(rows), sum)
-            found.append(layout.restore(sum.flat.clone()))
-        return check_probe(self.problem, probe, torch.stack(found))
+                        here.descend(batch, len(piece) / len(rows), own)
+                for k, weight in counts:
+                    sums[k, j].add_(own.flat, alpha=weight)
+        return check_probe(self.problem, probe, layout.restore(sums))
+
+
+def _gathers(order: Order) -> bool:
+    """Whether the direction of a step must be whole before the step is done."""
+    steering = order.steering
+    if steering.scale is None:
+        return not steering.alpha and bool(steering.beta)
+    return bool(steering.alpha or steering.beta)
 
 
 class _Replica(abc.ABC):

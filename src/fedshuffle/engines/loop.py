@@ -12,6 +12,7 @@ from fedshuffle import kernel
 from fedshuffle.engines.base import (
     PROBE_ROWS,
     check_probe,
+    counted,
     gradients,
     model_randomness,
     named,
@@ -43,18 +44,21 @@ class LoopEngine:
             update = self._local(x, order) - x
             if not torch.isfinite(update).all():
                 raise not_finite(self.problem, order)
-            sums += torch.outer(x.new_tensor(order.weights), update)
+            for k, weight in counted(order.weights):
+                sums[k] += weight * update
         return sums
 
     def _local(self, x: Tensor, order: Order) -> Tensor:
         """The model of one client after its local steps."""
         client, steering = order.minibatches.client, order.steering
-        y = x
+        y, nothing = x, torch.zeros_like(x)
         with named(self.problem, client, order.minibatches.round, "local training"):
             seed = order.minibatches.model_seed() if self.problem.random else 0
             for k, positions in enumerate(order.minibatches):
-                batch = self.problem.batch(self.problem.rows(client, positions))
-                gradient = self._adjusted(y, batch, seed + k, order)
+                batch: tuple[Tensor, ...] = ()
+                if steering.alpha or steering.beta:  # else nobody looks at it
+                    batch = self.problem.batch(self.problem.rows(client, positions))
+                gradient = self._adjusted(y, batch, seed + k, order) if steering.alpha else nothing
                 anchor = self._adjusted(x, batch, seed + k, order) if steering.beta else None
                 y = kernel.step(
                     y,
@@ -66,20 +70,24 @@ class LoopEngine:
                     steering.beta,
                     steering.mu,
                     steering.v,
+                    steering.scale,
                 )
         return y
 
     def _probe(self, probe: Probe) -> Tensor:
-        sums = torch.zeros_like(torch.stack(list(probe.points)))
+        points = torch.stack(list(probe.points))
+        sums = points.new_zeros(probe.weights.shape[1], *points.shape)
         offsets = self.problem.federation.offsets
-        for client, weight in zip(probe.clients.tolist(), probe.weights.tolist(), strict=True):
+        for client, weights in zip(probe.clients.tolist(), probe.weights.tolist(), strict=True):
+            counts = counted(weights)
             rows = torch.arange(int(offsets[client]), int(offsets[client + 1]))
             with named(self.problem, client, probe.round, "probe"):
-                for piece in torch.split(rows, PROBE_ROWS):
+                for piece in torch.split(rows, PROBE_ROWS) if counts else ():
                     batch = self.problem.batch(piece)
-                    share = weight * len(piece) / len(rows)
-                    for k, point in enumerate(probe.points):
-                        sums[k] += share * self._gradient(point, batch, seed=0)
+                    for j, point in enumerate(points):
+                        gradient = self._gradient(point, batch, seed=0) * len(piece) / len(rows)
+                        for k, weight in counts:
+                            sums[k, j] += weight * gradient
         return check_probe(self.problem, probe, sums)
 
     def _adjusted(

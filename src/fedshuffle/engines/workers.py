@@ -19,20 +19,20 @@ import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from multiprocessing.connection import Connection
-from typing import Any, TypeVar, final
+from typing import Any, NamedTuple, final
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from fedshuffle._arrays import FloatArray, IntArray
 from fedshuffle.engines.base import OneWorker, first_look
 from fedshuffle.engines.problem import Problem
 from fedshuffle.errors import FedShuffleError, TrainingError
 from fedshuffle.kernel import Probe, Walk
 
 MakeEngine = Callable[[Problem], OneWorker]
-_R = TypeVar("_R", Walk, Probe)
 
 
 class _Workers(abc.ABC):
@@ -52,13 +52,10 @@ class _Workers(abc.ABC):
             [_split_probe(probe, sizes[probe.clients].tolist(), self.workers) for probe in probes],
         )
 
-    def _together(self, what: str, shares: Sequence[Sequence[Walk | Probe]]) -> list[Tensor]:
-        by_worker = [list(share) for share in zip(*shares, strict=True)]
-        total, *others = self._answers(what, by_worker)
-        for other in others:
-            for sum, part in zip(total, other, strict=True):
-                sum += part
-        return total
+    def _together(self, what: str, shares: Sequence[Sequence[_Share]]) -> list[Tensor]:
+        by_worker = [[share.request for share in mine] for mine in zip(*shares, strict=True)]
+        answers = zip(*self._answers(what, by_worker), strict=True)
+        return [_added(*both) for both in zip(shares, answers, strict=True)]
 
     @abc.abstractmethod
     def _answers(self, what: str, requests: Sequence[list[Any]]) -> list[list[Tensor]]:
@@ -238,20 +235,61 @@ def _death(problem: Problem, requests: list[Any], code: int | None) -> TrainingE
     )
 
 
-def _split_walk(walk: Walk, workers: int) -> list[Walk]:
+class _Share(NamedTuple):
+    """A worker's part of a request, with only those of the sums in which it counts."""
+
+    request: Walk | Probe
+    sums: Tensor
+    of: int
+    """How many sums there are in all."""
+
+
+def _split_walk(walk: Walk, workers: int) -> list[_Share]:
     # A step costs something even if its minibatch is small: about as much as eight examples.
     loads = [order.minibatches.examples + 8 * order.minibatches.steps for order in walk.orders]
-    return [
-        dataclasses.replace(walk, orders=[walk.orders[k] for k in share])
-        for share in longest_first(loads, workers)
-    ]
+    weights = np.array([order.weights for order in walk.orders]).reshape(-1, walk.sums)
+    found = []
+    for share in longest_first(loads, workers):
+        sums = _used(weights[share])
+        orders = [walk.orders[k] for k in share]
+        if len(sums) < walk.sums:
+            few = weights[share][:, sums].tolist()
+            pairs = zip(orders, few, strict=True)
+            orders = [dataclasses.replace(order, weights=some) for order, some in pairs]
+        request = dataclasses.replace(walk, orders=orders, sums=len(sums))
+        found.append(_Share(request, torch.from_numpy(sums), walk.sums))
+    return found
 
 
-def _split_probe(probe: Probe, loads: list[int], workers: int) -> list[Probe]:
-    return [
-        dataclasses.replace(probe, clients=probe.clients[share], weights=probe.weights[share])
-        for share in longest_first(loads, workers)
-    ]
+def _split_probe(probe: Probe, loads: list[int], workers: int) -> list[_Share]:
+    found = []
+    for share in longest_first(loads, workers):
+        clients, weights = probe.clients[share], probe.weights[share]
+        sums = _used(weights)
+        request = dataclasses.replace(probe, clients=clients, weights=weights[:, sums])
+        found.append(_Share(request, torch.from_numpy(sums), probe.weights.shape[1]))
+    return found
+
+
+def _used(weights: FloatArray) -> IntArray:
+    """The sums in which one of these clients counts; at least one, since an answer needs a row."""
+    used = np.flatnonzero(weights.any(axis=0))
+    return used if len(used) else np.zeros(1, np.int64)
+
+
+def _added(shares: Sequence[_Share], answers: Sequence[Tensor]) -> Tensor:
+    """The sums of all workers, in the workers' order."""
+    first = shares[0]
+    if len(first.sums) == first.of:
+        total, begin = answers[0], 1
+    else:
+        total, begin = answers[0].new_zeros(first.of, *answers[0].shape[1:]), 0
+    for share, answer in zip(shares[begin:], answers[begin:], strict=True):
+        if len(share.sums) == share.of:
+            total += answer
+        else:
+            total.index_add_(0, share.sums.to(total.device), answer)
+    return total
 
 
 def longest_first(loads: Sequence[int], workers: int) -> list[list[int]]:
