@@ -33,7 +33,7 @@ from works import STEP_SIZE, WORKS
 from fedshuffle.engines import Problem, make
 from fedshuffle.errors import FedShuffleError, unknown
 from fedshuffle.state import State
-from fedshuffle.training import Run, play
+from fedshuffle.rounds import Run, play
 
 ENGINES = ("lean", "lanes")
 

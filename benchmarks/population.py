@@ -58,7 +58,7 @@ def measure(folder: Path) -> dict[str, float]:
     from fedshuffle import losses
     from fedshuffle.engines import Problem, make
     from fedshuffle.state import State
-    from fedshuffle.training import Run, play
+    from fedshuffle.rounds import Run, play
 
     torch.set_num_threads(1)
     begun = time.perf_counter()

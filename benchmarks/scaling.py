@@ -27,7 +27,7 @@ from fedshuffle import Federation, LocalWork, losses
 from fedshuffle.engines import Problem, make
 from fedshuffle.errors import unknown
 from fedshuffle.state import State
-from fedshuffle.training import Run, play
+from fedshuffle.rounds import Run, play
 
 
 class Case(NamedTuple):

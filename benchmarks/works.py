@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from fedshuffle import Federation, LocalWork, losses
 from fedshuffle.engines import Loss, Problem
 from fedshuffle.models import CharLSTM, ResNet
-from fedshuffle.training import Run
+from fedshuffle.rounds import Run
 
 STEP_SIZE = 0.05
 

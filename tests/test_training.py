@@ -24,9 +24,9 @@ from fedshuffle import (
     train,
 )
 from fedshuffle.engines import LanesEngine, LoopEngine
+from fedshuffle.rounds import Run, play, simulate
 from fedshuffle.sampling import Independent, Table, Uniform
 from fedshuffle.state import State
-from fedshuffle.training import Run, play, simulate
 from tests.problems import Point, copies, half_squared_distance, quadratic, targets
 
 FEDERATION = Federation.from_arrays(targets(12, 2), sizes=[1, 2, 3, 6])

@@ -16,8 +16,8 @@ from fedshuffle._arrays import IntArray
 from fedshuffle.engines import Engine, Problem, choose, make
 from fedshuffle.sampling.base import AlikePairs, Cohorts
 from fedshuffle.state import State
-from fedshuffle.training import Run
-from fedshuffle.training import play as play_round
+from fedshuffle.rounds import Run
+from fedshuffle.rounds import play as play_round
 
 
 class Drawn(AlikePairs):

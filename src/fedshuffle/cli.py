@@ -73,7 +73,10 @@ def audit(
     method: Annotated[str, typer.Option(help="See 'fedshuffle methods'.")] = "fedavg-rr",
     sampling: Annotated[
         str,
-        typer.Option(help="full, uniform:B, importance:B, independent:p1,p2,..., one, ais:B."),
+        typer.Option(
+            help="full, uniform:B, importance:B, independent:p1,p2,..., one, ais:B,"
+            " stratified:B:K, optimal:B, optimal:B:of:SAMPLING."
+        ),
     ] = "full",
     epochs: Annotated[
         str, typer.Option(help="2 for all, 1,2,3 per client, or 2..5 at random.")

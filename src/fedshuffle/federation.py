@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from dataclasses import field as default
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -51,8 +51,8 @@ class Federation:
     """The packed examples: numpy arrays or torch tensors with one row per example."""
     ids: Sequence[Hashable] = ()
     """The clients' own names, in order; their numbers where none were given."""
-    _opened: tuple[str, ArrayLike | None] | None = default(default=None, init=False)
-    """The path and the weights that it was opened with, if it was."""
+    _opened: tuple[str, ArrayLike | None, bool] | None = default(default=None, init=False)
+    """The path and the weights that it was opened with, if it was, and whether it was pooled."""
 
     @classmethod
     def from_sizes(cls, sizes: ArrayLike, weights: ArrayLike | None = None) -> Federation:
@@ -143,7 +143,7 @@ class Federation:
             fields=store.fields,
             ids=store.ids,
         )
-        object.__setattr__(federation, "_opened", (str(store.path), weights))
+        object.__setattr__(federation, "_opened", (str(store.path), weights, False))
         return federation
 
     def save(
@@ -171,7 +171,7 @@ class Federation:
     def __reduce_ex__(self, protocol: Any) -> Any:
         if self._opened is None:
             return super().__reduce_ex__(protocol)
-        return Federation.open, self._opened
+        return _reopened, self._opened
 
     @classmethod
     def _build(
@@ -261,6 +261,24 @@ class Federation:
             [self.ids[i] for i in chosen.tolist()],
         )
 
+    def pooled(self) -> Federation:
+        """All examples in one place: a single client that holds the data of all.
+
+        >>> Federation.from_sizes([1, 2, 3]).pooled()
+        Federation(1 clients, 6 examples, sizes only)
+        """
+        everything = int(self.offsets[-1])
+        pooled = replace(
+            self,
+            sizes=frozen(np.array([everything])),
+            weights=frozen(np.ones(1)),
+            offsets=frozen(np.array([0, everything])),
+            ids=("everybody",),
+        )
+        if self._opened is not None:
+            object.__setattr__(pooled, "_opened", (*self._opened[:2], True))
+        return pooled
+
     def sample(self, number: int, seed: int = 0) -> Federation:
         """So many clients, drawn once; the federation itself if it has no more."""
         if count(number, "the number of clients") >= len(self):
@@ -282,6 +300,11 @@ class Federation:
                 " Use Federation.from_arrays, from_datasets or open."
             )
         return tuple(torch.as_tensor(field) for field in self.fields)
+
+
+def _reopened(path: str, weights: ArrayLike | None, pooled: bool) -> Federation:
+    federation = Federation.open(path, weights)
+    return federation.pooled() if pooled else federation
 
 
 def _offsets(sizes: IntArray) -> IntArray:

@@ -1,35 +1,32 @@
-"""The training loop: sample, plan, probe, walk, aggregate."""
+"""Training a model: the rounds of a run, evaluated, shown, recorded and saved."""
 
 from __future__ import annotations
 
 import copy
-import hashlib
 import math
 import time
 import warnings
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, final
 
-import torch
 from rich.console import Console
-from torch import Tensor, nn
+from torch import nn
 
-from fedshuffle import _identity, engines, methods, schedules
-from fedshuffle._arrays import count, expect, number
+from fedshuffle import _identity, engines
+from fedshuffle._arrays import count, number
 from fedshuffle.display import Bar, Board
 from fedshuffle.engines import Engine, Loss, Problem
 from fedshuffle.errors import FedShuffleError
 from fedshuffle.evaluation import Evaluation, Evaluations, evaluating
 from fedshuffle.federation import Federation
-from fedshuffle.kernel import Probe, Request, Walk
-from fedshuffle.local_work import LocalWork, Workload
-from fedshuffle.methods import Method, Participants
-from fedshuffle.randomness import check_seed
+from fedshuffle.local_work import LocalWork
+from fedshuffle.methods import Method
+from fedshuffle.rounds import Run, simulate
 from fedshuffle.runs import FACTS, RunFolder, terminated_as_interrupted
-from fedshuffle.sampling import Sampling, resolve
+from fedshuffle.sampling import Sampling
 from fedshuffle.schedules import Schedule
 from fedshuffle.state import State
 
@@ -37,133 +34,6 @@ if TYPE_CHECKING:
     import pandas as pd
 
 Evaluate = Evaluation | Evaluations | Callable[[nn.Module], Mapping[str, float]]
-
-
-@final
-class Run:
-    """The settings of one training run, checked and bound to a federation."""
-
-    def __init__(
-        self,
-        federation: Federation,
-        method: str | Method,
-        sampling: str | Sampling = "full",
-        work: LocalWork | None = None,
-        step_size: Schedule = 0.1,
-        server_step_size: Schedule = 1.0,
-        seed: int = 0,
-    ) -> None:
-        expect(federation, Federation, "federation")
-        work = LocalWork() if work is None else work
-        expect(work, LocalWork, "work")
-        self.federation = federation
-        self.method = methods.get(method)
-        self.sampling = resolve(sampling, federation)
-        self.workload: Workload = self.method.local_work(work).on(federation.sizes)
-        self.method.check(self.workload, self.sampling)
-        self.step_size = step_size
-        self.server_step_size = server_step_size
-        self.seed = check_seed(seed)
-        schedules.value(step_size, 0, "step size")
-        schedules.value(server_step_size, 0, "server step size")
-
-    def settings(self, rounds: int) -> dict[str, Any]:
-        """What the trajectory over so many rounds depends on besides the model, as plain data."""
-        cohorts = self.sampling.cohorts(0)
-        arrays = [self.federation.sizes, self.federation.weights, self.sampling.p]
-        if cohorts is not None:
-            arrays += [cohorts.members, cohorts.starts, cohorts.probabilities]
-        digest = hashlib.sha256(b"".join(array.tobytes() for array in arrays))
-        return {
-            "method": self.method.name,
-            **self.method.averaging.describe(),
-            "momentum": self.method.momentum,
-            "sampling": _identity.part(self.sampling),
-            "work": _identity.work(self.workload.work),
-            "step_size": schedules.describe(self.step_size, rounds, "step size"),
-            "server_step_size": schedules.describe(
-                self.server_step_size, rounds, "server step size"
-            ),
-            "seed": self.seed,
-            "clients": len(self.federation),
-            "clients_sha256": digest.hexdigest(),
-            "data_sha256": _identity.data(self.federation),
-        }
-
-    def cohort(self, round: int) -> Participants:
-        """Who takes part in a round, and what they do: a pure function of (seed, round)."""
-        clients = self.sampling.draw(self.seed, round)
-        plan = self.workload.plan(clients, self.seed, round)
-        return Participants(
-            clients=clients,
-            weight=self.federation.weights[clients],
-            probability=self.sampling.p[clients],
-            planned=plan.planned,
-            done=plan.done,
-            longest=self.workload.longest,
-            round=round,
-        )
-
-    def walk(self, state: State) -> Walk | None:
-        """What the clients would be asked in the next round; None if nobody takes part."""
-        requests = self.round(state)
-        answer = None
-        try:
-            while isinstance(request := requests.send(answer), Probe):
-                answer = torch.zeros_like(torch.stack(list(request.points)))
-        except StopIteration:
-            return None
-        return request
-
-    def round(self, state: State) -> Generator[Request, Any, State]:
-        """The next round as requests to an engine; returns the state after it."""
-        cohort = self.cohort(state.round)
-        if not len(cohort.clients):
-            return replace(state, round=state.round + 1)
-        x, memory = yield from self.method.round(
-            state.x,
-            state.memory,
-            cohort,
-            self.workload,
-            self.seed,
-            schedules.value(self.step_size, state.round, "step size"),
-            schedules.value(self.server_step_size, state.round, "server step size"),
-        )
-        return State(x, memory, state.round + 1)
-
-
-def play(engine: Engine, runs: Sequence[Run], states: Sequence[State]) -> list[State]:
-    """One round of every run, in lockstep: requests of the same kind go to the engine together."""
-    rounds = [run.round(state) for run, state in zip(runs, states, strict=True)]
-    after: list[State | None] = [None] * len(runs)
-    waiting: dict[int, Request] = {}
-    answers: dict[int, Tensor | None] = dict.fromkeys(range(len(runs)))
-    while answers:
-        for k, answer in answers.items():
-            try:
-                waiting[k] = rounds[k].send(answer)
-            except StopIteration as stop:
-                after[k] = stop.value
-        probes = {k: request for k, request in waiting.items() if isinstance(request, Probe)}
-        walks = {k: request for k, request in waiting.items() if isinstance(request, Walk)}
-        answers = {}
-        if probes:  # walks wait until nobody probes any more, so that all runs walk together
-            answers.update(zip(probes, engine.probe(list(probes.values())), strict=True))
-        elif walks:
-            answers.update(zip(walks, engine.walk(list(walks.values())), strict=True))
-        for k in answers:
-            del waiting[k]
-    return [state for state in after if state is not None]
-
-
-def simulate(
-    engine: Engine, runs: Sequence[Run], rounds: int, states: Sequence[State] | None = None
-) -> Iterator[list[State]]:
-    """The states of all runs after each round, from the problem's start unless given."""
-    current = list(states or [State(engine.problem.start) for _ in runs])
-    for _ in range(rounds):
-        current = play(engine, runs, current)
-        yield current
 
 
 @final
@@ -265,9 +135,9 @@ def train(
     engines.check(engine)
     board = Board(tensorboard)
     console = Console(stderr=True, markup=False, highlight=False, soft_wrap=True)
-    problem = Problem(copy.deepcopy(model), loss, federation)
-    _warn_of_evaluation_mode(model)
     run = Run(federation, method, sampling, work, step_size, server_step_size, seed)
+    problem = Problem(copy.deepcopy(model), loss, run.federation)
+    _warn_of_evaluation_mode(model)
     if isinstance(evaluate, Evaluation | Evaluations):
         evaluate = evaluate.with_loss(loss)
         with _named("evaluation before training"):
@@ -284,7 +154,8 @@ def train(
     engine, runner, why = _engine(engine, problem, run)
     if progress and why:
         console.print(f"engine {engine} ({why})")
-    state = State(problem.start)
+    shelf = None if folder is None else folder.shelf(len(problem.start), problem.dtype)
+    state = run.start(problem.start, shelf)
     history: list[dict[str, Any]] = []
     if folder:
         begun_with = folder.settings().get("rounds", rounds) if resume else rounds
@@ -339,7 +210,7 @@ def _on(problem: Problem, state: State) -> State:
             f" {len(problem.start)} of {problem.dtype}. Use the model that the run began with."
         )
     memory = {name: tensor.to(problem.device) for name, tensor in state.memory.items()}
-    return State(state.x.to(problem.device), memory, state.round)
+    return replace(state, x=state.x.to(problem.device), memory=memory)
 
 
 def _warn_of_evaluation_mode(model: nn.Module) -> None:
@@ -365,7 +236,8 @@ def _engine(name: str, problem: Problem, run: Run) -> tuple[str, Engine, str]:
     if name != "auto":
         return name, engines.make(name, problem), ""
     for round in range(100):
-        if (walk := run.walk(State(problem.start, {}, round))) is not None:
+        state = replace(run.start(problem.start), round=round)
+        if (walk := run.walk(state)) is not None:
             return engines.choose(problem, walk)
     return "lean", engines.make("lean", problem), "no client takes part in the first rounds"
 
@@ -373,13 +245,16 @@ def _engine(name: str, problem: Problem, run: Run) -> tuple[str, Engine, str]:
 def _costs(run: Run, state: State) -> dict[str, Any]:
     """What the round that led to this state asked of clients and network."""
     cohort = run.cohort(state.round - 1)
-    size = len(state.x) * state.x.element_size() * len(cohort.clients)
+    asked, number = len(cohort.clients), state.x.element_size()
+    sent = asked if state.sent is None else state.sent
+    norms = 0 if state.sent is None else asked * number  # all say how long their update is
+    size, direction = len(state.x) * number, run.method.direction
     return {
         "round": state.round,
-        "clients": len(cohort.clients),
+        "clients": asked,
         "steps": int(cohort.done.sum()),
-        "bytes_down": run.method.direction.down * size,
-        "bytes_up": run.method.direction.up * size,
+        "bytes_down": round(direction.down * size * asked),
+        "bytes_up": round(((direction.up - 1) * asked + sent) * size) + norms,
         "cohort": cohort.clients.tolist(),
     }
 

@@ -32,7 +32,7 @@ from fedshuffle.auditing.quadrature import expected_ratio, probability_of_anybod
 from fedshuffle.errors import FedShuffleError
 from fedshuffle.federation import Federation
 from fedshuffle.local_work import LocalWork, Workload
-from fedshuffle.methods import MVR, GlobalMomentum, InclusionProbability, Method, Participants
+from fedshuffle.methods import Direction, InclusionProbability, Method, Moments, Participants
 from fedshuffle.methods.averaging import RatioOfSums, objective_weight, steps_of_the_longest
 from fedshuffle.methods.directions import gradient_weights
 from fedshuffle.randomness import Purpose, check_seed, generator
@@ -146,14 +146,10 @@ def audit(
     sampling = resolve(sampling, federation)
     work = LocalWork() if work is None else work
     expect(work, LocalWork, "work")
-    workload = method.local_work(work).on(federation.sizes)
-    method.check(workload, sampling)
+    workload = method.local_work(work).on(method.clients(federation).sizes)
+    method.check(workload, method.sampling(sampling))
     setting = _Setting(federation, method, sampling, workload)
-    pull, how = _exact(setting)
-    errors = None
-    if pull is None:
-        pull, errors = _monte_carlo(setting, check_seed(seed), draws)
-        how = f"Monte Carlo, {draws} draws"
+    pull, how, errors = _found(setting, check_seed(seed), draws)
     effective = pull / pull.sum()
     return Audit(
         method=method,
@@ -201,27 +197,42 @@ def mass(method: Method, cohort: Participants) -> FloatArray:
     return rule.aggregation_weights(cohort) * rule.step_scale(cohort) * cohort.done
 
 
-def _pull(
-    setting: _Setting, mass: FloatArray, joint: FloatArray | None, momentum: FloatArray | None
-) -> FloatArray:
-    """The weights of the mean movement, not normalised.
+def _found(setting: _Setting, seed: int, draws: int) -> tuple[FloatArray, str, FloatArray | None]:
+    """The weights of the mean movement, not normalised; how they were found; standard errors."""
+    if setting.method.pooled:  # every example counts equally
+        return setting.federation.sizes.astype(np.float64), "closed form", None
+    if type(setting.method.direction).pull is Direction.pull:
+        from fedshuffle.auditing.playing import played
 
-    ``mass``: E[1{i in S} mass_i]. ``joint``: E[1{i in S} (w_i/p_i) total mass of S]. ``momentum``:
-    what the cheap momentum estimates, E[1{i in S} c_i].
-    """
-    direction = setting.method.direction
-    total = float(mass.sum())
-    if isinstance(direction, MVR):
-        assert joint is not None
-        a, here = direction.a, probability_of_anybody(setting.sampling)
-        return a * mass + (1 - a) * (
-            (1 - a) * total / here * setting.federation.weights + a * joint
+        pull, errors = played(setting, seed, draws)
+        return pull, f"played with linear clients, {draws} rounds", errors
+    exact, how = _exact(setting)
+    if exact is not None:
+        return exact, how, None
+    pull, errors = _monte_carlo(setting, seed, draws)
+    return pull, f"Monte Carlo, {draws} draws", errors
+
+
+def _pull(
+    setting: _Setting, mass: FloatArray, joint: FloatArray | None, estimate: FloatArray | None
+) -> FloatArray:
+    """What the direction makes of the expectations over the cohorts."""
+    anybody = probability_of_anybody(setting.sampling)
+    moments = Moments(setting.federation.weights, anybody, mass, joint, estimate)
+    pull = setting.method.direction.pull(moments)
+    if pull is None:
+        raise FedShuffleError(f"{setting.method.direction!r} gives no pull for its audit.")
+    n, name = len(setting.federation), type(setting.method.direction).__name__
+    if np.shape(pull) != (n,):
+        raise FedShuffleError(
+            f"{name}.pull gives an array of shape {np.shape(pull)}: give a number for each of the"
+            f" {n} clients, or leave pull out, and the audit lets the method play."
         )
-    if isinstance(direction, GlobalMomentum):
-        assert momentum is not None
-        a, here = direction.a, probability_of_anybody(setting.sampling)
-        return a * mass + (1 - a) * total / here * momentum
-    return mass
+    if not (np.isfinite(pull).all() and np.sum(pull) > 0):
+        raise FedShuffleError(
+            f"{name}.pull gives {pull!r:.60}: give finite numbers with a positive sum."
+        )
+    return pull
 
 
 def _exact(setting: _Setting) -> tuple[FloatArray | None, str]:
@@ -257,13 +268,13 @@ def _by_formula(setting: _Setting) -> tuple[_Parts | None, str]:
     rule, w = method.averaging, setting.federation.weights
     weights = rule.weight(clients)
     walked = weights * rule.step_scale(clients) * done  # mass times q
-    needs_joint = isinstance(method.direction, MVR)
-    needs_momentum = isinstance(method.direction, GlobalMomentum)
+    needs_joint = method.direction.needs_joint
+    needs_estimate = method.direction.needs_estimate
 
     if isinstance(rule.normaliser, InclusionProbability):
         mean = walked @ chances
         joint = w / sampling.p * sampling.expected_sums(mean / sampling.p) if needs_joint else None
-        return (mean, joint, w if needs_momentum else None), "closed form"
+        return (mean, joint, w if needs_estimate else None), "closed form"
 
     ratio = rule.normaliser.ratio(weights, clients)
     if ratio is None:
@@ -271,19 +282,19 @@ def _by_formula(setting: _Setting) -> tuple[_Parts | None, str]:
     mass_ = expected_ratio(
         sampling, ratio.u, c=walked, v=ratio.v, power=ratio.power, chances=chances
     )
-    joint = momentum = None
+    joint = estimate = None
     if needs_joint:
         total = _total_mass(walked, ratio)
         if total is None:
             return None, ""
         joint = expected_ratio(sampling, total.u, v=total.v, power=total.power, chances=chances)
         joint = None if joint is None else w / sampling.p * joint
-    if needs_momentum:
-        momentum = expected_ratio(sampling, clients.weight, c=clients.weight, chances=chances)
-    if mass_ is None or (needs_joint and joint is None) or (needs_momentum and momentum is None):
+    if needs_estimate:
+        estimate = expected_ratio(sampling, clients.weight, c=clients.weight, chances=chances)
+    if mass_ is None or (needs_joint and joint is None) or (needs_estimate and estimate is None):
         return None, ""
     listed = len(chances) == 1 and sampling.cohorts(0) is not None
-    return (mass_, joint, momentum), "closed form" if listed else "quadrature"
+    return (mass_, joint, estimate), "closed form" if listed else "quadrature"
 
 
 def _total_mass(walked: FloatArray, ratio: RatioOfSums) -> RatioOfSums | None:
@@ -302,7 +313,8 @@ def _by_levels(setting: _Setting) -> _Parts | None:
     A cohort takes at least t steps if all its members would: the others must be absent.
     """
     method, work = setting.method, setting.workload.work
-    plain = not isinstance(method.direction, (MVR, GlobalMomentum)) and work.interruption is None
+    direction = method.direction
+    plain = not (direction.needs_joint or direction.needs_estimate) and work.interruption is None
     planned, chances = setting.workload.alone
     levels = np.unique(planned)
     if work.steps != "min" or len(chances) > 1 or not plain or len(levels) > _LEVELS:
@@ -336,7 +348,7 @@ def _by_enumeration(setting: _Setting) -> _Parts | None:
     for members, probability in cohorts:
         if len(members):
             total.add(members, planned[members, 0], seed=0, round=0, share=probability)
-    return total.mass, total.joint, total.momentum
+    return total.mass, total.joint, total.estimate
 
 
 class _Totals:
@@ -344,7 +356,7 @@ class _Totals:
 
     def __init__(self, setting: _Setting) -> None:
         self.setting = setting
-        self.mass, self.joint, self.momentum = np.zeros((3, len(setting.federation)))
+        self.mass, self.joint, self.estimate = np.zeros((3, len(setting.federation)))
 
     def add(self, members: IntArray, alone: IntArray, seed: int, round: int, share: float) -> None:
         """Count one cohort, whose members would plan ``alone`` steps if it were for them."""
@@ -356,7 +368,7 @@ class _Totals:
         own = mass(method, cohort)
         self.mass[members] += share * own
         self.joint[members] += share * own.sum() * cohort.weight / cohort.probability
-        self.momentum[members] += share * gradient_weights(cohort, method.averaging.normaliser)
+        self.estimate[members] += share * gradient_weights(cohort, method.averaging.normaliser)
 
 
 def _monte_carlo(setting: _Setting, seed: int, draws: int) -> tuple[FloatArray, FloatArray]:
@@ -380,7 +392,7 @@ def _monte_carlo(setting: _Setting, seed: int, draws: int) -> tuple[FloatArray, 
             rng = generator(seed, Purpose.MONTE_CARLO, round=round)
             pick = rng.choice(len(chances), size=len(members), p=chances)
             total.add(members, values[members, pick], seed, round, share=1 / count)
-        pulls.append(_pull(setting, pool(total.mass), pool(total.joint), pool(total.momentum)))
+        pulls.append(_pull(setting, pool(total.mass), pool(total.joint), pool(total.estimate)))
     mean = np.mean(pulls, axis=0)
     if not mean.sum() > 0:
         raise FedShuffleError(

@@ -9,8 +9,9 @@ import numpy as np
 
 from fedshuffle._arrays import FloatArray
 from fedshuffle.local_work import Workload
-from fedshuffle.methods import MVR, InclusionProbability, Method
-from fedshuffle.methods.averaging import own_steps, weight_per_step
+from fedshuffle.methods import MVR, GlobalMomentum, InclusionProbability, Method, Plain
+from fedshuffle.methods.averaging import CappedSteps, own_steps, weight_per_step
+from fedshuffle.methods.servers import Average
 from fedshuffle.sampling import Full, Sampling
 
 TOLERANCE = 1e-8
@@ -45,18 +46,30 @@ def find(
     """The causes of the difference between two objectives; none where there is no difference."""
     if not differ(objective, effective, errors):
         return ()
+    if method.pooled:
+        return (
+            Finding(
+                "All data is in one place, and every example counts equally.",
+                "The objective goes by the number of examples, not by the weights you gave.",
+                "Weigh clients by size, or use a federated method.",
+            ),
+        )
     rule, work = method.averaging, workload.work
     steps = workload.alone[0]
     uneven = int(steps.min()) != int(steps.max())
     findings = []
-    balanced = rule.step_normalisation is own_steps or rule.weight is weight_per_step
+    balanced = rule.step_normalisation is own_steps or isinstance(
+        rule.step_normalisation, CappedSteps
+    )
+    balanced |= rule.weight is weight_per_step
+    sound = sound_kin(method)
     if uneven and work.steps is None and not balanced:
         findings.append(
             Finding(
                 f"Clients take from {steps.min()} to {steps.max()} local steps at one step size.",
                 "A client that takes more steps moves the model further, so it counts by its"
                 " weight and by its steps.",
-                "Scale each client's step size by its number of steps: method fedshuffle.",
+                f"Scale each client's step size by its number of steps: method {sound}.",
             )
         )
     if uneven and isinstance(work.steps, str):
@@ -64,7 +77,7 @@ def find(
             Finding(
                 f"The number of steps is the {work.steps} over each cohort.",
                 "Clients that are sampled together with large clients move the model further.",
-                "Give every client its own epochs and scale the step size: method fedshuffle.",
+                f"Give every client its own epochs and scale the step size: method {sound}.",
             )
         )
     if not isinstance(rule.normaliser, InclusionProbability) and not isinstance(sampling, Full):
@@ -73,7 +86,7 @@ def find(
                 "The aggregation weights are normalised over the cohort.",
                 "A client is divided by a larger sum when it is sampled itself, and most of all"
                 " when it is large, so large clients count too little and small ones too much.",
-                "Divide each weight by the client's inclusion probability: method fedshuffle.",
+                f"Divide each weight by the client's inclusion probability: method {sound}.",
             )
         )
     if work.interruption is not None and rule.step_normalisation is own_steps:
@@ -84,13 +97,29 @@ def find(
                 "Weigh by the share of the work that was done: method fedshuffle-gen.",
             )
         )
-    if isinstance(method.direction, MVR) and not isinstance(sampling, Full):
+    if method.direction.needs_joint and not isinstance(sampling, Full):
+        mvr = isinstance(method.direction, MVR)
         findings.append(
             Finding(
-                "Exact MVR estimates the gradient from the cohort that then walks along it.",
+                f"{'Exact MVR' if mvr else method.name} estimates the gradient from the cohort that"
+                " then walks along it.",
                 "Cohorts of large total weight both steer and move more than others.",
-                "Use the cheap global momentum, or a sampling whose cohorts all have the same"
-                " total weight (full participation, or one client with probability w).",
+                f"Use {'the cheap global momentum' if mvr else 'scaffold'}, or a sampling whose"
+                " cohorts all have the same total weight (full participation, or one client with"
+                " probability w).",
             )
         )
     return tuple(findings)
+
+
+def sound_kin(method: Method) -> str:
+    """The name of the method with the same direction and server that averages as FedShuffle does.
+
+    >>> from fedshuffle import methods
+    >>> sound_kin(methods.get("fedavg")), sound_kin(methods.get("fedprox"))
+    ('fedshuffle', 'fedprox+fedshuffle')
+    """
+    averages = isinstance(method.direction, Plain | MVR | GlobalMomentum)
+    if averages and isinstance(method.server, Average):
+        return "fedshuffle"
+    return f"{method.name.partition('+')[0]}+fedshuffle"

@@ -128,6 +128,7 @@ def assembled(plan: Plan, facts: Facts, command: str, seconds: float) -> dict[st
         "rounds": comparison.base.rounds,
         "metric": facts.target.metric,
         "higher_is_better": facts.target.higher_is_better,
+        "judge": vars(facts.judge),
         "federation": facts.federation,
         "settings": _settings(comparison, facts),
         "versions": versions(),

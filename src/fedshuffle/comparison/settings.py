@@ -205,9 +205,11 @@ def settings(
 def _word(text: str) -> str:
     """A method or momentum as part of a folder's name.
 
-    >>> _word("global:0.1"), _word("package.module:FEDAVG_MIN")
-    ('global-0.1', 'fedavg-min')
+    >>> _word("global:0.1"), _word("package.module:FEDAVG_MIN"), _word("fedprox:mu=0.1")
+    ('global-0.1', 'fedavg-min', 'fedprox-mu-0.1')
     """
+    if "=" in text:  # options of a method, which tell it from others of its name
+        return re.sub(r"[^a-z0-9.]+", "-", text.lower())
     kind, _, name = text.partition(":")
     number = re.fullmatch(r"[\d.eE+-]+", name)
     return f"{kind}-{name}" if number else re.sub(r"[^a-z0-9.]+", "-", (name or kind).lower())

@@ -14,6 +14,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from fedshuffle import methods
 from fedshuffle.errors import FedShuffleError
 
 
@@ -34,7 +35,9 @@ _IMPORTABLE: list[Path] = []
 
 @contextmanager
 def importable(folder: Path) -> Iterator[None]:
-    """Let modules of a folder be imported as if the program lay there, and forget them after."""
+    """Let modules of a folder be imported as if the program lay there, and forget them after,
+    with the methods that they registered.
+    """
     if folder in _IMPORTABLE:  # only the outermost forgets, or modules would be loaded twice
         yield
         return
@@ -43,7 +46,8 @@ def importable(folder: Path) -> Iterator[None]:
     sys.path.insert(0, str(folder))
     importlib.invalidate_caches()
     try:
-        yield
+        with methods.forgetting():
+            yield
     finally:
         sys.path.remove(str(folder))
         _IMPORTABLE.remove(folder)

@@ -203,7 +203,7 @@ def _check_names(config: Config) -> None:
 
 def _method(config: Config) -> Method:
     method: Method
-    if ":" in config.method:
+    if methods.is_import_path(config.method):
         with at("method"):
             method = imports.find(config.method, config.folder)
             expect(method, Method, repr(config.method))

@@ -161,7 +161,7 @@ class Config:
         expect(self.work, LocalWork, "work")
         for name in ("method", "sampling", "engine"):
             expect(getattr(self, name), str, name)
-        if ":" not in self.method:
+        if not methods.is_import_path(self.method):
             methods.get(self.method)
         if self.momentum is not None:
             expect(self.momentum, str, "momentum")

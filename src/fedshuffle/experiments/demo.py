@@ -33,7 +33,7 @@ from fedshuffle.federation import Federation
 from fedshuffle.local_work import LocalWork
 from fedshuffle.randomness import Purpose, check_seed, generator
 from fedshuffle.report import demo as report
-from fedshuffle.training import Run, simulate
+from fedshuffle.rounds import Run, simulate
 
 BoolArray = NDArray[np.bool_]
 

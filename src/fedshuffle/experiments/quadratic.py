@@ -30,7 +30,7 @@ from fedshuffle.federation import Federation
 from fedshuffle.local_work import LocalWork, MissLast
 from fedshuffle.methods import MVR, Method
 from fedshuffle.report.look import label
-from fedshuffle.training import Run, simulate
+from fedshuffle.rounds import Run, simulate
 
 SEEDS = (123, 124, 125)
 

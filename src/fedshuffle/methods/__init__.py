@@ -1,14 +1,36 @@
 """Methods by name. Each file of this folder that ends in a table ``METHODS`` is one family.
 
+A name may be followed by options, and by another method whose averaging and local work to use:
+
 >>> get("fedshuffle").summary
 'scaled step sizes, reshuffled epochs, w/p'
+>>> get("fedprox:mu=0.1+fedshuffle").direction
+Proximal(mu=0.1)
 """
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 from fedshuffle._arrays import expect
 from fedshuffle.errors import FedShuffleError, unknown
-from fedshuffle.methods import fedavg, fednova, fedshuffle
+from fedshuffle.kernel import Probe, Steering
+from fedshuffle.methods import (
+    adaptive,
+    baselines,
+    capped,
+    fedavg,
+    fedlin,
+    fednova,
+    fedprox,
+    fedshuffle,
+    mime,
+    options,
+    scaffold,
+    vrl_sgd,
+)
 from fedshuffle.methods.averaging import (
     Custom,
     EffectiveSteps,
@@ -16,10 +38,26 @@ from fedshuffle.methods.averaging import (
     InclusionProbability,
     Normaliser,
     Participants,
+    RatioOfSums,
     SumOne,
+    objective_weight,
+    own_steps,
+    steps_of_the_longest,
+    weight_per_share_done,
+    weight_per_step,
 )
-from fedshuffle.methods.directions import MVR, Direction, GlobalMomentum, Plain
+from fedshuffle.methods.directions import (
+    Direction,
+    Heading,
+    Memory,
+    Moments,
+    Plain,
+    RoundStart,
+    Steps,
+)
 from fedshuffle.methods.method import Method
+from fedshuffle.methods.momentum import MVR, GlobalMomentum
+from fedshuffle.methods.servers import ServerOptimiser
 
 __all__ = [
     "MVR",
@@ -28,29 +66,69 @@ __all__ = [
     "EffectiveSteps",
     "FedShuffleGen",
     "GlobalMomentum",
+    "Heading",
     "InclusionProbability",
+    "Memory",
     "Method",
+    "Moments",
     "Normaliser",
     "Participants",
     "Plain",
+    "Probe",
+    "RatioOfSums",
+    "RoundStart",
+    "ServerOptimiser",
+    "Steering",
+    "Steps",
     "SumOne",
     "available",
+    "forgetting",
     "get",
+    "is_import_path",
+    "objective_weight",
+    "own_steps",
     "parse_momentum",
     "register",
+    "steps_of_the_longest",
+    "weight_per_share_done",
+    "weight_per_step",
 ]
 
 _REGISTRY: dict[str, Method] = {}
+_OWN: set[str] = set()
+"""The names of the library's own methods."""
 
 
-def register(method: Method) -> Method:
-    """Make a method known by its name, to Python and to the command line."""
-    if method.name in _REGISTRY:
+def register(method: Method, *, replace: bool = False) -> Method:
+    """Make a method known by its name.
+
+    ``replace`` lets it take the place of one that you registered before, as when the cell of a
+    notebook runs again; the methods of the library keep their names.
+    """
+    expect(method, Method, "method")
+    if method.name in _REGISTRY and not (replace and method.name not in _OWN):
+        remedy = "" if method.name in _OWN else ", or register it with replace=True"
         raise FedShuffleError(
-            f"a method named {method.name!r} exists already: choose another name."
+            f"a method named {method.name!r} exists already: choose another name{remedy}."
+        )
+    if not method.name or set(method.name) & set(":+=, "):
+        raise FedShuffleError(
+            f"a method cannot be named {method.name!r}: use a name without ':', '+', '=', ',' and"
+            " spaces, which mean something where methods are asked for."
         )
     _REGISTRY[method.name] = method
     return method
+
+
+@contextmanager
+def forgetting() -> Iterator[None]:
+    """Forget at the end what is registered within."""
+    before = dict(_REGISTRY)
+    try:
+        yield
+    finally:
+        _REGISTRY.clear()
+        _REGISTRY.update(before)
 
 
 def available() -> list[Method]:
@@ -63,9 +141,36 @@ def get(method: str | Method) -> Method:
     if isinstance(method, Method):
         return method
     expect(method, str, "method")
-    if method not in _REGISTRY:
-        raise unknown("method", method, _REGISTRY)
-    return _REGISTRY[method]
+    first, *others = method.split("+")
+    found = _with_options(first)
+    for other in others:
+        found = found.with_averaging(_with_options(other))
+    return found
+
+
+def _with_options(text: str) -> Method:
+    name, colon, rest = text.strip().partition(":")
+    if name not in _REGISTRY and is_import_path(text):
+        raise FedShuffleError(
+            f"{text.strip()!r} is the import path of a method, which only configs and commands"
+            " follow. In Python, import the method and give it itself, or by its name once it is"
+            " registered."
+        )
+    if name not in _REGISTRY:
+        raise unknown("method", name, _REGISTRY)
+    if not colon:
+        return _REGISTRY[name]
+    changed = _REGISTRY[name].with_options(options.parsed(rest))
+    return dataclasses.replace(changed, name=text.strip())
+
+
+def is_import_path(method: str) -> bool:
+    """Whether a text names a method of the user's own, ``module:NAME``, not one by its options.
+
+    >>> is_import_path("my.module:METHOD"), is_import_path("fedprox:mu=0.1")
+    (True, False)
+    """
+    return ":" in method and "=" not in method
 
 
 def parse_momentum(text: str) -> Direction:
@@ -88,6 +193,18 @@ def parse_momentum(text: str) -> Direction:
         raise FedShuffleError(f"momentum {text!r} cannot be read: write '{name}:0.1'.") from error
 
 
-for _family in (fedavg, fednova, fedshuffle):
+for _family in (
+    fedavg,
+    fednova,
+    fedshuffle,
+    capped,
+    fedprox,
+    scaffold,
+    vrl_sgd,
+    fedlin,
+    mime,
+    adaptive,
+    baselines,
+):
     for _method in _family.METHODS:
-        register(_method)
+        _OWN.add(register(_method).name)

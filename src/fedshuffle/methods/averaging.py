@@ -16,13 +16,15 @@ The three rules also say which objective is really minimised: see :mod:`fedshuff
 from __future__ import annotations
 
 import abc
+import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import final
 
 import numpy as np
+from numpy.typing import NDArray
 
-from fedshuffle._arrays import FloatArray, IntArray
+from fedshuffle._arrays import FloatArray, IntArray, number
 from fedshuffle.errors import FedShuffleError
 
 
@@ -46,6 +48,18 @@ class Participants:
     round: int = 0
     """The round they take part in."""
 
+    def only(self, chosen: NDArray[np.bool_], probability: FloatArray) -> Participants:
+        """Those chosen, with other inclusion probabilities."""
+        return Participants(
+            self.clients[chosen],
+            self.weight[chosen],
+            probability[chosen],
+            self.planned[chosen],
+            self.done[chosen],
+            self.longest,
+            self.round,
+        )
+
 
 ClientRule = Callable[[Participants], FloatArray]
 """A number for every client that depends on that client alone (not on who else takes part)."""
@@ -64,6 +78,20 @@ def own_steps(clients: Participants) -> FloatArray:
     return clients.planned.astype(np.float64)
 
 
+@final
+@dataclass(frozen=True)
+class CappedSteps:
+    """``c_i = max(tau_i, tau_max / rho)``: no step is more than rho times that of the longest."""
+
+    rho: float
+
+    def __post_init__(self) -> None:
+        _check_cap(self.rho)
+
+    def __call__(self, clients: Participants) -> FloatArray:
+        return np.maximum(own_steps(clients), clients.longest / self.rho)
+
+
 # Aggregation weights w-tilde -----------------------------------------------------------------
 
 
@@ -80,6 +108,19 @@ def weight_per_step(clients: Participants) -> FloatArray:
 def weight_per_share_done(clients: Participants) -> FloatArray:
     """``w-tilde_i = w_i * planned / done``: repairs unfinished work."""
     return clients.weight * (clients.planned / clients.done)
+
+
+@final
+@dataclass(frozen=True)
+class WeightPerDistance:
+    """``w-tilde_i = w_i c_i / done`` with the c of :class:`CappedSteps`: what capped steps leave
+    of the imbalance, and unfinished work, is repaired by the weight.
+    """
+
+    rho: float
+
+    def __call__(self, clients: Participants) -> FloatArray:
+        return clients.weight * CappedSteps(self.rho)(clients) / clients.done
 
 
 # Normalisers q -------------------------------------------------------------------------------
@@ -181,19 +222,46 @@ class FedShuffleGen:
     def describe(self) -> dict[str, str]:
         """The names of the three rules."""
         rules = (self.step_normalisation, self.weight)
-        c, weight = (getattr(rule, "__name__", type(rule).__name__) for rule in rules)
-        normaliser = type(self.normaliser).__name__
+        c, weight = (getattr(rule, "__name__", None) or _named(rule) for rule in rules)
+        normaliser = _named(self.normaliser)
         return {"step_normalisation": c, "weight": weight, "normaliser": normaliser}
 
     def step_scale(self, clients: Participants) -> FloatArray:
         """``gamma_i / eta = tau_max / c_i``."""
-        return _positive(clients.longest / self.step_normalisation(clients), "step normalisation c")
+        c = _each(self.step_normalisation(clients), clients, "step normalisation c")
+        return _positive(clients.longest / c, "step normalisation c")
 
     def aggregation_weights(self, cohort: Participants) -> FloatArray:
         """``a_i = w-tilde_i / q_i^S`` for the clients of a cohort."""
-        return _positive(
-            self.normaliser.divide(self.weight(cohort), cohort), "aggregation weight w/q"
+        weights = _each(self.weight(cohort), cohort, "weight w-tilde")
+        shares = self.normaliser.divide(weights, cohort)
+        return _positive(_each(shares, cohort, "aggregation weight w/q"), "aggregation weight w/q")
+
+
+def _named(rule: object) -> str:
+    """A rule by its class and parameters, unless these are functions."""
+    plain = dataclasses.is_dataclass(rule) and not isinstance(rule, Custom)
+    return repr(rule) if plain else type(rule).__name__
+
+
+def _check_cap(rho: float) -> None:
+    if not number(rho, "rho") >= 1:
+        raise FedShuffleError(
+            f"rho = {rho}: the largest factor between step sizes must be 1 (FedNova) or more;"
+            " inf is FedShuffle."
         )
+
+
+def _each(values: FloatArray, clients: Participants, what: str) -> FloatArray:
+    """What a rule gave, if it is a number for every client."""
+    shape = np.shape(values)
+    if shape != clients.planned.shape:
+        raise FedShuffleError(
+            f"the rule for the {what} gives an array of shape {shape}, not"
+            f" {clients.planned.shape}. Every rule must give one number for each client it is"
+            " shown; for the same number everywhere, use np.full(clients.planned.shape, number)."
+        )
+    return np.asarray(values, dtype=np.float64)
 
 
 def _positive(values: FloatArray, what: str) -> FloatArray:

@@ -25,8 +25,8 @@ from fedshuffle.methods.averaging import (
     own_steps,
     weight_per_share_done,
 )
-from fedshuffle.methods.directions import MVR
 from fedshuffle.methods.method import Method
+from fedshuffle.methods.momentum import MVR
 
 RULE = FedShuffleGen(own_steps, objective_weight, InclusionProbability())
 SUM_ONE = FedShuffleGen(own_steps, objective_weight, SumOne())

@@ -1,0 +1,87 @@
+r"""Baselines without local work, or without clients.
+
+- Pooled SGD and RR: all data in one place, in steps of minibatches drawn with replacement or
+  reshuffled every epoch. Every example counts equally, so the objective goes by size.
+- Distributed gradient descent: clients of the cohort send one full gradient each,
+  :math:`x \leftarrow x - \eta \sum_{i \in S} \frac{w_i}{p_i} \nabla f_i(x)`.
+- Non-local MVR: the same with MVR momentum, :math:`x \leftarrow x - \eta m`; what FedShuffleMVR's
+  local steps are to beat.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from typing import final
+
+from fedshuffle._arrays import FloatArray
+from fedshuffle.kernel import Steering
+from fedshuffle.methods import fedavg, fedshuffle
+from fedshuffle.methods.directions import Direction, Heading, Moments, RoundStart, Steps
+from fedshuffle.methods.method import Method
+from fedshuffle.methods.momentum import check_share, renewed
+
+_FULL_GRADIENT = {
+    "epochs": 1,
+    "steps": 1,
+    "batch_size": sys.maxsize,
+    "order": "sequential",
+    "interruption": None,
+}
+
+
+@final
+@dataclass(frozen=True)
+class NonLocalMVR(Direction):
+    """The MVR momentum itself; no gradient of a minibatch is computed."""
+
+    a: float = 0.1
+    down, up, trips = 2, 2, 1  # both models; two gradients
+    gradients_per_step, full_gradients = 0, 2
+    needs_joint = True
+
+    def __post_init__(self) -> None:
+        check_share(self.a)
+
+    def round(self, start: RoundStart) -> Steps:
+        m = yield from renewed(self.a, start)
+        yield Heading(Steering(alpha=0.0, v=m.server["momentum"]))
+        return m
+
+    def pull(self, moments: Moments) -> FloatArray:
+        assert moments.joint is not None
+        return self.a * moments.joint + (1 - self.a) * moments.total * moments.weights
+
+
+METHODS = (
+    Method(
+        "pooled-sgd",
+        "SGD on the data of all in one place, with replacement",
+        fedshuffle.RULE,
+        work={"order": "replacement"},
+        pooled=True,
+        reference="Robbins and Monro 1951",
+    ),
+    Method(
+        "pooled-rr",
+        "SGD on the data of all in one place, reshuffled",
+        fedshuffle.RULE,
+        pooled=True,
+        reference="Mishchenko et al. 2020",
+    ),
+    Method(
+        "distributed-gd",
+        "gradient descent, full gradients of the cohort, w/p",
+        fedshuffle.RULE,
+        work=_FULL_GRADIENT,
+        reference="textbook",
+    ),
+    Method(
+        "non-local-mvr",
+        "MVR at the server from full gradients, no local steps",
+        fedavg.RULE,  # every client takes the same step, so weights that sum to one take it once
+        NonLocalMVR(),
+        work=_FULL_GRADIENT,
+        reference="Cutkosky and Orabona 2019",
+    ),
+)

@@ -1,0 +1,106 @@
+r"""FedLin: every client replaces its own gradient at the global model by everybody's.
+
+.. math:: y \leftarrow y - \gamma_i (g(y) - \nabla f_i(x) + \hat g), \qquad
+          \hat g = \sum_{i \in S} \frac{w_i}{p_i} h_i, \qquad \gamma_i = \eta \, \tau_{\max}/\tau_i,
+
+where :math:`h_i = \nabla f_i(x)` is sent before the walk. To send less, ``keep`` a share of its
+entries, the largest: client i sends :math:`h_i = \mathrm{top}(\rho_i + \nabla f_i(x))` and
+remembers what it did not send, :math:`\rho_i \leftarrow \rho_i + \nabla f_i(x) - h_i`. The step
+sizes, inversely proportional to the number of steps, are its authors' own, and FedShuffle's.
+
+Reference: Mitra et al., Linear Convergence in Federated Learning: Tackling Client Heterogeneity and
+Sparse Gradients, 2021.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, final
+
+import numpy as np
+
+from fedshuffle._arrays import FloatArray, number
+from fedshuffle.errors import FedShuffleError
+from fedshuffle.kernel import Probe, Steering
+from fedshuffle.methods import fedshuffle
+from fedshuffle.methods.directions import Direction, Heading, Memory, Moments, RoundStart, Steps
+from fedshuffle.methods.method import Method
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@final
+@dataclass(frozen=True)
+class GradientExchange(Direction):
+    """The gradient, with the client's own at x replaced by the cohort's."""
+
+    keep: float = 1.0
+    down, trips = 2, 2  # the model and the gradient
+    full_gradients = 1
+    needs_joint = True
+
+    def __post_init__(self) -> None:
+        if not 0 < number(self.keep, "keep") <= 1:
+            raise FedShuffleError(
+                f"keep = {self.keep}: the share of a gradient's entries that is sent must be in"
+                " (0, 1]."
+            )
+
+    @property
+    def up(self) -> float:  # type: ignore[override]
+        """The gradient (values and places, if only some are sent), and the update."""
+        return 2 if self.keep == 1 else 1 + 2 * self.keep
+
+    @property
+    def client_state(self) -> bool:  # type: ignore[override]
+        return self.keep < 1
+
+    def round(self, start: RoundStart) -> Steps:
+        x, cohort, owed = start.x, start.cohort, start.memory.clients
+        answer = yield Probe((x,), cohort.clients, np.eye(len(cohort.clients)), cohort.round)
+        gradients = answer[:, 0]
+        sent, kept = gradients, None
+        if owed is not None:
+            sent = largest(owed + gradients, self.keep)
+            kept = owed + gradients - sent
+        g = x.new_tensor(cohort.weight / cohort.probability) @ sent
+        yield Heading([Steering(v=g - gradient) for gradient in gradients])
+        return Memory(clients=kept)
+
+    def pull(self, moments: Moments) -> FloatArray | None:
+        """All clients of a cohort walk along its estimate of the gradient."""
+        return moments.joint
+
+
+def largest(rows: Tensor, keep: float) -> Tensor:
+    """Only that share of the entries of each row, the largest, at least one.
+
+    >>> import torch
+    >>> largest(torch.tensor([[3.0, -4.0, 1.0, 0.0]]), keep=0.5)
+    tensor([[ 3., -4.,  0.,  0.]])
+    """
+    import torch
+
+    count = max(1, math.ceil(keep * rows.shape[1]))
+    places = rows.abs().topk(count, dim=1).indices
+    return torch.zeros_like(rows).scatter(1, places, rows.gather(1, places))
+
+
+METHODS = (
+    Method(
+        "fedlin",
+        "own gradient replaced by the cohort's, steps scaled",
+        fedshuffle.RULE,
+        direction=GradientExchange(),
+        reference="Mitra et al. 2021",
+    ),
+    Method(
+        "fedlin-sparse",
+        "FedLin sending a tenth of the gradient, with error memory",
+        fedshuffle.RULE,
+        direction=GradientExchange(keep=0.1),
+        reference="Mitra et al. 2021",
+    ),
+)

@@ -1,0 +1,123 @@
+r"""Mime and MimeLite: a centralised optimiser's local steps, its statistics fixed during the round.
+
+The server keeps a momentum m (and for Adam a second moment s), made from full gradients of the
+cohort at the global model, :math:`\hat g = \sum_{i \in S} \frac{w_i}{p_i} \nabla f_i(x)`. Clients
+walk by
+
+.. math:: \frac{(1-b) d + b m}{\sqrt s + \epsilon}, \qquad
+          d = g(y) - g(x) + \hat g \;\; \text{(Mime)}, \quad d = g(y) \;\; \text{(MimeLite)},
+
+without the denominator unless the base is Adam and with b = 0 if it is SGD; after the round
+:math:`m \leftarrow (1-b) \hat g + b m, \; s \leftarrow (1-b_2) \hat g^2 + b_2 s`. There is no
+correction for the first rounds; s starts as the first :math:`\hat g^2`, since a denominator of zero
+plus epsilon would throw the first round far away.
+
+MimeMVR is Mime's walk along the MVR momentum: FedShuffleMVR's direction with one step size for all.
+
+Reference: Karimireddy et al., Mime: Mimicking Centralized Stochastic Algorithms in Federated
+Learning, 2020.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import final
+
+from fedshuffle._arrays import FloatArray, number
+from fedshuffle.errors import FedShuffleError, unknown
+from fedshuffle.kernel import Probe, Steering
+from fedshuffle.methods.directions import Direction, Heading, Memory, Moments, RoundStart, Steps
+from fedshuffle.methods.method import Method
+from fedshuffle.methods.momentum import MVR
+from fedshuffle.methods.scaffold import RULE
+
+_BASES = ("sgd", "momentum", "adam")
+
+
+@final
+@dataclass(frozen=True)
+class Mimic(Direction):
+    """The step of a base optimiser (sgd, momentum, adam) with its statistics held fixed."""
+
+    base: str = "momentum"
+    corrected: bool = True
+    """Whether the gradient is corrected as in SVRG (Mime), or not (MimeLite)."""
+    b: float = 0.9
+    b2: float = 0.99
+    epsilon: float = 1e-3
+    up = 2  # the gradient and the update
+    full_gradients = 1
+
+    def __post_init__(self) -> None:
+        if self.base not in _BASES:
+            raise unknown("base optimiser", self.base, _BASES)
+        for name in ("b", "b2"):
+            if not 0 <= number(getattr(self, name), name) < 1:
+                raise FedShuffleError(f"{name} = {getattr(self, name)} is outside [0, 1).")
+        if not 0 < number(self.epsilon, "epsilon") < float("inf"):
+            raise FedShuffleError(f"epsilon = {self.epsilon} must be positive.")
+
+    @property
+    def statistics(self) -> int:
+        """Vectors of statistics that clients receive."""
+        return _BASES.index(self.base)
+
+    @property
+    def down(self) -> float:  # type: ignore[override]
+        """The model, the statistics, and for Mime the gradient of the cohort."""
+        return 1 + self.statistics + int(self.corrected)
+
+    @property
+    def trips(self) -> int:  # type: ignore[override]
+        """Mime needs the gradient before the walk; MimeLite sends it along with the update."""
+        return 1 + int(self.corrected)
+
+    @property
+    def gradients_per_step(self) -> int:  # type: ignore[override]
+        return 1 + int(self.corrected)
+
+    @property
+    def needs_joint(self) -> bool:  # type: ignore[override]
+        return self.corrected
+
+    @property
+    def share(self) -> float:
+        """The share of the new gradient in a step."""
+        return 1.0 if self.base == "sgd" else 1 - self.b
+
+    def round(self, start: RoundStart) -> Steps:
+        x, cohort, kept = start.x, start.cohort, start.memory.server
+        weights = (cohort.weight / cohort.probability)[:, None]
+        ((g,),) = yield Probe((x,), cohort.clients, weights, cohort.round)
+        a = self.share
+        m = kept.get("m", x.new_zeros(x.shape))
+        s = kept.get("s", g.square())
+
+        v = (1 - a) * m + (a * g if self.corrected else 0.0)
+        scale = 1 / (s.sqrt() + self.epsilon) if self.base == "adam" else None
+        yield Heading(Steering(alpha=a, beta=a if self.corrected else 0.0, v=v, scale=scale))
+
+        after = {"m": a * g + (1 - a) * m} if a < 1 else {}
+        if scale is not None:
+            after["s"] = (1 - self.b2) * g.square() + self.b2 * s
+        return Memory(after)
+
+    def pull(self, moments: Moments) -> FloatArray:
+        """The new gradient is the cohort's (Mime) or the client's own (MimeLite), m of others."""
+        new = moments.joint if self.corrected else moments.mass
+        assert new is not None
+        return self.share * new + (1 - self.share) * moments.total * moments.weights
+
+
+def _method(name: str, summary: str, direction: Direction) -> Method:
+    return Method(name, summary, RULE, direction, reference="Karimireddy et al. 2020 (Mime)")
+
+
+METHODS = (
+    _method("mime", "momentum 0.9 fixed in the round, corrected gradients", Mimic()),
+    _method("mime-sgd", "Mime without momentum: SVRG-like local steps", Mimic("sgd")),
+    _method("mime-adam", "Mime with Adam's statistics", Mimic("adam")),
+    _method("mime-lite", "momentum 0.9 fixed in the round", Mimic(corrected=False)),
+    _method("mime-lite-adam", "MimeLite with Adam's statistics", Mimic("adam", corrected=False)),
+    _method("mime-mvr", "Mime with MVR momentum, a = 0.1", MVR(0.1)),
+)
