@@ -20,6 +20,7 @@ from fedshuffle.local_work import LocalWork, Workload
 from fedshuffle.methods import Method, Participants
 from fedshuffle.randomness import check_seed
 from fedshuffle.sampling import Optimal, Sampling, resolve
+from fedshuffle.sampling.base import check_cohort
 from fedshuffle.schedules import Schedule
 from fedshuffle.state import State
 
@@ -85,7 +86,8 @@ class Run:
 
     def cohort(self, round: int) -> Participants:
         """Who takes part in a round, and what they do: a pure function of (seed, round)."""
-        clients = self.sampling.draw(self.seed, round)
+        drawn = self.sampling.draw(self.seed, round)
+        clients = check_cohort(drawn, len(self.sampling), self.sampling)
         plan = self.workload.plan(clients, self.seed, round)
         return Participants(
             clients=clients,
@@ -113,7 +115,7 @@ class Run:
         """The next round as requests to an engine; returns the state after it."""
         cohort = self.cohort(state.round)
         if not len(cohort.clients):
-            return replace(state, round=state.round + 1)
+            return replace(state, round=state.round + 1, sent=None)
         select = None
         if isinstance(self.sampling, Optimal):
             select = partial(

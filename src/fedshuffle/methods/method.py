@@ -221,7 +221,7 @@ class Method:
     ) -> tuple[Participants, Tensor]:
         """Who of the cohort sends an update, and the sum of these, weighed by how likely it was."""
         norms = updates.norm(dim=1).cpu().numpy().astype(np.float64)
-        asked, probability = select(cohort.weight / cohort.probability * norms)
+        asked, probability = select(self.averaging.aggregation_weights(cohort) * norms)
         chosen = cohort.only(asked, cohort.probability * probability)
         weights = updates.new_tensor(self.averaging.aggregation_weights(chosen))
         return chosen, (weights @ updates[np.flatnonzero(asked)])[None]

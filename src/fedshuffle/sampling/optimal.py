@@ -35,7 +35,7 @@ _NEGLIGIBLE = 1e-200
 class Optimal(Sampling):
     r"""A pool of clients is drawn and walks; about b of them are then asked for their updates.
 
-    Each client i of the pool says only the norm :math:`u_i = \|(w_i/p_i)(y_i - x)\|` of its
+    Each client i of the pool says only the norm :math:`u_i = \|a_i (y_i - x)\|` of its
     weighted update. It is asked with the probability :math:`p'_i` that :meth:`select` chooses, so
     that its update counts for :math:`w_i / (p_i p'_i)`: the mean is the update of the whole pool,
     and the variance :math:`\sum_i (1/p'_i - 1) u_i^2` the least possible with b asked on average.
