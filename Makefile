@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 INSTALLED := .venv/.installed
 
-.PHONY: demo test lint format figures bench bench-peers clean
+.PHONY: demo test lint format figures docs-pictures bench bench-peers clean
 .DELETE_ON_ERROR:
 
 demo: $(INSTALLED)  ## audit and train three methods on real data; leaves a report in out/demo
@@ -23,6 +23,9 @@ format: $(INSTALLED)  ## put the code in its standard form
 
 figures: $(INSTALLED)  ## the paper's toy figures in out/quadratic
 	$(BIN)/fedshuffle reproduce quadratic --out out/quadratic
+
+docs-pictures: $(INSTALLED)  ## the pictures and tables of docs/methods
+	$(BIN)/python -m fedshuffle.experiments.method_pictures docs
 
 bench: $(INSTALLED)  ## engines against a bare loop, and what grows with what; on an idle machine
 	$(BIN)/python benchmarks/engines.py

@@ -248,7 +248,8 @@ def _costs(run: Run, state: State) -> dict[str, Any]:
     asked, number = len(cohort.clients), state.x.element_size()
     sent = asked if state.sent is None else state.sent
     norms = 0 if state.sent is None else asked * number  # all say how long their update is
-    size, direction = len(state.x) * number, run.method.direction
+    size = 0 if run.method.pooled else len(state.x) * number  # pooled data travels nowhere
+    direction = run.method.direction
     return {
         "round": state.round,
         "clients": asked,

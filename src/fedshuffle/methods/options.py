@@ -30,7 +30,7 @@ def replaced(parts: Mapping[str, Any], options: Mapping[str, str], method: str) 
     changed = {name: _replaced(part, options, found) for name, part in parts.items()}
     for name in options:
         if name not in found:
-            raise unknown(f"option of {method}", name, sorted(_names(list(parts.values()))))
+            raise unknown(f"option of {method}", name, sorted(values(list(parts.values()))))
     return changed
 
 
@@ -63,14 +63,14 @@ def _like(value: Any, text: str, name: str) -> Any:
         raise FedShuffleError(f"method option {name} = {text!r} is no number.") from error
 
 
-def _names(parts: list[Any]) -> set[str]:
-    """All names of options."""
-    names = set()
+def values(parts: list[Any]) -> dict[str, Any]:
+    """All options by name, with the values they have."""
+    found: dict[str, Any] = {}
     for part in parts:
         if dataclasses.is_dataclass(part) and not isinstance(part, type):
             for field in dataclasses.fields(part):
                 value = getattr(part, field.name)
                 if isinstance(value, (bool, int, float, str)):
-                    names.add(field.name)
-                names |= _names([value])
-    return names
+                    found[field.name] = value
+                found |= values([value])
+    return found

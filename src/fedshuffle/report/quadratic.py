@@ -24,7 +24,7 @@ TITLES = {
     "hybrid": "Clients miss their last step",
 }
 
-_DISTANCE = r"$\|x^r - x^\star\|^2$"
+DISTANCE = r"$\|x^r - x^\star\|^2$"
 
 
 def figure1(results: Results, path: Path) -> None:
@@ -34,7 +34,7 @@ def figure1(results: Results, path: Path) -> None:
     row = figure.subplots(1, 4)
     for axes, name in zip(row, names, strict=True):
         _draw(axes, name, results[name])
-    row[0].set_ylabel(_DISTANCE)
+    row[0].set_ylabel(DISTANCE)
     _save(figure, path)
 
 
@@ -43,7 +43,7 @@ def hybrid(results: Results, path: Path) -> None:
     figure = Figure(figsize=(5, 4.4), layout="constrained")
     axes = figure.subplots()
     _draw(axes, "hybrid", results["hybrid"])
-    axes.set_ylabel(_DISTANCE)
+    axes.set_ylabel(DISTANCE)
     _save(figure, path)
 
 
