@@ -9,8 +9,16 @@ import numpy as np
 
 from fedshuffle._arrays import FloatArray
 from fedshuffle.local_work import Workload
-from fedshuffle.methods import MVR, GlobalMomentum, InclusionProbability, Method, Plain
-from fedshuffle.methods.averaging import CappedSteps, own_steps, weight_per_step
+from fedshuffle.methods import (
+    MVR,
+    FedShuffleGen,
+    GlobalMomentum,
+    InclusionProbability,
+    Method,
+    Participants,
+    Plain,
+)
+from fedshuffle.methods.averaging import own_steps
 from fedshuffle.methods.servers import Average
 from fedshuffle.sampling import Full, Sampling
 
@@ -58,12 +66,8 @@ def find(
     steps = workload.alone[0]
     uneven = int(steps.min()) != int(steps.max())
     findings = []
-    balanced = rule.step_normalisation is own_steps or isinstance(
-        rule.step_normalisation, CappedSteps
-    )
-    balanced |= rule.weight is weight_per_step
     sound = sound_kin(method)
-    if uneven and work.steps is None and not balanced:
+    if uneven and work.steps is None and not _balanced(rule, workload):
         findings.append(
             Finding(
                 f"Clients take from {steps.min()} to {steps.max()} local steps at one step size.",
@@ -110,6 +114,16 @@ def find(
             )
         )
     return tuple(findings)
+
+
+def _balanced(rule: FedShuffleGen, workload: Workload) -> bool:
+    """Whether clients that differ only in their steps move the model equally far."""
+    steps = workload.alone[0].max(axis=1)
+    two = np.array([steps.argmin(), steps.argmax()])
+    half = np.full(2, 0.5)
+    clients = Participants(two, half, half, steps[two], steps[two], workload.longest)
+    short, long = rule.weight(clients) * rule.step_scale(clients) * steps[two]
+    return bool(np.isclose(short, long, rtol=1e-9, atol=0))
 
 
 def sound_kin(method: Method) -> str:

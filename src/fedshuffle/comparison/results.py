@@ -20,7 +20,6 @@ from fedshuffle.evaluation import Evaluation, Evaluations
 from fedshuffle.methods import Method
 from fedshuffle.report.look import label
 from fedshuffle.runs import versions
-from fedshuffle.sampling import resolve
 
 
 @final
@@ -68,8 +67,7 @@ def facts(comparison: Comparison) -> Facts:
         first = "accuracy" if "accuracy" in evaluate.names else evaluate.names[0]
         with at("compare"):
             target = _judge(evaluate, comparison.metric or first)
-        with at("sampling"):
-            sampling = resolve(base.sampling, task.federation)
+        sampling = running._sampling(base, task.federation)
         audits = {}
         for pair, method in methods.items():
             found = audit(task.federation, method, sampling, base.work)

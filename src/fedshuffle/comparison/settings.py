@@ -207,9 +207,13 @@ def _word(text: str) -> str:
 
     >>> _word("global:0.1"), _word("package.module:FEDAVG_MIN"), _word("fedprox:mu=0.1")
     ('global-0.1', 'fedavg-min', 'fedprox-mu-0.1')
+    >>> _word("package.module:METHOD")
+    'module'
     """
     if "=" in text:  # options of a method, which tell it from others of its name
         return re.sub(r"[^a-z0-9.]+", "-", text.lower())
     kind, _, name = text.partition(":")
+    if name == "METHOD":  # where a module holds one method, the module has its name
+        kind, name = kind.rpartition(".")[2], ""
     number = re.fullmatch(r"[\d.eE+-]+", name)
     return f"{kind}-{name}" if number else re.sub(r"[^a-z0-9.]+", "-", (name or kind).lower())

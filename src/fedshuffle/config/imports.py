@@ -83,6 +83,15 @@ def call(path: str, arguments: Mapping[str, Any], folder: Path) -> Any:
         raise FedShuffleError(f"{path!r} failed: {_cause(error, folder)}") from error
 
 
+def given(path: str, argument: Any, folder: Path) -> Any:
+    """What the function of that import path returns for one argument."""
+    make = function(path, {}, folder)
+    try:
+        return make(argument)
+    except Exception as error:
+        raise FedShuffleError(f"{path!r} failed: {_cause(error, folder)}") from error
+
+
 def maker(path: str, arguments: Mapping[str, Any], folder: Path) -> Callable[..., Any]:
     """The function of that import path, which takes these arguments and needs no other."""
     made = function(path, arguments, folder)

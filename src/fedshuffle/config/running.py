@@ -35,6 +35,7 @@ from fedshuffle.federation import Federation
 from fedshuffle.methods import Method
 from fedshuffle.randomness import Purpose, generator
 from fedshuffle.runs import RunFolder
+from fedshuffle.sampling import Sampling
 from fedshuffle.training import Evaluate, Result, train
 
 
@@ -147,8 +148,7 @@ def _train(
 ) -> Result:
     with imports.importable(config.folder):
         parts = task(config) if shared is None else shared
-        with at("sampling"):
-            chosen = sampling.resolve(config.sampling, parts.federation)
+        chosen = _sampling(config, parts.federation)
         result = train(
             model(config),
             parts.federation,
@@ -188,7 +188,10 @@ def _check_names(config: Config) -> None:
     with at("engine"):
         engines.check(config.engine)
     with at("sampling"):
-        sampling.check(config.sampling)
+        if sampling.is_import_path(config.sampling):
+            imports.function(config.sampling, {}, config.folder)
+        else:
+            sampling.check(config.sampling)
     with at("model"):
         imports.maker(config.model.path, config.model.arguments, config.folder)
     _method(config)
@@ -212,6 +215,16 @@ def _method(config: Config) -> Method:
     if config.momentum is None:
         return method
     return method.with_momentum(methods.parse_momentum(config.momentum))
+
+
+def _sampling(config: Config, federation: Federation) -> Sampling:
+    with at("sampling"):
+        path = config.sampling
+        if not sampling.is_import_path(path):
+            return sampling.resolve(path, federation)
+        made = imports.given(path, federation, config.folder)
+        expect(made, Sampling, f"what {path!r} returns")
+        return sampling.resolve(made, federation)
 
 
 def _loss(config: Config) -> Loss:

@@ -16,7 +16,12 @@ from fedshuffle.federation import Federation
 from fedshuffle.sampling.approximate import ApproximateIndependent
 from fedshuffle.sampling.base import Cohorts, Sampling
 from fedshuffle.sampling.full import Full
-from fedshuffle.sampling.independent import Independent, importance, importance_probabilities
+from fedshuffle.sampling.independent import (
+    Independent,
+    check_probabilities,
+    importance,
+    importance_probabilities,
+)
 from fedshuffle.sampling.one import One
 from fedshuffle.sampling.optimal import (
     Optimal,
@@ -42,6 +47,7 @@ __all__ = [
     "check",
     "importance",
     "importance_probabilities",
+    "is_import_path",
     "optimal_probabilities",
     "parse",
     "resolve",
@@ -95,7 +101,21 @@ def resolve(sampling: str | Sampling, federation: Federation) -> Sampling:
             f"the sampling is for {len(sampling)} clients, but the federation has"
             f" {len(federation)}."
         )
+    try:
+        check_probabilities(sampling.p)
+    except FedShuffleError as error:
+        raise FedShuffleError(f"the p of {type(sampling).__name__}: {error}") from error
     return sampling
+
+
+def is_import_path(text: str) -> bool:
+    """Whether a text names a sampling of the user's own, ``module:function``.
+
+    >>> is_import_path("my.module:make"), is_import_path("uniform:2")
+    (True, False)
+    """
+    name, _, attribute = text.strip().partition(":")
+    return name not in _MAKERS and all(part.isidentifier() for part in attribute.split("."))
 
 
 def _stratified(argument: str, federation: Federation) -> Stratified:

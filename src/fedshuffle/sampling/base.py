@@ -71,26 +71,33 @@ class Sampling(abc.ABC):
     def __len__(self) -> int:
         return len(self.p)
 
-    @property
-    @abc.abstractmethod
-    def s(self) -> FloatArray:
-        """The variance vector of the paper."""
-
     @abc.abstractmethod
     def pair_probabilities(self) -> FloatArray:
         """The matrix ``P[i, j] = P(i in S and j in S)``; its diagonal is ``p``."""
 
     @abc.abstractmethod
-    def expected_sums(self, v: FloatArray) -> FloatArray:
-        """``E[1{i in S} * sum of v over S]`` for every client i, without the matrix."""
-
-    @abc.abstractmethod
     def draw(self, seed: int, round: int) -> IntArray:
         """The cohort of a round, sorted: a pure function of (seed, round)."""
 
-    @abc.abstractmethod
+    @property
+    def s(self) -> FloatArray:
+        """The variance vector of the paper; by default the smallest valid one whose entries are
+        all equal, from the largest eigenvalue of the pair probabilities.
+        """
+        root = np.sqrt(self.p)
+        covariance = self.pair_probabilities() - np.outer(self.p, self.p)
+        largest = float(np.linalg.eigvalsh(covariance / np.outer(root, root))[-1])
+        return np.full(len(self), max(largest, 0.0))
+
+    def expected_sums(self, v: FloatArray) -> FloatArray:
+        """``E[1{i in S} * sum of v over S]`` for every client i; by default from the matrix."""
+        return self.pair_probabilities() @ v
+
     def cohorts(self, limit: int) -> Cohorts | None:
-        """Every possible cohort with its probability, or None where there are more than limit."""
+        """Every possible cohort with its probability, or None where there are more than limit (or
+        nobody has listed them, as by default; audits then sample where no formula is known).
+        """
+        return None
 
 
 class AlikePairs(Sampling):
@@ -120,6 +127,20 @@ class AlikePairs(Sampling):
         own = self.p * v
         others = float(own.sum()) - own
         return own + self.rho * self.p * others
+
+
+def check_cohort(clients: IntArray, n: int, sampling: Sampling) -> IntArray:
+    """A drawn cohort, or a clear error where it is none: a rule would weigh the wrong clients."""
+    drawn = np.asarray(clients)
+    if drawn.size == 0:
+        return np.empty(0, dtype=np.int64)
+    ordered = drawn.ndim == 1 and drawn.dtype.kind in "iu" and bool((np.diff(drawn) > 0).all())
+    if not ordered or drawn[0] < 0 or drawn[-1] >= n:
+        raise FedShuffleError(
+            f"{type(sampling).__name__}.draw gives {clients!r:.60}: give the numbers of different"
+            f" clients, from 0 to {n - 1}, in rising order."
+        )
+    return drawn.astype(np.int64, copy=False)
 
 
 def check_cohort_size(b: int, n: int, what: str) -> int:

@@ -39,14 +39,6 @@ class Table(Sampling):
     def __repr__(self) -> str:
         return f"table of {len(self._cohorts)} cohorts"
 
-    @property
-    def s(self) -> FloatArray:
-        """The smallest constant vector that is valid, from the largest eigenvalue."""
-        root = np.sqrt(self.p)
-        covariance = self.pair_probabilities() - np.outer(self.p, self.p)
-        largest = float(np.linalg.eigvalsh(covariance / np.outer(root, root))[-1])
-        return np.full(len(self), max(largest, 0.0))
-
     def pair_probabilities(self) -> FloatArray:
         pairs = np.zeros((len(self), len(self)))
         for members, probability in self._cohorts:

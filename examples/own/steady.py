@@ -1,0 +1,32 @@
+"""Rounds of the same length, whoever takes part: an averaging rule from three rules of its own.
+
+c_i = sqrt(tau_i tau_max)        half way between one step size for all and FedShuffle's
+w-tilde_i = w_i c_i / (p_i tau_i)   repairs the other half, and how often a client takes part
+q^S = sum of w_j / p_j over S    what the weights of clients that were drawn stand for
+"""
+
+import numpy as np
+
+from fedshuffle import FedShuffleGen, Method, methods
+from fedshuffle.methods import Normaliser, Participants, RatioOfSums
+
+
+def half_scaled(clients: Participants) -> np.ndarray:
+    return np.sqrt(clients.planned * clients.longest)
+
+
+def repaired(clients: Participants) -> np.ndarray:
+    return clients.weight / clients.probability * half_scaled(clients) / clients.done
+
+
+class StandsFor(Normaliser):
+    def divide(self, weights: np.ndarray, cohort: Participants) -> np.ndarray:
+        return weights / (cohort.weight / cohort.probability).sum()
+
+    def ratio(self, weights: np.ndarray, clients: Participants) -> RatioOfSums:
+        """1 / q^S as a ratio of sums over the cohort, from which audits are exact; or None."""
+        return RatioOfSums(u=clients.weight / clients.probability)
+
+
+RULE = FedShuffleGen(half_scaled, repaired, StandsFor())
+METHOD = methods.register(Method("steady", "rounds of the same length", RULE))
