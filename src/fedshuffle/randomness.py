@@ -38,6 +38,7 @@ class Purpose(enum.IntEnum):
     START = 8
     SUBSET = 9
     SELECTION = 10
+    CONSTANTS = 11
 
 
 def generator(

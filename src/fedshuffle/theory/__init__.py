@@ -1,6 +1,9 @@
-"""What the convergence theory says of a method on a federation. Needs no torch."""
+"""What the convergence theory says of a method on a federation. Needs torch only for estimates."""
 
 from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
 from fedshuffle.theory.constants import (
     MethodConstants,
@@ -9,6 +12,9 @@ from fedshuffle.theory.constants import (
     second_moments,
     smallest_s,
 )
+from fedshuffle.theory.logistic import logistic_regression_constants
+from fedshuffle.theory.problems import Claim, ExactConstants
+from fedshuffle.theory.quadratics import linear_regression_constants, quadratic_constants
 from fedshuffle.theory.step_sizes import (
     Bound,
     ProblemConstants,
@@ -20,8 +26,16 @@ from fedshuffle.theory.step_sizes import (
     round_bound,
 )
 
+if TYPE_CHECKING:
+    from fedshuffle.theory.estimated import EstimatedConstants, problem_constants
+    from fedshuffle.theory.measuring import Estimate
+
 __all__ = [
     "Bound",
+    "Claim",
+    "Estimate",
+    "EstimatedConstants",
+    "ExactConstants",
     "MethodConstants",
     "ProblemConstants",
     "RhoLimits",
@@ -30,8 +44,25 @@ __all__ = [
     "is_valid_s",
     "largest_step_size",
     "limit_over_rho",
+    "linear_regression_constants",
+    "logistic_regression_constants",
     "method_constants",
+    "problem_constants",
+    "quadratic_constants",
     "round_bound",
     "second_moments",
     "smallest_s",
 ]
+
+_NEEDS_TORCH = {
+    "Estimate": "fedshuffle.theory.measuring",
+    "EstimatedConstants": "fedshuffle.theory.estimated",
+    "problem_constants": "fedshuffle.theory.estimated",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Import torch only when an estimate is asked for."""
+    if name in _NEEDS_TORCH:
+        return getattr(import_module(_NEEDS_TORCH[name]), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
