@@ -17,7 +17,17 @@ import torch
 from torch import Tensor
 from typer.testing import CliRunner
 
-from fedshuffle import Federation, FedShuffleError, LocalWork, Sampling, audit, conformance, methods
+from fedshuffle import (
+    Federation,
+    FedShuffleError,
+    LocalWork,
+    Sampling,
+    audit,
+    conformance,
+    losses,
+    methods,
+    train,
+)
 from fedshuffle.auditing.playing import played
 from fedshuffle.cli import app
 from fedshuffle.config import imports
@@ -519,3 +529,56 @@ def test_configs_say_what_is_no_part_of_that_kind(change: dict[str, str], messag
 
 def _page() -> str:
     return PAGE.read_text(encoding="utf-8")
+
+
+# Without ceremony ---------------------------------------------------------------------------------
+
+
+class Bare(Direction):
+    """No dataclass and no repr of its own; its pull knows no formula."""
+
+    def __init__(self, report: bool = False) -> None:
+        self.report = report
+
+    def round(self, start: RoundStart) -> Steps:
+        report = np.ones(len(start.cohort.clients)) if self.report else None
+        yield Heading(Steering(), report)
+        return start.memory
+
+    def pull(self, moments: Moments) -> None:
+        return None
+
+
+class BareServer(ServerOptimiser):
+    def step(self, x: Any, update: Any, step_size: float, kept: Any) -> Any:
+        return x + step_size * update, kept
+
+
+def bare(report: bool = False) -> Method:
+    rule = methods.get("fedavg-rr").averaging
+    return Method("bare", "", rule, direction=Bare(report), server=BareServer())
+
+
+def test_a_run_knows_parts_without_a_repr_again(tmp_path: Path) -> None:
+    """As in another process, where the objects lie elsewhere."""
+    points = torch.arange(6.0)[:, None]
+    clients = Federation.from_arrays(torch.ones(6, 1), points, sizes=[1, 2, 3])
+    common: dict[str, Any] = {"loss": losses.squared_error, "out": tmp_path / "run"}
+    first = bare()  # kept, so that the second lies elsewhere
+    train(torch.nn.Linear(1, 1), clients, method=first, rounds=2, **common)
+    train(torch.nn.Linear(1, 1), clients, method=bare(), rounds=4, resume=True, **common)
+    assert " at 0x" not in (tmp_path / "run" / "run.json").read_text()
+
+
+def test_where_pull_knows_no_formula_the_audit_plays() -> None:
+    found = audit(Federation.from_sizes([1, 2, 3]), bare(), draws=64)
+    assert found.how == "played with linear clients, 64 rounds"
+    np.testing.assert_allclose(found.effective_weights, np.array([1, 4, 9]) / 14)
+
+
+def test_what_all_must_report_is_refused_where_few_are_asked() -> None:
+    clients = Federation.from_sizes([1, 2, 3])
+    method = bare(report=True).with_averaging(methods.get("fedshuffle"))
+    run = Run(clients, method, "optimal:1")
+    with pytest.raises(FedShuffleError, match="learns from what every client"):
+        run.walk(run.start(torch.zeros(2)))

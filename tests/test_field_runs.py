@@ -301,7 +301,7 @@ def test_options_and_other_rules_by_name() -> None:
     [
         ("fedporx", "unknown method 'fedporx'.*Did you mean 'fedprox'"),
         ("fedprox:nu=1", "unknown option of fedprox 'nu'.*mu"),
-        ("fedshuffle:rho=2", "unknown option of fedshuffle 'rho'"),
+        ("fedshuffle:rho=2", "fedshuffle has no options, and so none named 'rho'"),
         ("fedprox:mu=much", "method option mu = 'much' is no number"),
         ("fedprox:mu", "cannot be read: write 'mu=0.1'"),
         ("fedprox:", "cannot be read"),
@@ -318,11 +318,28 @@ def test_options_and_other_rules_by_name() -> None:
         ("scaffold+fedshufle", "unknown method 'fedshufle'"),
         ("scaffold+", "unknown method ''"),
         ("+fedshuffle", "unknown method ''"),
+        ("fedavg:mu=1", "fedavg has no options, and so none named 'mu'"),
+        ("fedprox:mu=0.1,mu=0.2", "mu is given twice"),
+        ("fedshuffle+fedadam", r"drop the server of fedadam \(Adam.*Write fedadam\+fedshuffle"),
+        ("fedavg+mime", r"drop the direction of mime.*Write mime\+fedavg"),
+        (
+            "fedadam+scaffold",
+            r"replace\(methods.get\('scaffold'\), server=methods.get\('fedadam'\)",
+        ),
+        ("scaffold+fedadam", r"\('fedadam'\), direction=methods.get\('scaffold'\).direction"),
+        ("fedprox+pooled-rr", "pooled-rr has all data in one place"),
+        ("scaffold+fedprox:mu=5", "option mu of 'fedprox:mu=5' would be dropped"),
     ],
 )
 def test_bad_names_are_refused(text: str, message: str) -> None:
     with pytest.raises(FedShuffleError, match=message):
         methods.get(text)
+
+
+def test_a_second_direction_may_lend_its_averaging() -> None:
+    both = methods.get("fedprox+scaffold")
+    assert both.direction == Proximal()
+    assert both.averaging == methods.get("scaffold").averaging
 
 
 def test_a_method_with_a_direction_of_its_own_takes_no_momentum() -> None:

@@ -3,8 +3,18 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from fedshuffle import MVR, FedShuffleError, GlobalMomentum, Method, methods
+from fedshuffle import (
+    MVR,
+    EpochRange,
+    Federation,
+    FedShuffleError,
+    GlobalMomentum,
+    LocalWork,
+    Method,
+    methods,
+)
 from fedshuffle.methods import Participants, Plain, parse_momentum
+from fedshuffle.rounds import Run
 
 
 def test_the_methods_of_the_paper_are_there() -> None:
@@ -24,6 +34,13 @@ def test_the_methods_of_the_paper_are_there() -> None:
         "nastya",
     } <= names
     assert methods.get("fedshuffle-mvr").momentum == "mvr:0.1"
+
+
+def test_the_table_of_all_clients_steps_is_not_made_for_nothing() -> None:
+    clients = Federation.from_sizes([3, 4, 5])
+    run = Run(clients, "fedshuffle", "uniform:2", LocalWork(epochs=EpochRange(1, 900)))
+    run.cohort(0)
+    assert "alone" not in vars(run.workload)
 
 
 def cohort(n: int = 3, seed: int = 0) -> Participants:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import re
 from collections.abc import Iterable
 from dataclasses import fields
 from typing import Any
@@ -37,12 +38,18 @@ def function(value: Any) -> str:
 
 
 def part(value: Any) -> str:
-    """What the value says of itself, unless that is where it lies in memory."""
+    """What the value says of itself, but not where it or its parts lie in memory.
+
+    >>> part(object()), part([object()])
+    ('object', '[<object object>]')
+    """
     if isinstance(value, np.generic):
         value = value.item()
     plain: Any = object.__repr__
     own = type(value).__repr__ is not plain
-    return repr(value) if own and not callable(value) else function(value)
+    if callable(value) or not own:
+        return function(value)
+    return re.sub(r" at 0x[0-9a-fA-F]+", "", repr(value))
 
 
 def work(work: LocalWork) -> str:

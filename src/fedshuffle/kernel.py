@@ -47,7 +47,7 @@ class Order:
     minibatches: Minibatches
     step_size: float
     steering: Steering
-    weights: Sequence[float]
+    weights: Sequence[float] | FloatArray
     clip: float = math.inf
     weight_decay: float = 0.0
 

@@ -65,6 +65,8 @@ class Run:
         digest = hashlib.sha256(b"".join(array.tobytes() for array in arrays))
         return {
             **self.method.describe(),
+            "direction": _identity.part(self.method.direction),
+            "server": _identity.part(self.method.server),
             "sampling": _identity.part(self.sampling),
             "work": _identity.work(self.workload.work),
             "step_size": schedules.describe(self.step_size, rounds, "step size"),

@@ -6,9 +6,11 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from fedshuffle._arrays import FloatArray
 from fedshuffle.engines.problem import Problem, forked
 from fedshuffle.errors import DivergedError, FedShuffleError, TrainingError
 from fedshuffle.kernel import Order, Probe, Walk
@@ -89,13 +91,15 @@ def gradients(loss: Tensor, parameters: Sequence[Tensor]) -> tuple[Tensor, ...]:
     return tuple(torch.zeros_like(p) if g is None else g for g, p in pairs)
 
 
-def counted(weights: Sequence[float]) -> list[tuple[int, float]]:
+def counted(weights: Sequence[float] | FloatArray) -> list[tuple[int, float]]:
     """In which of the sums something counts, and by what: often in one of very many.
 
     >>> counted([0.0, 0.5, 0.0, 2.0])
     [(1, 0.5), (3, 2.0)]
     """
-    return [(k, weight) for k, weight in enumerate(weights) if weight]
+    row = np.asarray(weights)
+    places = np.flatnonzero(row)
+    return list(zip(places.tolist(), row[places].tolist(), strict=True))
 
 
 def not_finite(problem: Problem, order: Order) -> DivergedError:

@@ -188,7 +188,7 @@ class LeanEngine:
         sums = points.new_zeros(probe.weights.shape[1], *points.shape)
         for j, point in enumerate(points):
             here.flat.copy_(point)
-            for client, weights in zip(probe.clients.tolist(), probe.weights.tolist(), strict=True):
+            for client, weights in zip(probe.clients.tolist(), probe.weights, strict=True):
                 counts = counted(weights)
                 rows = torch.arange(int(offsets[client]), int(offsets[client + 1]))
                 own.flat.zero_()

@@ -78,7 +78,7 @@ class LoopEngine:
         points = torch.stack(list(probe.points))
         sums = points.new_zeros(probe.weights.shape[1], *points.shape)
         offsets = self.problem.federation.offsets
-        for client, weights in zip(probe.clients.tolist(), probe.weights.tolist(), strict=True):
+        for client, weights in zip(probe.clients.tolist(), probe.weights, strict=True):
             counts = counted(weights)
             rows = torch.arange(int(offsets[client]), int(offsets[client + 1]))
             with named(self.problem, client, probe.round, "probe"):

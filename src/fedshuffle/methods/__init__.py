@@ -144,8 +144,22 @@ def get(method: str | Method) -> Method:
     first, *others = method.split("+")
     found = _with_options(first)
     for other in others:
-        found = found.with_averaging(_with_options(other))
+        lent = _with_options(other)
+        _check_options_of_averaging(other, lent)
+        found = found.with_averaging(lent)
     return found
+
+
+def _check_options_of_averaging(text: str, method: Method) -> None:
+    """Refuse options of the second method in a name that are not those of its averaging."""
+    given = text.partition(":")[2]
+    known = options.values([method.averaging])
+    for name in options.parsed(given) if given else ():
+        if name not in known:
+            raise FedShuffleError(
+                f"option {name} of {text.strip()!r} would be dropped, since only its averaging and"
+                " its local work are used behind a '+'. Leave the option out."
+            )
 
 
 def _with_options(text: str) -> Method:

@@ -31,7 +31,7 @@ class Proximal(Direction):
     def __post_init__(self) -> None:
         if not 0 <= number(self.mu, "mu") < float("inf"):
             raise FedShuffleError(
-                f"mu = {self.mu}: the pull to the global model must be 0 or more."
+                f"mu = {self.mu}: the pull to the global model must be finite and 0 or more."
             )
 
     def round(self, start: RoundStart) -> Steps:

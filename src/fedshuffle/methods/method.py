@@ -92,12 +92,41 @@ class Method:
         >>> methods.get("scaffold+fedshuffle").averaging == methods.get("fedshuffle").averaging
         True
         """
+        self._check_nothing_is_lost(other)
         return dataclasses.replace(
             self,
             name=f"{self.name}+{other.name}",
             summary=f"{self.summary}; averaging of {other.name}",
             averaging=other.averaging,
             work={**other.work, **self.work},
+        )
+
+    def _check_nothing_is_lost(self, other: Method) -> None:
+        """Refuse what reads as if both methods were at work, while one would be dropped."""
+        if other.pooled and not self.pooled:
+            raise FedShuffleError(
+                f"{other.name} has all data in one place, so it has no averaging to lend to"
+                f" {self.name}. Use {self.name}+fedshuffle."
+            )
+        lost = [
+            part
+            for part, plain in {"direction": Plain, "server": Average}.items()
+            if isinstance(getattr(self, part), plain)
+            and not isinstance(getattr(other, part), plain)
+        ]
+        if not lost:
+            return
+        remedy = f"Write {other.name}+{self.name}"
+        if not (isinstance(self.direction, Plain) and isinstance(self.server, Average)):
+            mine = "server" if lost == ["direction"] else "direction"
+            remedy = (
+                f"For both, use dataclasses.replace(methods.get({other.name!r}),"
+                f" {mine}=methods.get({self.name!r}).{mine}) in Python"
+            )
+        raise FedShuffleError(
+            f"{self.name}+{other.name} is {self.name} with the averaging and the local work of"
+            f" {other.name}, and would drop the {' and the '.join(lost)} of {other.name}"
+            f" ({', '.join(repr(getattr(other, part)) for part in lost)}). {remedy}."
         )
 
     def with_options(self, options: Mapping[str, str]) -> Method:
@@ -147,13 +176,14 @@ class Method:
 
     def check(self, workload: Workload, sampling: Sampling) -> None:
         """Refuse a setting for which the method is not defined."""
-        steps = np.unique(workload.alone[0])
-        if self.balanced_only and (not isinstance(sampling, Full) or len(steps) > 1):
-            raise FedShuffleError(
-                f"{self.name} is defined for full participation and equal numbers of local steps"
-                f" (here: sampling {sampling!r}, {steps[0]} to {steps[-1]} steps)."
-                " Use fedshuffle, which is the same method there and sound beyond."
-            )
+        if self.balanced_only:  # the table of all clients' steps may be large
+            steps = np.unique(workload.alone[0])
+            if not isinstance(sampling, Full) or len(steps) > 1:
+                raise FedShuffleError(
+                    f"{self.name} is defined for full participation and equal numbers of local"
+                    f" steps (here: sampling {sampling!r}, {steps[0]} to {steps[-1]} steps)."
+                    " Use fedshuffle, which is the same method there and sound beyond."
+                )
         if not isinstance(sampling, Optimal):
             return
         if not isinstance(self.averaging.normaliser, InclusionProbability):
@@ -163,10 +193,13 @@ class Method:
                 " as fedshuffle, or this one with its averaging (NAME+fedshuffle)."
             )
         if self.direction.client_state or self.direction.needs_estimate:
-            raise FedShuffleError(
-                f"{self.name} learns from what every client of the cohort sends, and with optimal"
-                " client sampling most send only a norm. Use another sampling, or another method."
-            )
+            raise self._learns_from_all()
+
+    def _learns_from_all(self) -> FedShuffleError:
+        return FedShuffleError(
+            f"{self.name} learns from what every client of the cohort sends, and with optimal"
+            " client sampling most send only a norm. Use another sampling, or another method."
+        )
 
     def round(
         self,
@@ -191,9 +224,11 @@ class Method:
             decayed = dataclasses.replace(request, weight_decay=workload.work.weight_decay)
             request = dialogue.ask((yield decayed))
 
-        each = np.eye(len(cohort.clients))
-        weights = each if select else self.averaging.aggregation_weights(cohort)[:, None]
-        report = np.zeros((len(each), 0)) if request.report is None else request.report
+        if select and request.report is not None:
+            raise self._learns_from_all()
+        n = len(cohort.clients)
+        weights = np.eye(n) if select else self.averaging.aggregation_weights(cohort)[:, None]
+        report = np.zeros((n, 0)) if request.report is None else request.report
         columns = np.column_stack([weights, report])
         orders = _orders(cohort, workload, seed, step_sizes, request.steering, columns)
         sums = yield Walk(x, orders, columns.shape[1])
@@ -247,7 +282,7 @@ def _orders(
         cohort.done.tolist(),
         step_sizes.tolist(),
         steerings,
-        weights.tolist(),
+        weights,  # rows as they are: of a large cohort that asks for every update, they are long
         strict=True,
     )
     work = workload.work

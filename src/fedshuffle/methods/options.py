@@ -20,6 +20,8 @@ def parsed(text: str) -> dict[str, str]:
         name, equals, value = (word.strip() for word in part.partition("="))
         if not (name and equals and value):
             raise FedShuffleError(f"method option {part.strip()!r} cannot be read: write 'mu=0.1'.")
+        if name in options:
+            raise FedShuffleError(f"method option {name} is given twice: give one value.")
         options[name] = value
     return options
 
@@ -30,7 +32,10 @@ def replaced(parts: Mapping[str, Any], options: Mapping[str, str], method: str) 
     changed = {name: _replaced(part, options, found) for name, part in parts.items()}
     for name in options:
         if name not in found:
-            raise unknown(f"option of {method}", name, sorted(values(list(parts.values()))))
+            known = sorted(values(list(parts.values())))
+            if not known:
+                raise FedShuffleError(f"{method} has no options, and so none named {name!r}.")
+            raise unknown(f"option of {method}", name, known)
     return changed
 
 
