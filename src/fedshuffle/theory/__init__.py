@@ -5,6 +5,14 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from fedshuffle.theory.advice import (
+    Setting,
+    StepAdvice,
+    StepComparison,
+    compare_steps,
+    method_setting,
+    step_advice,
+)
 from fedshuffle.theory.constants import (
     MethodConstants,
     is_valid_s,
@@ -13,8 +21,31 @@ from fedshuffle.theory.constants import (
     smallest_s,
 )
 from fedshuffle.theory.logistic import logistic_regression_constants
+from fedshuffle.theory.mvr import (
+    MVRSetting,
+    MVRStep,
+    mvr_bound,
+    mvr_limit,
+    mvr_setting,
+    mvr_tune,
+)
 from fedshuffle.theory.problems import Claim, ExactConstants
 from fedshuffle.theory.quadratics import linear_regression_constants, quadratic_constants
+from fedshuffle.theory.rates import (
+    Quantity,
+    Recursion,
+    Regime,
+    Tuned,
+    rounds_to,
+    tune,
+    upper_bound,
+)
+from fedshuffle.theory.sampling_advice import (
+    Option,
+    SamplingAdvice,
+    best_probabilities,
+    sampling_advice,
+)
 from fedshuffle.theory.step_sizes import (
     Bound,
     ProblemConstants,
@@ -36,10 +67,23 @@ __all__ = [
     "Estimate",
     "EstimatedConstants",
     "ExactConstants",
+    "MVRSetting",
+    "MVRStep",
     "MethodConstants",
+    "Option",
     "ProblemConstants",
+    "Quantity",
+    "Recursion",
+    "Regime",
     "RhoLimits",
+    "SamplingAdvice",
+    "Setting",
+    "StepAdvice",
+    "StepComparison",
     "StepLimit",
+    "Tuned",
+    "best_probabilities",
+    "compare_steps",
     "drift_noise",
     "is_valid_s",
     "largest_step_size",
@@ -47,11 +91,21 @@ __all__ = [
     "linear_regression_constants",
     "logistic_regression_constants",
     "method_constants",
+    "method_setting",
+    "mvr_bound",
+    "mvr_limit",
+    "mvr_setting",
+    "mvr_tune",
     "problem_constants",
     "quadratic_constants",
     "round_bound",
+    "rounds_to",
+    "sampling_advice",
     "second_moments",
     "smallest_s",
+    "step_advice",
+    "tune",
+    "upper_bound",
 ]
 
 _NEEDS_TORCH = {
