@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 INSTALLED := .venv/.installed
 
-.PHONY: demo test lint format figures docs-pictures bench bench-peers clean
+.PHONY: demo test lint format figures docs-pictures audit-flower bench bench-peers clean
 .DELETE_ON_ERROR:
 
 demo: $(INSTALLED)  ## audit and train three methods on real data; leaves a report in out/demo
@@ -26,6 +26,10 @@ figures: $(INSTALLED)  ## the paper's toy figures in out/quadratic
 
 docs-pictures: $(INSTALLED)  ## the pictures and tables of docs/methods
 	$(BIN)/python -m fedshuffle.experiments.method_pictures docs
+
+audit-flower: $(INSTALLED)  ## what the auditor finds for Flower's strategies; installs Flower
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[flower]'
+	$(BIN)/python benchmarks/flower_strategies.py --write
 
 bench: $(INSTALLED)  ## engines against a bare loop, and what grows with what; on an idle machine
 	$(BIN)/python benchmarks/engines.py

@@ -32,8 +32,8 @@ from works import STEP_SIZE, WORKS
 
 from fedshuffle.engines import Problem, make
 from fedshuffle.errors import FedShuffleError, unknown
-from fedshuffle.state import State
 from fedshuffle.rounds import Run, play
+from fedshuffle.state import State
 
 ENGINES = ("lean", "lanes")
 

@@ -57,8 +57,8 @@ def measure(folder: Path) -> dict[str, float]:
 
     from fedshuffle import losses
     from fedshuffle.engines import Problem, make
-    from fedshuffle.state import State
     from fedshuffle.rounds import Run, play
+    from fedshuffle.state import State
 
     torch.set_num_threads(1)
     begun = time.perf_counter()

@@ -26,8 +26,8 @@ from works import STEP_SIZE, mlp
 from fedshuffle import Federation, LocalWork, losses
 from fedshuffle.engines import Problem, make
 from fedshuffle.errors import unknown
-from fedshuffle.state import State
 from fedshuffle.rounds import Run, play
+from fedshuffle.state import State
 
 
 class Case(NamedTuple):

@@ -14,10 +14,10 @@ from work import cohort as drawn
 from fedshuffle import Federation, LocalWork, losses
 from fedshuffle._arrays import IntArray
 from fedshuffle.engines import Engine, Problem, choose, make
-from fedshuffle.sampling.base import AlikePairs, Cohorts
-from fedshuffle.state import State
 from fedshuffle.rounds import Run
 from fedshuffle.rounds import play as play_round
+from fedshuffle.sampling.base import AlikePairs, Cohorts
+from fedshuffle.state import State
 
 
 class Drawn(AlikePairs):

@@ -17,11 +17,14 @@ from rich.console import Console
 from rich.markup import escape
 
 from fedshuffle import __version__, methods
-from fedshuffle._arrays import FloatArray, IntArray
+from fedshuffle._arrays import FloatArray, IntArray, expect
+from fedshuffle.auditing import Audit, BlackBoxAudit
 from fedshuffle.auditing import audit as run_audit
 from fedshuffle.errors import FedShuffleError, unknown
 from fedshuffle.federation import Federation
 from fedshuffle.local_work import EpochRange, LocalWork
+from fedshuffle.methods import Method
+from fedshuffle.sampling import Sampling, is_import_path
 
 if TYPE_CHECKING:
     from fedshuffle.comparison import Comparison
@@ -69,8 +72,12 @@ def _options(
 
 @app.command()
 def audit(
-    sizes: Annotated[str, typer.Option(help="Examples per client: 1,2,3 or @file, one a line.")],
-    method: Annotated[str, typer.Option(help="See 'fedshuffle methods'.")] = "fedavg-rr",
+    sizes: Annotated[
+        str | None, typer.Option(help="Examples per client: 1,2,3 or @file, one a line.")
+    ] = None,
+    method: Annotated[
+        str, typer.Option(help="See 'fedshuffle methods'; or module:METHOD.")
+    ] = "fedavg-rr",
     sampling: Annotated[
         str,
         typer.Option(
@@ -88,25 +95,90 @@ def audit(
     momentum: Annotated[
         str | None, typer.Option(help="none, mvr:A (exact) or global:A (cheap); 0.9 is A = 0.1.")
     ] = None,
+    flower: Annotated[
+        str | None,
+        typer.Option(help="Audit a Flower strategy instead: module:STRATEGY, or what makes one."),
+    ] = None,
+    function: Annotated[
+        str | None,
+        typer.Option(
+            "--callable", help="Audit your server: module:FUNCTION(clients, sizes, updates)."
+        ),
+    ] = None,
+    log: Annotated[
+        Path | None,
+        typer.Option(help="Audit a log: CSV or JSONL of round,client,size,steps,weight."),
+    ] = None,
+    step_sizes: Annotated[
+        str, typer.Option(help="Of clients under --flower or --callable: equal, or scaled.")
+    ] = "equal",
+    confidence: Annotated[
+        float, typer.Option(help="Of intervals, under --flower, --callable and --log.")
+    ] = 0.95,
     seed: Annotated[int, typer.Option(help="For audits that have to sample.")] = 0,
-    draws: Annotated[int, typer.Option(help="For audits that have to sample.")] = 32_000,
+    draws: Annotated[
+        int | None, typer.Option(help="For audits that have to sample: 32000, others' code 2000.")
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Say which objective a method really minimises on a federation."""
+    """Say which objective a method, or other people's code, really minimises."""
+    if flower or function or log:
+        from fedshuffle.auditing import commands
+
+        black_box, federation = commands.audit_others(
+            flower=flower,
+            function=function,
+            log=log,
+            sizes=None if sizes is None else _numbers(sizes, "--sizes"),
+            weights=None if weights is None else _numbers(weights, "--weights"),
+            sampling=lambda federation: _own("fedavg", sampling, federation)[1],
+            work=LocalWork(epochs=_epochs(epochs), batch_size=batch_size),
+            step_sizes=step_sizes,
+            confidence=confidence,
+            seed=seed,
+            draws=draws,
+        )
+        _show_audit(black_box, federation, as_json)
+        return
+    if sizes is None:
+        raise FedShuffleError("give --sizes, such as --sizes 1,2,3, or --log and a file.")
     federation = Federation.from_sizes(
         _numbers(sizes, "--sizes"), None if weights is None else _numbers(weights, "--weights")
     )
-    chosen = methods.get(method)
+    chosen, drawn = _own(method, sampling, federation)
     if momentum is not None:
         chosen = chosen.with_momentum(methods.parse_momentum(momentum))
     work = LocalWork(epochs=_epochs(epochs), batch_size=batch_size)
-    result = run_audit(federation, chosen, sampling, work, seed=seed, draws=draws)
+    result = run_audit(federation, chosen, drawn, work, seed=seed, draws=draws or 32_000)
+    _show_audit(result, federation, as_json)
+
+
+def _show_audit(result: Audit | BlackBoxAudit, federation: Federation, as_json: bool) -> None:
     if as_json:
         print(json.dumps(result.to_dict()))
         return
     from fedshuffle.report.audit import print_audit
 
     print_audit(console, result, federation)
+
+
+def _own(method: str, sampling: str, federation: Federation) -> tuple[Method, str | Sampling]:
+    """The method and the sampling, also where these are import paths, from this folder."""
+    if not (methods.is_import_path(method) or is_import_path(sampling)):
+        return methods.get(method), sampling
+    from fedshuffle.config import imports
+
+    here = Path.cwd()
+    with imports.importable(here):
+        found: Method | str = method
+        if methods.is_import_path(method):
+            found = imports.find(method, here)
+            expect(found, Method, repr(method))
+        drawn: str | Sampling = sampling
+        if is_import_path(sampling):
+            drawn = imports.given(sampling, federation, here)
+            expect(drawn, Sampling, f"what {sampling!r} returns")
+        return methods.get(found), drawn
 
 
 @app.command()
@@ -171,21 +243,70 @@ def _interruptible(folder: Path) -> Iterator[None]:
         raise typer.Exit(130) from None
 
 
+@app.command()
+def advise(
+    config: Annotated[Path, typer.Argument(help="A TOML file that describes a run.")],
+    clients: Annotated[int, typer.Option(help="Measure at most so many clients.")] = 50,
+    points: Annotated[
+        int, typer.Option(help="Measure at so many models: the start, and on the way.")
+    ] = 2,
+    target: Annotated[
+        float, typer.Option(help="Predict rounds until this share of the start is left.")
+    ] = 0.01,
+    settings: Annotated[
+        list[str] | None,
+        typer.Option("--set", help="Another value for a key, such as work.batch_size=16."),
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Say what the theory advises for a run: step sizes and sampling, each number with a source."""
+    from fedshuffle import config as configs
+    from fedshuffle.config.advising import advise as find_advice
+
+    chosen = configs.load(config, dict(configs.setting(text) for text in settings or []))
+    found = find_advice(chosen, clients=clients, points=points, target=target, progress=not as_json)
+    if as_json:
+        print(json.dumps(found.to_dict()))
+        return
+    from fedshuffle.report.advice import print_advice
+
+    print_advice(console, found)
+
+
 @app.command(name="methods")
 def list_methods(as_json: AsJson = False) -> None:
-    """List the methods, and when each minimises the objective you meant."""
-    from fedshuffle.report.methods import describe, print_methods
+    """List the methods: what each is and costs, its options, and when it is consistent."""
+    from fedshuffle.report.methods import everything, print_methods
 
     if as_json:
-        print(json.dumps([describe(method) for method in methods.available()]))
+        print(json.dumps(everything()))
     else:
         print_methods(console)
 
 
 @app.command()
+def conformance(
+    method: Annotated[str, typer.Argument(help="A name, or module:METHOD for one of your own.")],
+    as_json: AsJson = False,
+) -> None:
+    """Check that a method does what every method must; ends with 1 if anything fails."""
+    from fedshuffle.conformance import check
+    from fedshuffle.conformance.showing import find, print_report
+
+    report = check(find(method))
+    if as_json:
+        print(json.dumps([outcome._asdict() for outcome in report]))
+    else:
+        print_report(console, report)
+    if not report.passed:
+        raise typer.Exit(1)
+
+
+@app.command()
 def reproduce(
     experiment: Annotated[
-        str, typer.Argument(help="quadratic (the toy figures), shakespeare or cifar100.")
+        str,
+        typer.Argument(help="quadratic (the toy figures), theory, shakespeare or cifar100."),
     ],
     out: Out,
     rounds: Annotated[int, typer.Option(help="Rounds of training, for quadratic.")] = 1000,
@@ -199,12 +320,18 @@ def reproduce(
     jobs: Jobs = None,
 ) -> None:
     """Run an experiment of the paper; what was done before an interruption stays done."""
-    if experiment not in ("quadratic", "shakespeare", "cifar100"):
-        raise unknown("experiment", experiment, ["quadratic", "shakespeare", "cifar100"])
+    known = ["quadratic", "theory", "shakespeare", "cifar100"]
+    if experiment not in known:
+        raise unknown("experiment", experiment, known)
     if experiment == "quadratic":
         from fedshuffle.experiments.quadratic import reproduce as reproduce_quadratic
 
         reproduce_quadratic(out, rounds)
+        return
+    if experiment == "theory":
+        from fedshuffle.experiments.theory import reproduce as reproduce_theory
+
+        reproduce_theory(out)
         return
     from fedshuffle.experiments import real
 

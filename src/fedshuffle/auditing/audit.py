@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, final
 
@@ -27,8 +28,9 @@ import numpy as np
 
 from fedshuffle import methods
 from fedshuffle._arrays import FloatArray, IntArray, expect
-from fedshuffle.auditing.findings import TOLERANCE, Finding, differ, find
+from fedshuffle.auditing.findings import Finding, differ, find
 from fedshuffle.auditing.quadrature import expected_ratio, probability_of_anybody
+from fedshuffle.auditing.weighed import Weighed
 from fedshuffle.errors import FedShuffleError
 from fedshuffle.federation import Federation
 from fedshuffle.local_work import LocalWork, Workload
@@ -51,7 +53,7 @@ _BATCHES = 32
 
 @final
 @dataclass(frozen=True, eq=False)
-class Audit:
+class Audit(Weighed):
     """The objective that a method really minimises, beside the one that was meant."""
 
     method: Method
@@ -68,20 +70,15 @@ class Audit:
     """What is wrong, why it matters and how to fix it."""
 
     @property
-    def total_variation(self) -> float:
-        """``1/2 sum_i |w-hat_i - w_i|``: the share of the objective that is in the wrong place."""
-        return 0.5 * float(np.abs(self.effective_weights - self.objective_weights).sum())
+    def title(self) -> tuple[str, str]:
+        """The method's name, and its momentum, if any."""
+        momentum = self.method.momentum
+        return self.method.name, "" if momentum == "none" else f", momentum {momentum}"
 
     @property
-    def ratios(self) -> FloatArray:
-        """``w-hat_i / w_i``: how many times too much each client counts."""
-        return self.effective_weights / self.objective_weights
-
-    @property
-    def largest_ratio(self) -> float:
-        """The largest factor between what a client counts and what it should, either way."""
-        known = self.ratios[self.ratios > 0]  # a client that no draw has seen says nothing
-        return float(np.maximum(known, 1 / known).max())
+    def setting(self) -> str:
+        """The sampling."""
+        return f"sampling {self.sampling!r}"
 
     @property
     def consistent(self) -> bool | None:
@@ -89,18 +86,6 @@ class Audit:
         if differ(self.objective_weights, self.effective_weights, self.standard_errors):
             return False
         return True if self.standard_errors is None else None
-
-    @property
-    def gaining(self) -> IntArray:
-        """Clients that count more than they should, most first."""
-        order = np.argsort(-self.ratios, kind="stable")
-        return order[self.ratios[order] > 1 + TOLERANCE]
-
-    @property
-    def losing(self) -> IntArray:
-        """Clients that count less than they should, most first."""
-        order = np.argsort(self.ratios, kind="stable")
-        return order[self.ratios[order] < 1 - TOLERANCE]
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data, ready for JSON."""
@@ -150,6 +135,11 @@ def audit(
     method.check(workload, method.sampling(sampling))
     setting = _Setting(federation, method, sampling, workload)
     pull, how, errors = _found(setting, check_seed(seed), draws)
+    if not pull.sum() > 0:
+        raise FedShuffleError(
+            f"the clients' pulls on {method.name} sum to {pull.sum():g}: the mean round does not"
+            " walk downhill, so it minimises nothing."
+        )
     effective = pull / pull.sum()
     return Audit(
         method=method,
@@ -201,16 +191,21 @@ def _found(setting: _Setting, seed: int, draws: int) -> tuple[FloatArray, str, F
     """The weights of the mean movement, not normalised; how they were found; standard errors."""
     if setting.method.pooled:  # every example counts equally
         return setting.federation.sizes.astype(np.float64), "closed form", None
-    if type(setting.method.direction).pull is Direction.pull:
-        from fedshuffle.auditing.playing import played
+    if type(setting.method.direction).pull is not Direction.pull:
+        with suppress(_NoFormulaError):
+            exact, how = _exact(setting)
+            if exact is not None:
+                return exact, how, None
+            pull, errors = _monte_carlo(setting, seed, draws)
+            return pull, f"Monte Carlo, {draws} draws", errors
+    from fedshuffle.auditing.playing import played
 
-        pull, errors = played(setting, seed, draws)
-        return pull, f"played with linear clients, {draws} rounds", errors
-    exact, how = _exact(setting)
-    if exact is not None:
-        return exact, how, None
-    pull, errors = _monte_carlo(setting, seed, draws)
-    return pull, f"Monte Carlo, {draws} draws", errors
+    pull, errors = played(setting, seed, draws)
+    return pull, f"played with linear clients, {draws} rounds", errors
+
+
+class _NoFormulaError(Exception):
+    """The direction knows no formula for this setting."""
 
 
 def _pull(
@@ -221,17 +216,15 @@ def _pull(
     moments = Moments(setting.federation.weights, anybody, mass, joint, estimate)
     pull = setting.method.direction.pull(moments)
     if pull is None:
-        raise FedShuffleError(f"{setting.method.direction!r} gives no pull for its audit.")
+        raise _NoFormulaError
     n, name = len(setting.federation), type(setting.method.direction).__name__
     if np.shape(pull) != (n,):
         raise FedShuffleError(
             f"{name}.pull gives an array of shape {np.shape(pull)}: give a number for each of the"
             f" {n} clients, or leave pull out, and the audit lets the method play."
         )
-    if not (np.isfinite(pull).all() and np.sum(pull) > 0):
-        raise FedShuffleError(
-            f"{name}.pull gives {pull!r:.60}: give finite numbers with a positive sum."
-        )
+    if not np.isfinite(pull).all():
+        raise FedShuffleError(f"{name}.pull gives {pull!r:.60}: give finite numbers.")
     return pull
 
 

@@ -4,33 +4,37 @@ from __future__ import annotations
 
 import numpy as np
 from rich.console import Console
+from rich.markup import escape
 from rich.padding import Padding
 from rich.table import Table
 
-from fedshuffle._arrays import IntArray
-from fedshuffle.auditing import Audit
+from fedshuffle._arrays import FloatArray, IntArray
+from fedshuffle.auditing.verdict import BlackBoxAudit
+from fedshuffle.auditing.weighed import Weighed
 from fedshuffle.federation import Federation
 
 _ROWS = 24
 """Federations up to this size are shown client by client."""
 
 
-def print_audit(console: Console, audit: Audit, federation: Federation) -> None:
+def print_audit(console: Console, audit: Weighed, federation: Federation) -> None:
     """Print who counts how much, the verdict, and what to change."""
-    momentum = "" if audit.method.momentum == "none" else f", momentum {audit.method.momentum}"
+    name, more = audit.title
     console.print(
-        f"[bold]{audit.method.name}[/]{momentum} on {len(federation)} clients,"
-        f" sampling {audit.sampling!r}",
+        f"[bold]{escape(name)}[/]{more} on {len(federation)} clients, {escape(audit.setting)}",
         highlight=False,
     )
     console.print(_table(audit, federation))
     console.print(*_verdict(audit), sep="\n", highlight=False)
+    if isinstance(audit, BlackBoxAudit):
+        for fact in audit.facts():
+            console.print(f"[dim]-[/] {escape(fact)}", highlight=False)
     for finding in audit.findings:
         console.print(f"\n[bold yellow]![/] {finding.what}", highlight=False)
         console.print(Padding(f"{finding.why}\n[green]Fix:[/] {finding.fix}", (0, 0, 0, 2)))
 
 
-def _table(audit: Audit, federation: Federation) -> Table:
+def _table(audit: Weighed, federation: Federation) -> Table:
     everyone = len(federation) <= _ROWS
     table = Table(box=None, pad_edge=False, header_style="dim")
     table.add_column("client" if everyone else "clients", justify="right")
@@ -48,10 +52,18 @@ def _table(audit: Audit, federation: Federation) -> Table:
             f"{smallest}" if smallest == largest else f"{smallest} to {largest}",
             f"{audit.inclusion_probabilities[members].mean():.3g}",
             f"{meant:.2%}",
-            f"{really:.2%}",
+            f"{really:.2%}{_margin(audit, members)}",
             _ratio(really / meant),
         )
     return table
+
+
+def _margin(audit: Weighed, members: IntArray) -> str:
+    """How far the interval of one client reaches, where it was estimated."""
+    if not isinstance(audit, BlackBoxAudit) or audit.standard_errors is None or len(members) > 1:
+        return ""
+    low, high = audit.intervals[members[0]]
+    return f" ± {(high - low) / 2:.2%}" if np.isfinite(high) else " ± ?"
 
 
 def _groups(federation: Federation, everyone: bool) -> list[tuple[str, IntArray]]:
@@ -64,16 +76,16 @@ def _groups(federation: Federation, everyone: bool) -> list[tuple[str, IntArray]
 
 def _ratio(ratio: float) -> str:
     """The ratio with a bar: right of the middle counts too much, left too little."""
-    reach = min(8, round(4 * abs(np.log2(ratio))))
+    reach = round(min(8.0, 4 * abs(float(np.log2(ratio))))) if ratio > 0 else 8
     bar = ("#" * reach).rjust(8) + "|" + " " * 8 if ratio < 1 else " " * 8 + "|" + "#" * reach
     colour = "dim" if reach == 0 else ("red" if ratio > 1 else "blue")
     return f"{ratio:6.3f}  [{colour}]{bar}[/]"
 
 
-def _verdict(audit: Audit) -> list[str]:
+def _verdict(audit: Weighed) -> list[str]:
     how = "exact" if audit.exact else "estimated"
     if audit.standard_errors is not None:
-        how += f", standard error up to {audit.standard_errors.max():.1g}"
+        how += f", standard error up to {_largest(audit.standard_errors):.1g}"
     lines = [f"\n[dim]{how} ({audit.how})[/]"]
     if audit.consistent:
         return [*lines, "[bold green]consistent[/]: it minimises the objective you meant."]
@@ -85,3 +97,8 @@ def _verdict(audit: Audit) -> list[str]:
         f" place; one client counts {audit.largest_ratio:.3g} times too much or too little"
         f" ({len(audit.gaining)} gain, {len(audit.losing)} lose).",
     ]
+
+
+def _largest(errors: FloatArray) -> float:
+    """The largest standard error among the clients of which anything is known."""
+    return float(errors[np.isfinite(errors)].max(initial=0.0))
