@@ -257,6 +257,42 @@ def test_s_by_hand() -> None:
 
 
 @settings(max_examples=60)
+@given(samplings(), st.integers(0, 10**6))
+def test_sampling_variance_lemma(sampling: Sampling, seed: int) -> None:
+    """``E |sum_S (w_i/p_i) z_i - sum w_i z_i|^2 <= sum w_i^2 (s_i/p_i) |z_i|^2``, for the s that
+    the sampling states.
+    """
+    rng = np.random.default_rng(seed)
+    n = len(sampling)
+    w = rng.random(n) + 0.05
+    w /= w.sum()
+    z = rng.normal(size=(n, 3)) * rng.integers(0, 2, (n, 1))
+    variance = sum(
+        probability * float(np.square((w / sampling.p)[list(S)] @ z[list(S)] - w @ z).sum())
+        for S, probability in brute.cohorts(sampling)
+    )
+    bound = float(np.sum(w**2 * sampling.s / sampling.p * np.square(z).sum(axis=1)))
+    assert variance <= bound * (1 + 1e-9) + 1e-12
+
+
+@settings(max_examples=30)
+@given(st.integers(2, 6), st.data())
+def test_sampling_without_replacement_lemma(n: int, data: st.DataObject) -> None:
+    """The mean of the first k examples of a random order has the variance
+    ``(n - k) / (k (n - 1)) sigma^2``; the minibatches of an epoch are drawn like that.
+    """
+    k = data.draw(st.integers(1, n))
+    z = np.random.default_rng(data.draw(st.integers(0, 10**6))).normal(size=(n, 2))
+    sigma2 = float(np.square(z - z.mean(axis=0)).sum(axis=1).mean())
+    means = np.array(
+        [z[list(order[:k])].mean(axis=0) for order in itertools.permutations(range(n))]
+    )
+    np.testing.assert_allclose(means.mean(axis=0), z.mean(axis=0), atol=1e-12)
+    variance = float(np.square(means - z.mean(axis=0)).sum(axis=1).mean())
+    assert math.isclose(variance, (n - k) / (k * (n - 1)) * sigma2, rel_tol=1e-9, abs_tol=1e-12)
+
+
+@settings(max_examples=60)
 @given(samplings(), rules, st.integers(0, 10**6))
 def test_general_variance_lemma(sampling: Sampling, rule: FedShuffleGen, seed: int) -> None:
     """``E |sum_S u_i z_i / q_i^S - sum u_i z_i / q_i|^2 <= sum h_i s_i |u_i z_i / q_i|^2``."""
