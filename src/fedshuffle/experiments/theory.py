@@ -9,6 +9,13 @@ optimum. Four panels, with step sizes that the theorems allow:
 - ``server``: the stationary error by the server step size, at one and the same effective step;
 - ``similarity``: rounds to a small gradient by delta / L, of FedShuffleMVR and of MVR without
   local steps; here also with larger steps than the theorem's, each method at its best.
+
+Three more have rounds for x, and over what is measured the upper bounds of the proofs, with their
+constants, at step sizes for which the bound after the last round is smallest:
+
+- ``distance``: that to the optimum, all clients taking part, with two server step sizes;
+- ``sampling``: the same of a few clients a round, drawn by importance or uniformly;
+- ``gradient``: the squared gradient in the mean so far, of FedShuffle and FedShuffleMVR.
 """
 
 from __future__ import annotations
@@ -16,7 +23,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, final
@@ -39,10 +46,16 @@ from fedshuffle.randomness import Purpose, generator
 from fedshuffle.rounds import Run, play
 from fedshuffle.theory import (
     ExactConstants,
+    Regime,
     drift_noise,
     largest_step_size,
     method_constants,
+    mvr_bound,
+    mvr_setting,
+    mvr_tune,
     quadratic_constants,
+    tune,
+    upper_bound,
 )
 
 # The problems --------------------------------------------------------------------------------
@@ -182,7 +195,8 @@ Numbers = list[float]
 
 Results = dict[str, dict[str, Any]]
 """For each panel: ``x``, the ``curves`` over it, perhaps their ``deviations`` (over the seeds) and
-the theorem's ``bound``, and the ``facts``, the constants and settings behind them."""
+the theorem's ``bound``, or ``bounds``, one for each curve; and the ``facts``, the constants and
+settings behind them."""
 
 BURN_IN = 5.0
 """Stationary errors are taken after so many times 1 / (mu eta) rounds, in which the start is
@@ -216,6 +230,8 @@ class Scale:
     """``similarity``: the share of the start's squared gradient to reach."""
     multiples: tuple[float, ...] = (8, 16, 32, 64)
     """``similarity``: among these multiples of the theorem's step size the best is looked for."""
+    rounds: int = 400
+    """``distance``, ``sampling`` and ``gradient``: how many."""
 
 
 ORDERS = {
@@ -226,6 +242,12 @@ ORDERS = {
 SAMPLINGS = {"importance": "importance:{}", "uniform": "uniform:{}"}
 
 WALKS, STAYS = "FedShuffleMVR", "non-local MVR"
+
+PREDICTED = ("distance", "sampling", "gradient")
+"""The panels with bounds over rounds, a figure of their own."""
+
+COHORT = 8
+"""``sampling``: so many of the hundred clients take part in a round."""
 
 
 def noise(scale: Scale) -> Iterator[dict[str, Any]]:
@@ -439,11 +461,124 @@ def _rounds(
     return reached
 
 
+def distance(scale: Scale) -> Iterator[dict[str, Any]]:
+    """All clients take part: what the bound cannot exclude is drift, less with larger eta_g."""
+    kinds = {f"eta_g = {eta_g:g}": ("full", eta_g) for eta_g in (1.0, SERVER)}
+    yield _distances(replace(apart(), start=many().start), kinds, scale)
+
+
+def samplings(scale: Scale) -> Iterator[dict[str, Any]]:
+    """A few clients take part, and the smaller M is, the lower is the bound."""
+    kinds = {name: (form.format(COHORT), SERVER) for name, form in SAMPLINGS.items()}
+    yield _distances(many(), kinds, scale)
+
+
+def _distances(
+    chosen: Quadratics, kinds: Mapping[str, tuple[str, float]], scale: Scale
+) -> dict[str, Any]:
+    """FedShuffle's distance to the optimum, for each sampling and server step size."""
+    engine, known = LanesEngine(chosen.problem), chosen.constants
+    optimum = torch.from_numpy(known.x_star)
+    begin = float(((chosen.start - known.x_star) ** 2).sum())
+    groups, bounds = {}, {}
+    for name, (drawn, eta_g) in kinds.items():
+        groups[name], bounds[name] = _bounded_runs(
+            engine, known, drawn, scale, "strongly-convex", begin, eta_g
+        )
+    return _predicted(engine, known, groups, bounds, lambda x: (x - optimum).square().sum(1))
+
+
+def gradient(scale: Scale) -> Iterator[dict[str, Any]]:
+    """One client a round, drawn by weight; with one epoch, the models of the theorem on
+    FedShuffleMVR are those before each round. Neither bound makes use of convexity.
+    """
+    chosen = many()
+    engine, known = LanesEngine(chosen.problem), chosen.constants
+    federation = engine.problem.federation
+    begin = 0.5 * float(chosen.hessian @ (chosen.start - known.x_star) ** 2)
+    runs, bound = _bounded_runs(engine, known, "one", scale, "non-convex", begin)
+    setting = mvr_setting(federation, known.problem, known.delta)
+    tuned = mvr_tune(scale.rounds, setting, start=begin, bound="proof")
+    walks = methods.get("fedshuffle").with_momentum(MVR(tuned.a))
+    with_mvr = [
+        Run(federation, walks, "one", None, tuned.step_size, seed=s) for s in range(scale.seeds)
+    ]
+    ours = mvr_bound(scale.rounds, setting, tuned.step_size, tuned.a, start=begin)
+    hessian, optimum = torch.from_numpy(chosen.hessian), torch.from_numpy(known.x_star)
+    panel = _predicted(
+        engine,
+        known,
+        {"FedShuffle": runs, WALKS: with_mvr},
+        {"FedShuffle": bound, WALKS: ours},
+        partial(_squared_gradient, hessian, optimum),
+        so_far=True,
+    )
+    yield {**panel, "facts": {**panel["facts"], "a": tuned.a}}
+
+
+def _bounded_runs(
+    engine: LanesEngine,
+    known: ExactConstants,
+    drawn: str,
+    scale: Scale,
+    regime: Regime,
+    begin: float,
+    eta_g: float = 1.0,
+) -> tuple[list[Run], FloatArray]:
+    """Runs of FedShuffle, and the bound on them: tuned to it, within the theorem's limit."""
+    federation, losses = engine.problem.federation, known.problem
+    found = method_constants(federation, "fedshuffle", drawn)
+    quantity = "gradient" if regime == "non-convex" else "distance"
+    asked: dict[str, Any] = {"regime": regime, "start": begin, "quantity": quantity}
+    best = tune(scale.rounds, found, losses, server_step_size=eta_g, **asked)
+    limit = largest_step_size(found, losses, server_step_size=eta_g)
+    step = min(best.step_size, limit.step_size)
+    bound = upper_bound(scale.rounds, found, losses, step, eta_g, **asked)
+    runs = [
+        Run(federation, "fedshuffle", drawn, None, step, eta_g, seed=s) for s in range(scale.seeds)
+    ]
+    return runs, bound
+
+
+def _predicted(
+    engine: LanesEngine,
+    known: ExactConstants,
+    groups: Mapping[str, Sequence[Run]],
+    bounds: Mapping[str, FloatArray],
+    measure: Callable[[Tensor], Tensor],
+    so_far: bool = False,
+) -> dict[str, Any]:
+    """A measure after each round, or its mean over the models before each round so far."""
+    runs = [run for mine in groups.values() for run in mine]
+    states = [run.start(engine.problem.start) for run in runs]
+    x = np.arange(1, len(next(iter(bounds.values()))))
+    columns = [measure(torch.stack([state.x for state in states]))]
+    for _ in x:
+        states = play(engine, runs, states)
+        columns.append(measure(torch.stack([state.x for state in states])))
+    table = torch.stack(columns, dim=1).numpy()
+    table = table[:, :-1].cumsum(axis=1) / x if so_far else table[:, 1:]
+    seen = dict(zip(groups, np.split(table, len(groups)), strict=True))
+    return {
+        "x": x.tolist(),
+        "curves": {name: values.mean(axis=0).tolist() for name, values in seen.items()},
+        "deviations": {name: values.std(axis=0).tolist() for name, values in seen.items()},
+        "bounds": {name: bound[1:].tolist() for name, bound in bounds.items()},
+        "facts": {
+            **_facts(known),
+            "step sizes": {name: mine[0].step_size for name, mine in groups.items()},
+        },
+    }
+
+
 PANELS: dict[str, Callable[[Scale], Iterator[dict[str, Any]]]] = {
     "noise": noise,
     "cohort": cohort,
     "server": server,
     "similarity": similarity,
+    "distance": distance,
+    "sampling": samplings,
+    "gradient": gradient,
 }
 
 
@@ -491,6 +626,7 @@ def claims(results: Results) -> list[Claim]:
         *_cohort(results["cohort"]),
         *_server(results["server"]),
         *_similarity(results["similarity"]),
+        *(_under(name, results[name]) for name in PREDICTED),
     ]
 
 
@@ -596,6 +732,24 @@ def _bounded(name: str, panel: Mapping[str, Any]) -> Claim:
     )
 
 
+def _under(name: str, panel: Mapping[str, Any]) -> Claim:
+    room = {
+        kind: np.array(panel["bounds"][kind]) / np.array(curve)
+        for kind, curve in panel["curves"].items()
+    }
+    evidence = "; ".join(
+        f"{kind}: {each.min():.4g} times as large at the closest (round"
+        f" {panel['x'][int(each.argmin())]}), {each[-1]:.3g} at the end"
+        for kind, each in room.items()
+    )
+    return Claim(
+        name,
+        "The measured mean stays under the bound in every round.",
+        all(bool((each >= 1).all()) for each in room.values()),
+        f"The bound is, for {evidence}.",
+    )
+
+
 def _ratios(more: Sequence[float | None], few: Sequence[float | None]) -> list[float]:
     """Nothing, if a number is missing."""
     pairs = [(a, b) for a, b in zip(more, few, strict=True) if a is not None and b is not None]
@@ -618,7 +772,9 @@ def _range(values: Sequence[float]) -> str:
 
 
 def reproduce(out: Path, scale: Scale | None = None, progress: bool = True) -> list[Claim]:
-    """Measure all panels and leave ``theory.png``, ``.pdf``, ``results.json``, ``claims.md``."""
+    """Measure all panels and leave ``theory.png``, ``bounds.png``, the same as ``.pdf``,
+    ``results.json`` and ``claims.md``.
+    """
     out = results_folder(out)
     # Drawing needs matplotlib, which nothing else here does.
     from fedshuffle.report import quadratic
@@ -629,8 +785,9 @@ def reproduce(out: Path, scale: Scale | None = None, progress: bool = True) -> l
     (out / "results.json").write_text(json.dumps(results), encoding="utf-8")
     (out / "claims.md").write_text(report.markdown(found), encoding="utf-8")
     report.figure(results, out / "theory")
+    report.bounds(results, out / "bounds")
     if progress:
         console = Console()
         console.print(quadratic.table(found))
-        console.print(f"\nThe figure, its numbers and the evidence for each claim are in {out}.")
+        console.print(f"\nThe figures, their numbers and the evidence for each claim are in {out}.")
     return found

@@ -1,4 +1,4 @@
-"""The theory's claims for people: a figure of four panels, and the claims as a document."""
+"""The theory's claims for people: a figure of four panels, one of bounds, and a document."""
 
 from __future__ import annotations
 
@@ -19,6 +19,12 @@ if TYPE_CHECKING:
 
 _QUIET, _LOUD, _GREY = colour("fedshuffle"), colour("fedavg-rr"), "#707070"
 _WALKS, _STAYS = colour("fedshuffle-mvr"), colour("non-local-mvr")
+_PAINT = {
+    "importance": colour("fedshuffle-importance"),
+    "uniform": colour("fedshuffle-uniform"),
+    "FedShuffle": _QUIET,
+    "FedShuffleMVR": _WALKS,
+}
 
 _ERROR = r"stationary $E\,\|x - x^\star\|^2$"
 
@@ -30,12 +36,54 @@ def figure(results: Results, path: Path) -> None:
     for axes, (name, draw) in zip(drawing.subplots(2, 2).flat, draws.items(), strict=True):
         axes.set_yscale("log")
         draw(axes, results[name])
-        axes.grid(True, color="#e5e5e5", linewidth=0.8)
-        axes.set_axisbelow(True)
-        axes.spines[["top", "right"]].set_visible(False)
-        axes.legend(
-            loc="upper center", bbox_to_anchor=(0.5, -0.13), ncols=2, frameon=False, fontsize=9.5
-        )
+        _finish(axes)
+    _save(drawing, path)
+
+
+def bounds(results: Results, path: Path) -> None:
+    """Predicted curves over measured ones: ``path`` with .png and .pdf."""
+    drawing = Figure(figsize=(15, 5), layout="constrained")
+    distance = r"$\|x - x^\star\|^2$"
+    titles = {
+        "distance": ("All clients: drift and the server step size", distance),
+        "sampling": ("A few of many clients: the sampling", distance),
+        "gradient": ("One client: momentum", r"$\|\nabla f\|^2$, mean so far"),
+    }
+    for axes, (name, (title, measured)) in zip(
+        drawing.subplots(1, 3).flat, titles.items(), strict=True
+    ):
+        axes.set_title(title)
+        axes.set_yscale("log")
+        _under(axes, results[name])
+        axes.set_xlabel("rounds")
+        axes.set_ylabel(measured)
+        _finish(axes)
+    _save(drawing, path)
+
+
+def _under(axes: Axes, panel: Mapping[str, Any]) -> None:
+    x, others = panel["x"], iter((_QUIET, _LOUD))
+    for name, curve in panel["curves"].items():
+        paint = _PAINT[name] if name in _PAINT else next(others)
+        label = name.replace("eta_g", r"$\eta_g$")
+        mean, deviation = np.array(curve), np.array(panel["deviations"][name])
+        # On a logarithmic axis a band that reaches zero would have no end.
+        low = mean - np.minimum(deviation, 0.9 * mean)
+        axes.fill_between(x, low, mean + deviation, color=paint, alpha=0.2, linewidth=0)
+        axes.plot(x, mean, color=paint, label=f"{label}, measured")
+        axes.plot(x, panel["bounds"][name], "--", color=paint, label=f"{label}, bound")
+
+
+def _finish(axes: Axes) -> None:
+    axes.grid(True, color="#e5e5e5", linewidth=0.8)
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(
+        loc="upper center", bbox_to_anchor=(0.5, -0.13), ncols=2, frameon=False, fontsize=9.5
+    )
+
+
+def _save(drawing: Figure, path: Path) -> None:
     drawing.savefig(path.with_suffix(".png"), dpi=130)
     drawing.set_layout_engine("none")  # laid out once is enough
     # Without its date the same results give the same file.
@@ -67,9 +115,8 @@ def _server(axes: Axes, panel: Mapping[str, Any]) -> None:
 
 def _cohort(axes: Axes, panel: Mapping[str, Any]) -> None:
     axes.set_title("Linear speed-up in the cohort size")
-    paint = {"importance": colour("fedshuffle-importance"), "uniform": colour("fedshuffle-uniform")}
     for name, rounds in panel["curves"].items():
-        _line(axes, panel["x"], rounds, "o-", color=paint[name], label=f"{name} sampling")
+        _line(axes, panel["x"], rounds, "o-", color=_PAINT[name], label=f"{name} sampling")
     x, first = np.array(panel["x"]), panel["curves"]["importance"][0]
     if first is not None:
         _ideal(axes, x, first * x[0] / x, "ideal: 1/b")
