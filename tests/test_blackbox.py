@@ -408,6 +408,11 @@ def test_long_run() -> None:
     assert long_run([float(k) for k in range(1, 10)]) == float("inf")
 
 
+class Unwilling:
+    def __init__(self) -> None:
+        raise RuntimeError("not today")
+
+
 @pytest.mark.parametrize(
     ("server", "words"),
     [
@@ -418,6 +423,8 @@ def test_long_run() -> None:
         (lambda clients: 1, "TypeError"),
         (3, "cannot be called"),
         (object, "objects of object cannot be called"),
+        (Unwilling, "RuntimeError: not today"),
+        (lambda clients, sizes, updates: 1j * updates[0], "complex"),
     ],
 )
 def test_what_cannot_be_audited_is_refused(server: Any, words: str) -> None:
@@ -432,6 +439,7 @@ def test_what_cannot_be_audited_is_refused(server: Any, words: str) -> None:
         ({"confidence": 1.0}, "confidence"),
         ({"step_sizes": "large"}, "step_sizes"),
         ({"step_size": 0.0}, "step_size"),
+        ({"sampling": "optimal:1"}, "give its pool"),
     ],
 )
 def test_bad_settings_are_refused(more: dict[str, Any], words: str) -> None:
@@ -535,11 +543,24 @@ def test_log_with_an_objective_of_ones_own(tmp_path: Path) -> None:
             '{"round":0,"client":"a","size":true,"steps":1,"weight":1}\n',
             "line 1: size is True",
         ),
+        ("round,client,size,steps,weight,weight\n", "more than one column 'weight'"),
+        (HEADER + f"0,a,{10**30},1,1\n", r"less than 2\*\*52"),
+        (
+            '{"round":0,"client":"a","size":' + "9" * 400 + ',"steps":1,"weight":1}\n',
+            "line 1: size is 9",
+        ),
+        ('{"round":' + "9" * 5000 + "}\n", "line 1: no JSON"),
+        ('{"round":' + "[" * 100_000 + "\n", "line 1: no JSON"),
     ],
 )
 def test_broken_logs_name_the_line(tmp_path: Path, text: str, words: str) -> None:
     with pytest.raises(FedShuffleError, match=words):
         read_log(write(tmp_path, text))
+
+
+def test_clients_may_have_very_long_names(tmp_path: Path) -> None:
+    long = "9" * 5000
+    assert read_log(write(tmp_path, HEADER + f"0,{long},1,1,1\n"))[1].ids == (long,)
 
 
 def test_missing_and_binary_logs(tmp_path: Path) -> None:
@@ -603,6 +624,11 @@ def test_command_on_a_log(
         (["--log", "no-such.csv"], "cannot read the log"),
         (["--callable", "json:dmps", "--sizes", "1,2"], "Did you mean 'dumps'"),
         (["--callable", "json:dumps", "--sizes", "1", "--step-sizes", "x"], "unknown step sizes"),
+        (["--callable", "json:dumps", "--sizes", "1", "--method", "fedshuffle"], "--method changes"),
+        (["--log", "x.csv", "--sampling", "full"], "--sampling changes nothing under --log"),
+        (["--log", "x.csv", "--batch-size", "1"], "--batch-size changes nothing"),
+        (["--sizes", "1,2", "--step-sizes", "scaled"], "--step-sizes changes nothing"),
+        (["--flower", "", "--sizes", "1,2"], "no import path"),
         ([], "give --sizes"),
     ],
 )

@@ -72,6 +72,7 @@ def _options(
 
 @app.command()
 def audit(
+    context: typer.Context,
     sizes: Annotated[
         str | None, typer.Option(help="Examples per client: 1,2,3 or @file, one a line.")
     ] = None,
@@ -122,9 +123,13 @@ def audit(
     as_json: AsJson = False,
 ) -> None:
     """Say which objective a method, or other people's code, really minimises."""
-    if flower or function or log:
+    if flower is not None or function is not None or log is not None:
         from fedshuffle.auditing import commands
 
+        unused = ["method", "momentum"]
+        if log is not None:
+            unused += ["sampling", "epochs", "batch_size", "step_sizes", "seed", "draws"]
+        _unused(context, unused, "--flower, --callable" if log is None else "--log")
         black_box, federation = commands.audit_others(
             flower=flower,
             function=function,
@@ -140,6 +145,7 @@ def audit(
         )
         _show_audit(black_box, federation, as_json)
         return
+    _unused(context, ["step_sizes", "confidence"], "--method")
     if sizes is None:
         raise FedShuffleError("give --sizes, such as --sizes 1,2,3, or --log and a file.")
     federation = Federation.from_sizes(
@@ -151,6 +157,15 @@ def audit(
     work = LocalWork(epochs=_epochs(epochs), batch_size=batch_size)
     result = run_audit(federation, chosen, drawn, work, seed=seed, draws=draws or 32_000)
     _show_audit(result, federation, as_json)
+
+
+def _unused(context: typer.Context, names: list[str], under: str) -> None:
+    """Refuse options that would change nothing, lest somebody thinks that they do."""
+    for name in names:
+        source = context.get_parameter_source(name)
+        if source is not None and source.name == "COMMANDLINE":
+            option = f"--{name.replace('_', '-')}"
+            raise FedShuffleError(f"{option} changes nothing under {under}: leave it out.")
 
 
 def _show_audit(result: Audit | BlackBoxAudit, federation: Federation, as_json: bool) -> None:

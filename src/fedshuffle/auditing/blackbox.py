@@ -40,7 +40,7 @@ from fedshuffle.errors import FedShuffleError
 from fedshuffle.federation import Federation
 from fedshuffle.local_work import EpochRange, LocalWork, Workload
 from fedshuffle.randomness import Purpose, check_seed, generator
-from fedshuffle.sampling import Sampling, resolve
+from fedshuffle.sampling import Optimal, Sampling, resolve
 from fedshuffle.sampling.base import check_cohort
 
 StepSizes = Literal["equal", "scaled"]
@@ -111,10 +111,16 @@ def probe(
     if count(draws, "draws") < 2 * _BATCHES:
         raise FedShuffleError(f"{draws} draws are too few to judge by: use {2 * _BATCHES} or more.")
     server = aggregate if isinstance(aggregate, Aggregator) else Function(aggregate)
+    drawn = resolve(sampling, federation)
+    if isinstance(drawn, Optimal):
+        raise FedShuffleError(
+            f"sampling {drawn!r} goes by the updates, and the probes' are not real ones: give its"
+            " pool, for the clients that walk."
+        )
     probing = _Probing(
         server,
         federation,
-        resolve(sampling, federation),
+        drawn,
         work.on(federation.sizes),
         step_sizes == "scaled",
         float(step_size),

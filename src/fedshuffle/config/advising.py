@@ -141,7 +141,7 @@ class _Adviser:
         larger = [
             self._larger(mine[advice.regime], advice)
             for advice in steps
-            if advice.method in COMPARED and advice.method != "fedshuffle"
+            if advice.method in COMPARED and advice.method != "fedshuffle" and advice.regime in mine
         ]
         mvr = self._mvr()
         return Advice(

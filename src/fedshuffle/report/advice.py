@@ -93,9 +93,11 @@ def _steps(console: Console, advice: Advice) -> None:
         }
         places = [f"{name}: {_anchor(number)}" for name, number in sources.items() if number]
         _notes(console, places)
+    notes = []
     for row in advice.steps:
         star = "* " if row["regime"] and not row["covered"] else ""
-        _notes(console, [f"{star}{row['method']}: {note}" for note in row["notes"]])
+        notes += [f"{star}{row['method']}: {note}" for note in row["notes"]]
+    _notes(console, notes)
     times = advice.yours["times_the_limit"]
     if times is not None:
         console.print(

@@ -105,6 +105,7 @@ def largest_on_ball(form: Form, radius: float) -> float:
     q, vectors = np.linalg.eigh(form.Q)
     gamma2 = (vectors.T @ form.c) ** 2
     low = max(float(q[-1]), 0.0)
+    q, gamma2 = q[gamma2 > 0.0], gamma2[gamma2 > 0.0]  # the rest would be zero by zero
     high = low + math.sqrt(float(gamma2.sum())) / radius
     step = 1e-14 * max(high, float(np.finfo(float).tiny))
 

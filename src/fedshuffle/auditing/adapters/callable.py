@@ -46,10 +46,10 @@ class Function(Aggregator):
         else:
             try:
                 self._call = self._made()
-            except TypeError as error:
+            except Exception as error:
                 raise FedShuffleError(
-                    f"{self.name}() fails: {error}. Give a class that needs no arguments, or a"
-                    " function that makes your server."
+                    f"{self.name}() fails: {type(error).__name__}: {error}. Give a class that can"
+                    " be made without arguments."
                 ) from error
             if not callable(self._call):
                 raise FedShuffleError(
@@ -63,6 +63,8 @@ class Function(Aggregator):
         # Copies: what works in place must not change what the auditor compares with.
         updates = replies.updates.copy()
         step = self._call(replies.clients.copy(), replies.sizes.copy(), updates, **more)
+        if np.iscomplexobj(step):
+            raise FedShuffleError(f"{self.name} gives complex numbers: give a step of real ones.")
         return np.asarray(step, dtype=np.float64)
 
 

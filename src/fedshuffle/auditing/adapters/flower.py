@@ -146,11 +146,13 @@ def _make(strategy: Any) -> Any:
     try:
         with _quiet():
             return strategy()
-    except TypeError as error:
+    except FedShuffleError:
+        raise
+    except Exception as error:
         name = getattr(strategy, "__name__", repr(strategy))
         raise FedShuffleError(
-            f"{name}() fails: {error}. Give a strategy with its arguments, or a function of yours"
-            " without parameters that makes it."
+            f"{name}() fails: {type(error).__name__}: {error}. Give a strategy with its arguments,"
+            " or a function of yours without parameters that makes it."
         ) from error
 
 

@@ -136,7 +136,7 @@ def _json_records(path: Path, text: str) -> Iterator[tuple[int, Mapping[str, Any
             continue
         try:
             record = json.loads(words)
-        except json.JSONDecodeError as error:
+        except (ValueError, RecursionError) as error:  # bad JSON, endless digits, endless brackets
             raise FedShuffleError(f"{path}, line {line}: no JSON: {error}.") from error
         if not isinstance(record, dict):
             raise FedShuffleError(f"{path}, line {line}: write one object, such as {{...}}.")
@@ -151,6 +151,9 @@ def _check_columns(path: Path, line: int, names: list[str]) -> None:
             f"{path}, line {line}: there is no column {missing[0]!r}. A log needs"
             f" {', '.join(NEEDED)}, and may have step_size; it has {', '.join(names)}."
         )
+    twice = [name for name in (*NEEDED, "step_size") if names.count(name) > 1]
+    if twice:
+        raise FedShuffleError(f"{path}, line {line}: there is more than one column {twice[0]!r}.")
 
 
 def _row(path: Path, line: int, record: Mapping[str, Any]) -> _Row:
@@ -161,13 +164,16 @@ def _row(path: Path, line: int, record: Mapping[str, Any]) -> _Row:
     def positive_number(name: str, whole: bool) -> float:
         try:
             value = math.nan if isinstance(record[name], bool) else float(record[name])
+        except OverflowError:
+            value = math.inf
         except (TypeError, ValueError):
             value = math.nan
         least = 1 if whole else 0
         if not (least <= value < 2**52) or (whole and value != int(value)):
             kind = "a whole number of at least 1" if whole else "a number of at least 0"
+            kind += " and less than 2**52" if value >= 2**52 else ""
             raise FedShuffleError(
-                f"{path}, line {line}: {name} is {record[name]!r}, but must be {kind}."
+                f"{path}, line {line}: {name} is {record[name]!r:.60}, but must be {kind}."
             )
         return value
 
@@ -197,7 +203,8 @@ def _check_twice(path: Path, rows: list[_Row]) -> None:
 def _ids(rows: list[_Row]) -> list[str]:
     """The clients' ids: by number if all are numbers, else by text."""
     ids = sorted({row.client for row in rows})
-    return sorted(ids, key=int) if all(id.isdecimal() for id in ids) else ids
+    numbers = all(id.isdecimal() and len(id) < 1000 for id in ids)  # int() refuses endless digits
+    return sorted(ids, key=int) if numbers else ids
 
 
 def _sizes(path: Path, rows: list[_Row], ids: list[str]) -> Any:
