@@ -43,6 +43,7 @@ from fedshuffle.theory import (
     best_probabilities,
     compare_steps,
     drift_noise,
+    is_valid_s,
     largest_step_size,
     linear_regression_constants,
     logistic_regression_constants,
@@ -382,11 +383,26 @@ def test_how_much_larger() -> None:
     assert capped.tuned.value <= mine.tuned.value * (1 + 1e-9)
 
 
+def test_methods_are_compared_by_the_same_variance() -> None:
+    """With weights that go by steps FedNova averages as FedShuffle does, up to a factor: its M_1 is
+    the same, whether it comes from a formula or from a list of cohorts.
+    """
+    federation = Federation.from_sizes([10, 40, 200])
+    found = [
+        method_setting(federation, name, "uniform:2").constants
+        for name in ("fedshuffle", "fednova-rr", "fedshuffle-capped:rho=1")
+    ]
+    assert [one.how for one in found] == ["eigenvalue", "enumeration", "eigenvalue"]
+    np.testing.assert_allclose([one.M_1 for one in found], found[0].M_1)
+    assert is_valid_s(found[0].s, Uniform(3, 2))
+    np.testing.assert_allclose(found[0].M_1, variance("uniform", federation, 2))
+
+
 def test_settings_near_those_of_the_theorem() -> None:
     federation = Federation.from_sizes([1, 2, 3, 9], weights=[1, 1, 2, 3])
     changing = LocalWork(epochs=EpochRange(2, 5))
     ours = method_setting(federation, "fedshuffle", "uniform:2", changing)
-    fixed = method_constants(federation, "fedshuffle", "uniform:2", LocalWork(epochs=2))
+    fixed = method_setting(federation, "fedshuffle", "uniform:2", LocalWork(epochs=2)).constants
     assert ours.covered
     assert (ours.constants.M_1, ours.constants.W) == (fixed.M_1, fixed.W)
     assert ours.constants.longest == 45  # step_size is still that of the client with most steps
@@ -739,6 +755,7 @@ def test_advice_as_json(
     rows = {(row["method"], row["regime"]): row for row in found["steps"]}
     assert len(rows) == 9
     setting = method_constants(federation, "fedshuffle", "uniform:2", load(config).work)
+    setting = replace(setting, M_1=variance("uniform", federation, 2))
     for regime in ("strongly-convex", "convex"):
         limit = largest_step_size(setting, exact.problem, bound="proof")
         row = rows["fedshuffle", regime]

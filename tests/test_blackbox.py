@@ -624,7 +624,7 @@ def test_command_on_a_log(
         (["--log", "no-such.csv"], "cannot read the log"),
         (["--callable", "json:dmps", "--sizes", "1,2"], "Did you mean 'dumps'"),
         (["--callable", "json:dumps", "--sizes", "1", "--step-sizes", "x"], "unknown step sizes"),
-        (["--callable", "json:dumps", "--sizes", "1", "--method", "fedshuffle"], "--method changes"),
+        (["--callable", "json:dumps", "--sizes", "1", "--method", "fedavg"], "--method changes"),
         (["--log", "x.csv", "--sampling", "full"], "--sampling changes nothing under --log"),
         (["--log", "x.csv", "--batch-size", "1"], "--batch-size changes nothing"),
         (["--sizes", "1,2", "--step-sizes", "scaled"], "--step-sizes changes nothing"),

@@ -31,6 +31,7 @@ from fedshuffle.theory import (
     problem_constants,
     quadratic_constants,
 )
+from fedshuffle.theory.forms import Form, largest_on_ball
 from fedshuffle.theory.problems import Wanted
 from tests.brute import Floats
 
@@ -691,3 +692,10 @@ def test_models_that_draw() -> None:
     with pytest.raises(FedShuffleError, match=r"model\.eval"):
         problem_constants(model, data, losses.squared_error)
     problem_constants(model.eval(), data, losses.squared_error)
+
+
+def test_the_largest_value_of_a_form_without_a_linear_term() -> None:
+    assert largest_on_ball(Form(np.zeros((2, 2)), np.zeros(2), 3.0), 2.0) == 3.0
+    assert largest_on_ball(Form(np.diag([0.0, 1.0]), np.zeros(2), 3.0), 2.0) == pytest.approx(7.0)
+    flat = Form(np.zeros((2, 2)), np.array([0.0, 1.0]), 0.0)  # 2 z_2
+    assert largest_on_ball(flat, 2.0) == pytest.approx(4.0)

@@ -20,9 +20,9 @@ from fedshuffle.federation import Federation
 from fedshuffle.local_work import EpochRange, LocalWork
 from fedshuffle.methods import FedShuffleGen, InclusionProbability, Method
 from fedshuffle.sampling import Full, Independent, Optimal, Sampling, Table, resolve
-from fedshuffle.theory.constants import MethodConstants, method_constants
+from fedshuffle.theory.constants import MethodConstants, method_constants, smallest_s
 from fedshuffle.theory.rates import Quantity, Recursion, Regime, Tuned, rounds_to, tune
-from fedshuffle.theory.sampling_advice import best_probabilities
+from fedshuffle.theory.sampling_advice import EIGENVALUES, best_probabilities
 from fedshuffle.theory.step_sizes import ProblemConstants, StepLimit, largest_step_size
 
 COMPARED = ("fedavg-rr", "fednova-rr", "fedshuffle")
@@ -126,11 +126,12 @@ def method_setting(
 
     def of(epochs: int | list[int]) -> MethodConstants:
         fixed = dataclasses.replace(work, epochs=epochs)
-        return method_constants(federation, method, drawn, fixed)
+        return _tight(method_constants(federation, method, drawn, fixed), drawn)
 
     epochs = work.epochs
     if not isinstance(epochs, EpochRange):
-        return _noted(method_constants(federation, method, drawn, work), covered, notes, federation)
+        found = _tight(method_constants(federation, method, drawn, work), drawn)
+        return _noted(found, covered, notes, federation)
     most = of(epochs.high)
     mixed = [epochs.low] * len(federation)
     mixed[int(federation.sizes.argmax())] = epochs.high
@@ -226,6 +227,19 @@ def compare_steps(fedshuffle: StepAdvice, other: StepAdvice) -> StepComparison:
         largest_client_step=mine.largest_client_step / theirs.largest_client_step,
         effective=mine.effective / theirs.effective,
     )
+
+
+def _tight(constants: MethodConstants, sampling: Sampling) -> MethodConstants:
+    """With the smallest M_1 also where there is a closed form, as other methods are given it: else
+    a comparison would be of formulas, not of methods.
+    """
+    if constants.how != "closed form" or not 1 < len(sampling) <= EIGENVALUES:
+        return constants
+    s = smallest_s(sampling, constants.w_hat)
+    M_1 = float((constants.h * s * constants.w_hat).max())  # noqa: N806
+    if not M_1 < constants.M_1 * (1.0 - 1e-9):
+        return constants
+    return dataclasses.replace(constants, s=s, M_1=M_1, how="eigenvalue")
 
 
 def _noted(

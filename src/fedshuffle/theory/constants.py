@@ -76,7 +76,7 @@ class MethodConstants:
     longest: int
     """``tau_max``, the most steps that any client may be asked for."""
     how: str
-    """closed form, or enumeration."""
+    """closed form, enumeration, or (in advice) eigenvalue."""
     obstacle: str
     """Why the theorem does not cover this local work; empty where it does."""
 

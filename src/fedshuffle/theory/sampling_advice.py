@@ -36,7 +36,7 @@ KINDS = ("uniform", "importance", "best")
 """The samplings that are compared: ``best`` is the independent one with the smallest M, and what
 is said of it also holds for optimal client sampling."""
 
-_EIGENVALUES = 400
+EIGENVALUES = 400
 """Up to so many clients M of uniform sampling is found by an eigenvalue, else by a formula."""
 
 _HALF = 0.5
@@ -110,7 +110,7 @@ def variance(kind: str, federation: Federation, b: int) -> float:
     if kind == "uniform":
         sampling = Uniform(len(w), b)
         found = float((sampling.s * w / sampling.p).max())
-        if 1 < len(w) <= _EIGENVALUES:
+        if 1 < len(w) <= EIGENVALUES:
             found = min(found, float((smallest_s(sampling, w) * w / sampling.p).max()))
         return found
     if kind == "importance":
