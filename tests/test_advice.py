@@ -879,3 +879,12 @@ def test_the_example_of_digits() -> None:
     assert rows["fedshuffle"]["covered"]
     assert not rows["fedavg-rr"]["covered"]
     assert found["audit"]["consistent"] is True
+
+
+def test_a_cap_holds_for_drawn_epochs_too() -> None:
+    clients = Federation.from_sizes([1, 10])
+    work = LocalWork(epochs=EpochRange(1, 4))
+    setting = method_setting(clients, "fedshuffle-capped:rho=2", work=work)
+    limit = step_advice(setting, ProblemConstants(L=1.0), method="capped", regime="convex").proof
+    assert limit.largest_client_step <= 2 * limit.step_size * (1 + 1e-12)
+    assert any("step sizes" in note for note in setting.notes)

@@ -468,7 +468,7 @@ def write(folder: Path, text: str, name: str = "rounds.csv") -> Path:
 
 
 def test_log_of_full_participation(tmp_path: Path) -> None:
-    lines = [f"{r},{c},{c + 1},{c + 1},{(c + 1) / 6}\n" for r in range(3) for c in range(3)]
+    lines = [f"{r},{c},{c + 1},{c + 1},{(c + 1) / 6}\n" for r in range(8) for c in range(3)]
     found, federation = read_log(write(tmp_path, HEADER + "".join(lines)))
     np.testing.assert_allclose(found.effective_weights, np.array([1, 4, 9]) / 14)
     assert federation.sizes.tolist() == [1, 2, 3]
@@ -483,7 +483,7 @@ def test_log_with_step_sizes_that_make_up_for_steps(tmp_path: Path) -> None:
         json.dumps(
             {"round": r, "client": f"c{c}", "size": c, "steps": c, "weight": c, "step_size": 1 / c}
         )
-        for r in range(2)
+        for r in range(8)
         for c in (1, 2, 3)
     ]
     found, federation = read_log(write(tmp_path, "\n".join(lines), "rounds.jsonl"))
@@ -511,7 +511,8 @@ def test_log_of_sampled_rounds(tmp_path: Path) -> None:
 
 
 def test_log_with_an_objective_of_ones_own(tmp_path: Path) -> None:
-    path = write(tmp_path, HEADER + "".join(f"{r},{c},{c},1,0.5\n" for r in "01" for c in (10, 9)))
+    lines = [f"{r},{c},{c},1,0.5\n" for r in range(8) for c in (10, 9)]
+    path = write(tmp_path, HEADER + "".join(lines))
     assert read_log(path, weights=[1, 1])[0].consistent is True
     assert read_log(path)[1].ids == ("9", "10")  # by number, not as text
 
@@ -715,3 +716,12 @@ def test_command_on_flower(
     assert run(monkeypatch, *words, "--json") == 0
     told = json.loads(capsys.readouterr().out)
     np.testing.assert_allclose(told["effective_weights"], np.array([1, 4, 9]) / 14)
+
+
+def test_a_log_of_a_few_equal_rounds_proves_nothing(tmp_path: Path) -> None:
+    rows = [f"{r},{c},{c + 1},{c + 1},{(c + 1) / 6}" for r in range(9) for c in range(3)]
+    for rounds, sure in ((2, None), (9, False)):
+        path = tmp_path / f"{rounds}.csv"
+        path.write_text("\n".join(["round,client,size,steps,weight", *rows[: 3 * rounds]]))
+        found, _ = read_log(path)
+        assert found.consistent is sure

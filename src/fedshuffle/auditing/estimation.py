@@ -146,7 +146,8 @@ def _cautious(found: Estimate, count: FloatArray, spread: FloatArray) -> Estimat
     typical = float(np.sqrt(np.mean(spread**2)))
     borrowed = np.abs(found.weights) * typical / np.sqrt(np.maximum(count, 1.0))
     errors = np.where(count < _FEW, np.maximum(found.errors, borrowed), found.errors)
-    errors[count < 2] = np.inf
+    # Where nothing has varied yet there is nothing to borrow, and few rounds prove nothing.
+    errors[count < (_FEW if typical == 0 else 2)] = np.inf
     return Estimate(found.weights, errors, found.freedom)
 
 

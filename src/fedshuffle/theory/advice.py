@@ -19,6 +19,7 @@ from fedshuffle.errors import FedShuffleError
 from fedshuffle.federation import Federation
 from fedshuffle.local_work import EpochRange, LocalWork
 from fedshuffle.methods import FedShuffleGen, InclusionProbability, Method
+from fedshuffle.methods.averaging import own_steps
 from fedshuffle.sampling import Full, Independent, Optimal, Sampling, Table, resolve
 from fedshuffle.theory.constants import MethodConstants, method_constants, smallest_s
 from fedshuffle.theory.rates import Quantity, Recursion, Regime, Tuned, rounds_to, tune
@@ -136,11 +137,13 @@ def method_setting(
     mixed = [epochs.low] * len(federation)
     mixed[int(federation.sizes.argmax())] = epochs.high
     other = of(mixed)
-    if np.isclose(most.W, other.W) and np.allclose(most.w_hat, other.w_hat, rtol=1e-9, atol=0.0):
+    same = np.isclose(most.W, other.W) and np.allclose(most.w_hat, other.w_hat, rtol=1e-9, atol=0.0)
+    if same and rule.step_normalisation is own_steps:  # other c go by the longest client, too
         notes.append(f"epochs change: the bound is for {epochs.low}, where it is largest")
         fewest = dataclasses.replace(of(epochs.low), longest=most.longest)
         return _noted(fewest, covered, notes, federation)
-    notes.append(f"epochs change, and the objective with them: taken for {epochs.high}")
+    what = "step sizes" if same else "objective"
+    notes.append(f"epochs change, and the {what} with them: taken for {epochs.high}")
     return _noted(most, False, notes, federation)
 
 
