@@ -98,13 +98,9 @@ class Adagrad(FromTorch):
         )
 
 
-@final
 @dataclass(frozen=True)
-class Adam(FromTorch):
-    r"""Adam with its correction for the first rounds, as torch.optim has it:
-    :math:`m \leftarrow b_1 m + (1-b_1) \Delta, \; v \leftarrow b_2 v + (1-b_2) \Delta^2, \;
-    x \leftarrow x + \eta_g \hat m / (\sqrt{\hat v} + \epsilon)`.
-    """
+class _TwoMoments:
+    """The parameters of optimisers that keep a mean of the updates and one of their squares."""
 
     b1: float = 0.9
     b2: float = 0.99
@@ -114,6 +110,15 @@ class Adam(FromTorch):
         _check_decay(self.b1, "b1")
         _check_decay(self.b2, "b2")
         _check_epsilon(self.epsilon)
+
+
+@final
+@dataclass(frozen=True)
+class Adam(_TwoMoments, FromTorch):
+    r"""Adam with its correction for the first rounds, as torch.optim has it:
+    :math:`m \leftarrow b_1 m + (1-b_1) \Delta, \; v \leftarrow b_2 v + (1-b_2) \Delta^2, \;
+    x \leftarrow x + \eta_g \hat m / (\sqrt{\hat v} + \epsilon)`.
+    """
 
     def make(self, parameters: list[Tensor], step_size: float) -> Optimizer:
         import torch
@@ -125,20 +130,11 @@ class Adam(FromTorch):
 
 @final
 @dataclass(frozen=True)
-class Yogi(ServerOptimiser):
+class Yogi(_TwoMoments, ServerOptimiser):
     r"""Yogi: like Adam, but v moves by a step whose size does not depend on v itself,
     :math:`v \leftarrow v - (1-b_2) \Delta^2 \, \mathrm{sign}(v - \Delta^2)`, starting with
     :math:`m = 0, v = \epsilon^2` and without a correction for the first rounds.
     """
-
-    b1: float = 0.9
-    b2: float = 0.99
-    epsilon: float = 1e-3
-
-    def __post_init__(self) -> None:
-        _check_decay(self.b1, "b1")
-        _check_decay(self.b2, "b2")
-        _check_epsilon(self.epsilon)
 
     def step(self, x: Tensor, update: Tensor, step_size: float, kept: Kept) -> tuple[Tensor, Kept]:
         m = kept["m"] if kept else x.new_zeros(x.shape)
