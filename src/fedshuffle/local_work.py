@@ -266,16 +266,24 @@ class Minibatches:
     """
 
     client: int
+    """Whose examples they are, in the federation at hand."""
     size: int
     steps: int
     batch_size: int
     order: Order
     seed: int
     round: int
+    known_as: int | None = None
+    """The client's number among all, by which its randomness is addressed, where only its own
+    examples are at hand; None if it is ``client``."""
+    enough: Callable[[], bool] | None = None
+    """Asked before every minibatch: whether to end here, before all steps are done."""
 
     def __iter__(self) -> Iterator[IntArray]:
         for epoch in self.epochs():
             for begin in range(0, len(epoch), self.batch_size):
+                if self.enough and self.enough():
+                    return
                 yield epoch[begin : begin + self.batch_size]
 
     @property
@@ -306,6 +314,9 @@ class Minibatches:
         >>> [(positions.tolist(), lengths) for positions, lengths in stream.portions(100)]
         [([0, 1, 2, 3, 4, 0, 1, 2, 3, 4], [2, 2, 1, 2, 2, 1])]
         """
+        if self.enough:  # asked step by step, so nothing can be gathered ahead
+            yield from ((positions, [len(positions)]) for positions in self)
+            return
         size = self.batch_size
         most = max(1, rows // size) * size
         pieces: list[IntArray] = []
@@ -328,9 +339,7 @@ class Minibatches:
             return lambda: np.arange(self.size)
         # A client that shuffles once and for all draws the same order in every round.
         once = self.order == "once"
-        rng = draw(
-            self.seed, Purpose.ORDER, round=0 if once else self.round + 1, client=self.client
-        )
+        rng = draw(self.seed, Purpose.ORDER, round=0 if once else self.round + 1, client=self._own)
         if once:
             fixed = rng.permutation(self.size)
             return lambda: fixed
@@ -338,7 +347,11 @@ class Minibatches:
             return lambda: rng.permutation(self.size)
         return lambda: rng.integers(self.size, size=self.size)
 
+    @property
+    def _own(self) -> int:
+        return self.client if self.known_as is None else self.known_as
+
     def model_seed(self) -> int:
         """The seed for the model's own randomness (dropout) at this client in this round."""
-        rng = generator(self.seed, Purpose.MODEL, round=self.round, client=self.client)
+        rng = generator(self.seed, Purpose.MODEL, round=self.round, client=self._own)
         return int(rng.integers(1 << 63))

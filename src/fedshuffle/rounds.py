@@ -113,9 +113,14 @@ class Run:
             return None
         return request
 
-    def round(self, state: State) -> Generator[Request, Any, State]:
-        """The next round as requests to an engine; returns the state after it."""
-        cohort = self.cohort(state.round)
+    def round(
+        self, state: State, cohort: Participants | None = None
+    ) -> Generator[Request, Any, State]:
+        """The next round as requests to an engine; returns the state after it.
+
+        The cohort is the one that is drawn, unless it is known better who takes part.
+        """
+        cohort = self.cohort(state.round) if cohort is None else cohort
         if not len(cohort.clients):
             return replace(state, round=state.round + 1, sent=None)
         select = None

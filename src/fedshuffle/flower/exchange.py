@@ -1,0 +1,97 @@
+"""Messages to many nodes and their answers, a few at a time, so that memory does not grow."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TypeVar
+
+from flwr.app import Message
+from flwr.serverapp import Grid
+
+from fedshuffle.errors import FedShuffleError
+
+_AT_ONCE = 16
+"""So many messages are in memory at a time."""
+_PAUSE = 0.2
+"""Seconds between two looks for answers."""
+
+Node = int
+_Thing = TypeVar("_Thing")
+
+
+def ask(
+    grid: Grid,
+    whom: Iterable[int],
+    places: Callable[[Sequence[int]], Mapping[int, Node | None]],
+    write: Callable[[int, Node, float], Message],
+    take: Callable[[int, Message], None],
+    *,
+    timeout: float,
+    retries: int = 0,
+) -> dict[int, str]:
+    """Ask everybody, and take the answers as they come; those who gave none, and why.
+
+    Args:
+        grid: Flower's.
+        whom: whoever is asked, by number.
+        places: at which node each is; None for those that are not connected.
+        write: the message to somebody at a node that is worth so many seconds.
+        take: takes an answer, and raises a FedShuffleError if it is no good.
+        timeout: seconds after which nobody waits any more.
+        retries: how often somebody who failed, or is not connected, is asked again.
+    """
+    end = time.monotonic() + timeout
+    chances = dict.fromkeys(whom, retries + 1)
+    to_ask = dict.fromkeys(chances, "")
+    sent: dict[str, int] = {}
+    missing: dict[int, str] = {}
+
+    def failed(who: int, why: str) -> None:
+        chances[who] -= 1
+        if chances[who] > 0:
+            to_ask[who] = why
+        else:
+            missing[who] = why
+
+    while True:
+        left = end - time.monotonic()
+        found = places(list(to_ask)) if to_ask else {}
+        for who in [who for who, place in found.items() if place is None]:
+            to_ask[who] = to_ask[who] or "is not connected"
+            if not retries:
+                missing[who] = to_ask.pop(who)
+        for some in _pieces([(who, place) for who, place in found.items() if place is not None]):
+            notes = [write(who, place, max(left, 1.0)) for who, place in some]
+            ids = list(grid.push_messages(notes)) or [None] * len(notes)
+            for (who, _), id in zip(some, ids, strict=True):
+                del to_ask[who]
+                if id is None:
+                    failed(who, "could not be asked: the SuperLink refused the message")
+                else:
+                    sent[id] = who
+        for some_ids in _pieces(list(sent)):
+            for reply in grid.pull_messages(some_ids):
+                who = sent.pop(reply.metadata.reply_to_message_id)
+                try:
+                    refuse_errors(reply)
+                    take(who, reply)
+                except FedShuffleError as error:
+                    failed(who, f"failed: {error}")
+        if not sent and not to_ask:
+            return missing
+        if time.monotonic() >= end:
+            late = dict.fromkeys(sent.values(), f"did not answer within {timeout:g} seconds")
+            return missing | late | to_ask
+        time.sleep(_PAUSE)
+
+
+def refuse_errors(reply: Message) -> None:
+    """Raise what went wrong at the node, if anything did."""
+    if reply.has_error():
+        reason = (reply.error.reason or "no reason given").strip().split("\n")[-1]
+        raise FedShuffleError(f"{reason} (Flower's error {reply.error.code})")
+
+
+def _pieces(things: Sequence[_Thing]) -> Iterable[Sequence[_Thing]]:
+    return (things[begin : begin + _AT_ONCE] for begin in range(0, len(things), _AT_ONCE))

@@ -1,0 +1,237 @@
+"""A run that has begun: the clients are known, and rounds follow one another."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from functools import partial
+from typing import Any, ParamSpec, TypeVar, final
+
+import numpy as np
+from flwr.app import ArrayRecord, Message, MetricRecord
+from flwr.serverapp import Grid
+
+from fedshuffle._arrays import FloatArray
+from fedshuffle.errors import FedShuffleError
+from fedshuffle.flower import messages
+from fedshuffle.flower.asking import Asking
+from fedshuffle.flower.exchange import ask, refuse_errors
+from fedshuffle.flower.model import Model
+from fedshuffle.flower.roster import Roster
+from fedshuffle.flower.round import Round
+from fedshuffle.kernel import Request, Walk
+from fedshuffle.methods import Participants
+from fedshuffle.rounds import Run
+from fedshuffle.state import State
+
+_log = logging.getLogger("flwr.fedshuffle")
+_Args = ParamSpec("_Args")
+_Result = TypeVar("_Result")
+
+
+@final
+class Session:
+    """The rounds of a run on a grid.
+
+    Args:
+        run: the settings.
+        roster: who is who.
+        model: names and shapes.
+        state: where to begin.
+        answers: for every client the probability that it answers when asked.
+        withheld: whether clients keep their sizes to themselves.
+        timeout: seconds to wait for one exchange.
+        retries: how often a client is asked again.
+    """
+
+    def __init__(
+        self,
+        run: Run,
+        roster: Roster,
+        model: Model,
+        state: State,
+        *,
+        answers: FloatArray,
+        withheld: bool,
+        timeout: float,
+        retries: int,
+    ) -> None:
+        self.run = run
+        self.roster = roster
+        self.model = model
+        self.state = state
+        self.answers = answers
+        self.withheld = withheld
+        self.timeout = timeout
+        self.retries = retries
+        self._watch = _Stopwatch()
+        self._begun = 0.0
+        self._round: Round | None = None
+        self._asking: Asking | None = None
+        self._missing: dict[int, str] = {}
+
+    def arrays(self) -> ArrayRecord:
+        """The model now."""
+        return self.model.arrays(self.state.x)
+
+    def play(self, grid: Grid) -> dict[str, Any]:
+        """The next round; what there is to say about it."""
+        request = self._until_walk(grid)
+        if isinstance(request, Walk):
+            self._ask(grid, request)
+        return self._end()
+
+    def orders(self, grid: Grid, arrays: ArrayRecord) -> list[Message]:
+        """The first half of a round in somebody else's loop: the messages of the walk."""
+        self.state = replace(self.state, x=self.model.flat(arrays))
+        request = self._until_walk(grid)
+        self._asking = None
+        if isinstance(request, State):
+            return []
+        self._asking = asking = Asking(self.run, self.state.round, request, self.withheld)
+        nodes = self.roster.nodes(grid, asking.clients)
+        there = {client: node for client, node in nodes.items() if node is not None}
+        return [asking.write(client, node, self.timeout) for client, node in there.items()]
+
+    def aggregate(self, replies: Iterable[Message]) -> dict[str, Any]:
+        """The second half."""
+        if self._round is None:
+            raise FedShuffleError("nobody was asked yet: call configure_train first.")
+        asking = self._asking
+        if asking is not None:
+            for reply in replies:
+                try:
+                    refuse_errors(reply)
+                    asking.take(messages.read(reply, messages.Done).client, reply)
+                except FedShuffleError as error:
+                    _log.warning("round %d: an answer %s", self.state.round + 1, error)
+            missing = [client for client in asking.clients if client not in asking.spool]
+            self._missing |= dict.fromkeys(missing, "did not answer")
+            self._round.answered(asking.spool, asking.steps)
+        return self._end()
+
+    def evaluate(self, grid: Grid) -> MetricRecord | None:
+        """Metrics of the model on the data of all clients that answer, by objective weight."""
+        found: dict[int, dict[str, float]] = {}
+        x = messages.arrays(x=self.state.x)
+
+        def write(client: int, node: int, ttl: float) -> Message:
+            question = messages.Question(client, self.state.round)
+            return Message(messages.content(question, x), node, messages.EVALUATE, ttl=ttl)
+
+        def take(client: int, reply: Message) -> None:
+            records = list(reply.content.metric_records.values())
+            numbers = dict(records[0]) if records else {}
+            if not numbers or not all(isinstance(v, int | float) for v in numbers.values()):
+                raise FedShuffleError("the answer has no metrics.")
+            found[client] = {name: float(value) for name, value in numbers.items()}
+
+        places = partial(self.roster.nodes, grid)
+        missing = ask(grid, self.roster.hellos, places, write, take, timeout=self.timeout)
+        self._log_missing(missing, "evaluation")
+        if not found:
+            return None
+        clients = sorted(found)
+        names = [name for name in found[clients[0]] if all(name in each for each in found.values())]
+        weights = self.run.federation.weights[clients]
+        return MetricRecord(
+            {
+                name: float(np.average([found[c][name] for c in clients], weights=weights))
+                for name in names
+            }
+            | {"clients": len(clients)}
+        )
+
+    def _until_walk(self, grid: Grid) -> Walk | State:
+        """Begin a round, and ask all that the method asks before the walk."""
+        self._begun, self._watch.seconds, self._missing = time.perf_counter(), 0.0, {}
+        self._round = Round(self.run, self.state, self.answers)
+        while not isinstance(request := self._watch.timed(self._round.next)(), State | Walk):
+            self._ask(grid, request)
+        return request
+
+    def _ask(self, grid: Grid, request: Request) -> None:
+        assert self._round is not None
+        asking = Asking(self.run, self.state.round, request, self.withheld)
+        self._missing |= ask(
+            grid,
+            asking.clients,
+            partial(self.roster.nodes, grid),
+            self._watch.timed(asking.write),
+            self._watch.timed(asking.take),
+            timeout=self.timeout,
+            retries=self.retries,
+        )
+        self._round.answered(asking.spool, asking.steps)
+
+    def _end(self) -> dict[str, Any]:
+        assert self._round is not None
+        after = self._watch.timed(self._round.next)()
+        assert isinstance(after, State)
+        asked, cohort = self.run.cohort(self.state.round), self._round.cohort
+        self._round, self.state = None, after
+        self._log_missing(self._missing, f"round {after.round}")
+        size, direction = len(after.x) * after.x.element_size(), self.run.method.direction
+        return {
+            "round": after.round,
+            "clients": len(asked.clients),
+            "answered": len(cohort.clients),
+            "steps": int(cohort.done.sum()),
+            "bytes_down": round(direction.down * size * len(asked.clients)),
+            "bytes_up": round(direction.up * size * len(cohort.clients)),
+            "cohort": asked.clients.tolist(),
+            "missing": {str(client): why for client, why in sorted(self._missing.items())},
+            "as_stated": self._as_stated(cohort),
+            "seconds": time.perf_counter() - self._begun,
+            "server_seconds": self._watch.seconds,
+        }
+
+    def _as_stated(self, cohort: Participants) -> bool:
+        """Whether the round is one of the stated dropout model, and unfinished work is repaired."""
+        surprising = [client for client in self._missing if self.answers[client] == 1]
+        if surprising:
+            _log.warning(
+                "The estimate of round %d is biased: clients are missing that were stated to answer"
+                " always (%s). State with which probability clients answer (answers=...), or ask"
+                " again (retries=...).",
+                self.state.round,
+                ", ".join(map(str, surprising[:5])),
+            )
+        weight, full = self.run.method.averaging.weight, replace(cohort, done=cohort.planned)
+        unfinished = cohort.clients[cohort.done < cohort.planned]
+        repaired = np.allclose(weight(cohort) * cohort.done, weight(full) * full.done)
+        if len(unfinished) and not repaired:
+            _log.warning(
+                "The estimate of round %d is biased: client %d and %d more did not finish their"
+                " steps, which %s does not repair. Use fedshuffle-gen (or NAME+fedshuffle-gen).",
+                self.state.round,
+                unfinished[0],
+                len(unfinished) - 1,
+                self.run.method.name,
+            )
+        return not surprising and (repaired or not len(unfinished))
+
+    def _log_missing(self, missing: dict[int, str], stage: str) -> None:
+        for client, why in sorted(missing.items()):
+            _log.warning("%s: client %d %s", stage, client, why)
+
+
+class _Stopwatch:
+    """Adds up the time that calls take: what the server does itself, besides Flower's work."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+
+    def timed(self, call: Callable[_Args, _Result]) -> Callable[_Args, _Result]:
+        """The same function, on the watch."""
+
+        def timed(*args: _Args.args, **kwargs: _Args.kwargs) -> _Result:
+            begun = time.perf_counter()
+            try:
+                return call(*args, **kwargs)
+            finally:
+                self.seconds += time.perf_counter() - begun
+
+        return timed

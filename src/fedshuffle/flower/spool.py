@@ -1,0 +1,84 @@
+"""What clients sent in one exchange, on disk until all is known by which it is weighed.
+
+How a client counts may depend on who else answered and on the steps that were really done, and both
+are known only when the exchange is over. So updates are put aside as they come, whenever they come,
+and are added in the cohort's order at the end: memory holds one update and the sums, and the result
+does not depend on who was first.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import final
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fedshuffle.engines.base import counted
+from fedshuffle.errors import FedShuffleError
+from fedshuffle.kernel import Probe, Walk
+
+
+@final
+class Spool:
+    """One array of a fixed shape for each client that answered; vanishes with the process.
+
+    >>> spool = Spool((2,), torch.float64)
+    >>> spool.put(7, torch.tensor([1.0, 2.0], dtype=torch.float64))
+    >>> spool[7].tolist(), 7 in spool, 8 in spool
+    ([1.0, 2.0], True, False)
+    """
+
+    def __init__(self, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+        self.shape = shape
+        self.dtype = dtype
+        self._bytes = int(np.prod(shape)) * dtype.itemsize
+        self._places: dict[int, int] = {}
+        with self._named():
+            self._file = tempfile.TemporaryFile()  # noqa: SIM115  # closed with the spool
+
+    def put(self, client: int, values: Tensor) -> None:
+        """Keep what a client sent."""
+        place = self._places.get(client, len(self._places))
+        raw = values.to("cpu", self.dtype).contiguous().view(torch.uint8).numpy()
+        with self._named():
+            self._file.seek(place * self._bytes)
+            self._file.write(raw.data)
+        self._places[client] = place
+
+    def __contains__(self, client: int) -> bool:
+        return client in self._places
+
+    def __getitem__(self, client: int) -> Tensor:
+        """What a client sent."""
+        with self._named():
+            self._file.seek(self._places[client] * self._bytes)
+            raw = bytearray(self._file.read(self._bytes))
+        return torch.frombuffer(raw, dtype=self.dtype).view(self.shape)
+
+    def answer(self, request: Walk | Probe) -> Tensor:
+        """The weighted sums that a request asks for, over clients that have all answered."""
+        if isinstance(request, Walk):
+            sums = torch.zeros(request.sums, *self.shape, dtype=self.dtype)
+            rows = [(order.minibatches.client, order.weights) for order in request.orders]
+        else:
+            sums = torch.zeros(request.weights.shape[1], *self.shape, dtype=self.dtype)
+            rows = list(zip(request.clients.tolist(), request.weights, strict=True))
+        for client, weights in rows:
+            values = self[client]
+            for k, weight in counted(weights):
+                sums[k].add_(values, alpha=weight)
+        return sums
+
+    @contextmanager
+    def _named(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise FedShuffleError(
+                f"cannot keep what clients send, {self._bytes} bytes each, in a temporary file:"
+                f" {error.strerror}. Make room, or set TMPDIR to another folder."
+            ) from error
