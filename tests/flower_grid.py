@@ -89,8 +89,6 @@ def sent(message: Message) -> Message:
                 {k: Array(a.dtype, a.shape, a.stype, bytes(a.data)) for k, a in record.items()}
             )
         content[name] = record
-    copy = Message(
-        content, message.metadata.dst_node_id, message.metadata.message_type, ttl=10.0
-    )
+    copy = Message(content, message.metadata.dst_node_id, message.metadata.message_type, ttl=10.0)
     copy.metadata.__dict__.update(message.metadata.__dict__)
     return copy

@@ -168,3 +168,25 @@ def test_an_interruption_must_leave_a_step() -> None:
     work = LocalWork(interruption=Nothing())
     with pytest.raises(FedShuffleError, match="0 steps done"):
         work.on(SIZES).plan(EVERYONE, 0, 0)
+
+
+def test_a_client_alone_with_its_data_draws_as_among_all() -> None:
+    among_all = Minibatches(7, 9, 6, 2, "reshuffled", 5, 3)
+    alone = Minibatches(0, 9, 6, 2, "reshuffled", 5, 3, known_as=7)
+    for mine, theirs in zip(alone, among_all, strict=True):
+        assert (mine == theirs).all()
+    assert alone.model_seed() == among_all.model_seed()
+
+
+@given(st.integers(1, 12), st.integers(1, 5), st.integers(0, 30))
+def test_who_has_enough_ends_after_whole_minibatches(size: int, batch: int, most: int) -> None:
+    batch = min(batch, size)
+    asked = iter(range(1000))
+    full = Minibatches(1, size, 20, batch, "reshuffled", 5, 3)
+    some = Minibatches(
+        1, size, 20, batch, "reshuffled", 5, 3, enough=lambda: next(asked) % 31 >= most
+    )
+    expected = [b.tolist() for b in full][:most]
+    assert [b.tolist() for b in some] == expected
+    asked = iter(range(1000))
+    assert [positions.tolist() for positions, _ in some.portions(4096)] == expected

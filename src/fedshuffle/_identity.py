@@ -67,9 +67,11 @@ def work(work: LocalWork) -> str:
 
 
 def data(federation: Federation) -> str:
-    """A digest of the shapes of all fields and of some rows, evenly spaced, of each of them."""
+    """A digest of the shapes of all fields and of some rows, evenly spaced, of each of them; of
+    nothing where only the sizes are known.
+    """
     digest = hashlib.sha256()
-    for field in federation.tensors():
+    for field in federation.tensors() if federation.fields else ():
         digest.update(_kind(field))
         rows = torch.linspace(0, len(field) - 1, min(ROWS, len(field)), dtype=torch.float64)
         for row in rows.long().tolist():  # one by one: what lies on disk may be large

@@ -114,11 +114,17 @@ def not_finite(problem: Problem, order: Order) -> DivergedError:
     )
 
 
-def check_probe(problem: Problem, probe: Probe, gradients: Tensor) -> Tensor:
-    """Add weight decay to the gradients of a probe; an error where they are not finite."""
+def decayed(probe: Probe, gradients: Tensor) -> Tensor:
+    """The gradients of a probe, with the weight decay that it asks for added in place."""
     if probe.weight_decay:
         decay = gradients.new_tensor(probe.weight_decay * probe.weights.sum(axis=0))
         gradients.addcmul_(decay.view(-1, 1, 1), torch.stack(list(probe.points)))
+    return gradients
+
+
+def check_probe(problem: Problem, probe: Probe, gradients: Tensor) -> Tensor:
+    """Add weight decay to the gradients of a probe; an error where they are not finite."""
+    gradients = decayed(probe, gradients)
     if not torch.isfinite(gradients).all():
         raise DivergedError(
             "the full gradient is not finite. The model has diverged: lower the step size.",

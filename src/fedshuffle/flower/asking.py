@@ -58,7 +58,7 @@ class Asking:
         """The message to a client at a node."""
         group = str(self.round + 1)
         if isinstance(self.request, Probe):
-            question = messages.Question(client, self.round, self.request.weight_decay)
+            question = messages.Question(client, self.round)
             content = messages.content(question, self._points)
             return Message(content, node, messages.PROBE, ttl=ttl, group_id=group)
         order = self._orders[client]

@@ -141,13 +141,7 @@ class Client:
         points = self._here(sent.get("points"))
         if points is None:
             raise FedShuffleError("the message lacks the points of the probe.")
-        probe = Probe(
-            list(points),
-            np.zeros(1, np.int64),
-            np.ones((1, 1)),
-            question.round,
-            question.weight_decay,
-        )
+        probe = Probe(list(points), np.zeros(1, np.int64), np.ones((1, 1)), question.round)
         (gradients,) = LeanEngine(self.problem).probe([probe])[0]
         return messages.content(messages.Done(self.number, 0), messages.arrays(gradients=gradients))
 

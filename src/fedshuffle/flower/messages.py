@@ -77,11 +77,12 @@ class Task:
 @final
 @dataclass(frozen=True, slots=True)
 class Question:
-    """A probe as one client is told it, besides the array ``points``, one row each."""
+    """A probe as one client is told it, besides the array ``points``, one row each; or, besides
+    ``x``, an evaluation.
+    """
 
     client: int
     round: int
-    weight_decay: float = 0.0
 
 
 @final
@@ -176,6 +177,6 @@ def _checked(value: Any, kind: str, name: str) -> Any:
     wanted: Any = {"int": int, "int | None": int, "float": (int, float), "str": str}[kind]
     if not isinstance(value, wanted) or isinstance(value, bool):
         raise FedShuffleError(f"{name} is {value!r:.40}, but must be of kind {kind}.")
-    if isinstance(value, int) and kind != "float" and not 0 <= value < 2**62:
+    if isinstance(value, int) and kind != "float" and not 0 <= value < 2**63:
         raise FedShuffleError(f"{name} is {value}, which is out of range.")
     return float(value) if kind == "float" else value

@@ -27,6 +27,9 @@ from fedshuffle.rounds import Run
 from fedshuffle.state import State
 
 _log = logging.getLogger("flwr.fedshuffle")
+IN_VAIN = 3
+"""After so many rounds in a row without any answer, the run stops."""
+
 _Args = ParamSpec("_Args")
 _Result = TypeVar("_Result")
 
@@ -71,6 +74,7 @@ class Session:
         self._round: Round | None = None
         self._asking: Asking | None = None
         self._missing: dict[int, str] = {}
+        self._in_vain = 0
 
     def arrays(self) -> ArrayRecord:
         """The model now."""
@@ -171,8 +175,9 @@ class Session:
         after = self._watch.timed(self._round.next)()
         assert isinstance(after, State)
         asked, cohort = self.run.cohort(self.state.round), self._round.cohort
-        self._round, self.state = None, after
         self._log_missing(self._missing, f"round {after.round}")
+        self._give_up_if_in_vain(asked, cohort)
+        self._round, self.state = None, after
         size, direction = len(after.x) * after.x.element_size(), self.run.method.direction
         return {
             "round": after.round,
@@ -212,6 +217,16 @@ class Session:
                 self.run.method.name,
             )
         return not surprising and (repaired or not len(unfinished))
+
+    def _give_up_if_in_vain(self, asked: Participants, answered: Participants) -> None:
+        """A round in which nobody answers changes nothing; some in a row are no accident."""
+        self._in_vain = self._in_vain + 1 if len(asked.clients) > len(answered.clients) == 0 else 0
+        if self._in_vain >= IN_VAIN:
+            client, why = next(iter(self._missing.items()))
+            raise FedShuffleError(
+                f"nobody answered in {IN_VAIN} rounds in a row, in the last of them because client"
+                f" {client} {why}. Put that right, and go on from the last checkpoint."
+            )
 
     def _log_missing(self, missing: dict[int, str], stage: str) -> None:
         for client, why in sorted(missing.items()):

@@ -9,6 +9,7 @@ does not depend on who was first.
 from __future__ import annotations
 
 import tempfile
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import final
@@ -17,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fedshuffle.engines.base import counted
+from fedshuffle.engines.base import counted, decayed
 from fedshuffle.errors import FedShuffleError
 from fedshuffle.kernel import Probe, Walk
 
@@ -38,7 +39,8 @@ class Spool:
         self._bytes = int(np.prod(shape)) * dtype.itemsize
         self._places: dict[int, int] = {}
         with self._named():
-            self._file = tempfile.TemporaryFile()  # noqa: SIM115  # closed with the spool
+            self._file = tempfile.TemporaryFile()  # noqa: SIM115
+        weakref.finalize(self, self._file.close)
 
     def put(self, client: int, values: Tensor) -> None:
         """Keep what a client sent."""
@@ -71,7 +73,7 @@ class Spool:
             values = self[client]
             for k, weight in counted(weights):
                 sums[k].add_(values, alpha=weight)
-        return sums
+        return sums if isinstance(request, Walk) else decayed(request, sums)
 
     @contextmanager
     def _named(self) -> Iterator[None]:
