@@ -574,6 +574,13 @@ def test_nodes_that_are_no_clients_of_the_run(log: pytest.LogCaptureFixture) -> 
     assert "differ in their model's parameters" in said
 
 
+def test_a_node_cannot_pass_for_another_client(log: pytest.LogCaptureFixture) -> None:
+    registered = {100: 0, 101: 1, 102: 3, 103: 2}
+    with pytest.raises(FedShuffleError, match="2 of 4 clients came"):
+        strategy(nodes=registered).start(LocalGrid(apps()), start(), 1, timeout=0.1)
+    assert "it says that it is client 2, but is not registered so" in warnings(log)
+
+
 def test_server_and_clients_must_have_the_same_model() -> None:
     with pytest.raises(FedShuffleError, match="not among the server's arrays"):
         strategy().start(LocalGrid(apps()), ArrayRecord(nn.Linear(4, 3).state_dict()), 1)

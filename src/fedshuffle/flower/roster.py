@@ -27,11 +27,15 @@ class Roster:
     Args:
         clients: how many there are in all.
         timeout: seconds to wait for an introduction.
+        registered: which client each node is; by default nodes are believed what they say.
     """
 
-    def __init__(self, clients: int, timeout: float) -> None:
+    def __init__(
+        self, clients: int, timeout: float, registered: Mapping[Node, int] | None = None
+    ) -> None:
         self.clients = clients
         self.timeout = timeout
+        self.registered = registered
         self._nodes: dict[int, Node] = {}
         self._hellos: dict[int, Hello] = {}
 
@@ -98,6 +102,8 @@ class Roster:
 
     def _enter(self, node: Node, hello: Hello, online: set[Node]) -> None:
         client = hello.client
+        if self.registered is not None and self.registered.get(node) != client:
+            raise FedShuffleError(f"it says that it is client {client}, but is not registered so.")
         if client >= self.clients:
             raise FedShuffleError(
                 f"it says that it is client {client}, but there are clients 0 to"

@@ -66,6 +66,8 @@ class FedShuffleStrategy(Strategy):  # type: ignore[misc]  # Flower is untyped h
         checkpoint_every: save after so many rounds, and after the last.
         keep: how many checkpoints to keep.
         evaluate_every: ask all connected clients to evaluate the model after so many rounds.
+        nodes: which client each of Flower's nodes is. By default a node is believed what it says,
+            as long as no other node says the same.
 
     >>> strategy = FedShuffleStrategy(clients=3, sampling="uniform:2", step_size=0.1)
     """
@@ -90,6 +92,7 @@ class FedShuffleStrategy(Strategy):  # type: ignore[misc]  # Flower is untyped h
         checkpoint_every: int = 1,
         keep: int = 3,
         evaluate_every: int | None = None,
+        nodes: Mapping[int, int] | None = None,
     ) -> None:
         self.method = methods.get(method)
         self.work = LocalWork() if work is None else work
@@ -105,6 +108,7 @@ class FedShuffleStrategy(Strategy):  # type: ignore[misc]  # Flower is untyped h
         self.retries = 0 if retries == 0 else count(retries, "retries")
         self.checkpoint_every = count(checkpoint_every, "checkpoint_every")
         self.evaluate_every = evaluate_every and count(evaluate_every, "evaluate_every")
+        self.nodes = nodes
         self.resume = resume
         self.folder: RunFolder | None = None
         if out is not None:
@@ -222,7 +226,7 @@ class FedShuffleStrategy(Strategy):  # type: ignore[misc]  # Flower is untyped h
 
     def _begin(self, grid: Grid, arrays: ArrayRecord, rounds: int) -> Session:
         """Meet the clients, and take up the state to start from."""
-        roster = Roster(self.clients, self.timeout)
+        roster = Roster(self.clients, self.timeout, self.nodes)
         roster.wait_for(grid, self.clients if self.sizes == "asked" else 1)
         run = self._run(roster)
         hello = next(iter(roster.hellos.values()))
