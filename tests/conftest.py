@@ -9,6 +9,8 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 from hypothesis import settings
 
+from tests.flower_deployment import deployment  # noqa: F401  one for all files
+
 # No test may depend on timing. In CI the examples are always the same; elsewhere they vary.
 settings.register_profile("fedshuffle", deadline=None, derandomize="CI" in os.environ)
 settings.load_profile("fedshuffle")

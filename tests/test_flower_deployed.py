@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -26,9 +27,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("flower")]
 @pytest.fixture
 def task(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     monkeypatch.syspath_prepend(str(APP))
-    from under_test import task
-
-    yield task
+    yield importlib.import_module("under_test.task")
     for name in [name for name in sys.modules if name.startswith("under_test")]:
         del sys.modules[name]
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import torch
 from torch import Tensor, nn
@@ -9,7 +11,7 @@ from torch import Tensor, nn
 from fedshuffle import LocalWork
 
 SIZES = [5, 40, 17]
-SETTINGS = {
+SETTINGS: dict[str, Any] = {
     "sampling": "uniform:2",
     "work": LocalWork(epochs=2, batch_size=4),
     "step_size": 0.05,
@@ -33,4 +35,4 @@ def everything() -> tuple[Tensor, Tensor]:
 
 def own(client: int) -> tuple[Tensor, ...]:
     """The data of one client."""
-    return tuple(field.split(SIZES)[client] for field in everything())
+    return tuple(torch.split(field, SIZES)[client] for field in everything())

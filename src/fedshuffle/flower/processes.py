@@ -1,0 +1,147 @@
+"""The processes of a deployment on this machine: started, watched, and ended without a trace."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sysconfig
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from types import FrameType
+from typing import final
+
+from fedshuffle.errors import FedShuffleError
+
+HOST = "127.0.0.1"
+MARK = "FEDSHUFFLE_DEPLOYMENT"
+"""Every process of a deployment carries its folder under this name in its environment."""
+_STOP = 15.0  # seconds until a process that was asked to end is made to
+
+
+@final
+class Process:
+    """A process of a deployment, in a session of its own, with a log."""
+
+    def __init__(
+        self, name: str, command: Sequence[str], log: Path, env: Mapping[str, str]
+    ) -> None:
+        self.name, self.log = name, log
+        log.parent.mkdir(parents=True, exist_ok=True)
+        with log.open("ab") as out:
+            self._begins = out.tell()
+            self._popen = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=subprocess.STDOUT,
+                env=dict(env),
+                start_new_session=True,  # so that Ctrl-C does not end it before its turn
+            )
+
+    @property
+    def pid(self) -> int:
+        return self._popen.pid
+
+    @property
+    def exit_code(self) -> int | None:
+        """None as long as it runs."""
+        return self._popen.poll()
+
+    def output(self) -> str:
+        """What it printed since it was started."""
+        with self.log.open("rb") as file:
+            file.seek(self._begins)
+            return file.read().decode("utf-8", "replace")
+
+    def check(self) -> None:
+        """Raise an error with the end of the log if the process has ended."""
+        if self.exit_code is not None:
+            raise FedShuffleError(
+                f"{self.name} ended with exit code {self.exit_code}. {tail(self)}"
+            )
+
+    def ask_to_end(self) -> None:
+        if self.exit_code is None:
+            self._popen.terminate()
+
+    def end(self, seconds: float = _STOP) -> None:
+        """Wait for its end, and enforce it after these seconds."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._popen.wait(seconds)
+        self.kill()
+
+    def kill(self) -> None:
+        """End it and what it started in its session, at once."""
+        if self.exit_code is None:  # else its number may be another's by now
+            os.killpg(self.pid, signal.SIGKILL)
+        self._popen.wait()
+
+
+@contextlib.contextmanager
+def ended_by_signals() -> Iterator[None]:
+    """Let SIGTERM and SIGHUP end the program as Ctrl-C does, with everything put in order."""
+
+    def end(number: int, frame: FrameType | None) -> None:
+        raise SystemExit(128 + number)
+
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {number: signal.signal(number, end) for number in (signal.SIGTERM, signal.SIGHUP)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind((HOST, 0))
+        return int(probe.getsockname()[1])
+
+
+def checked_port(port: int) -> int:
+    try:
+        with socket.socket() as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind((HOST, port))
+    except (OSError, OverflowError) as error:
+        raise FedShuffleError(
+            f"port {port} of {HOST} cannot be had: {error}. Choose another, or none for a free one."
+        ) from error
+    return port
+
+
+def scripts() -> str:
+    return sysconfig.get_path("scripts")
+
+
+def tool(name: str) -> str:
+    found = shutil.which(name, path=scripts()) or shutil.which(name)
+    if found is None:
+        raise FedShuffleError(
+            f"the command {name!r} is missing. Install it with pip install 'fedshuffle[flower]'."
+        )
+    return found
+
+
+def tail(process: Process, lines: int = 15) -> str:
+    last = "\n".join(process.output().rstrip().split("\n")[-lines:])
+    return f"The end of {str(process.log)!r}:\n{last}"
+
+
+def marked(folder: Path) -> list[int]:
+    """The processes that carry this deployment's mark."""
+    wanted = f"{MARK}={folder}".encode()
+    found = []
+    for place in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            if wanted in (place / "environ").read_bytes().split(b"\0"):
+                found.append(int(place.name))
+    return [pid for pid in found if pid != os.getpid()]

@@ -1,0 +1,333 @@
+"""A real SuperLink and real SuperNodes on this machine: what they let in, and what they leave."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import os
+import re
+import signal
+import socket
+import ssl
+import stat
+import subprocess
+import sys
+import time
+import tomllib
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from fedshuffle import FedShuffleError
+from fedshuffle.flower import certificates as certs
+from fedshuffle.flower.local import Deployment, app_config
+from fedshuffle.flower.new_app import new_app
+from fedshuffle.flower.processes import Process, marked
+from tests.test_cli import run as command
+
+LIMIT = 600.0
+
+
+def wait_for(condition: Callable[[], bool], what: str) -> None:
+    limit = time.monotonic() + LIMIT
+    while not condition():
+        assert time.monotonic() < limit, f"waited too long for {what}"
+        time.sleep(0.05)
+
+
+# Certificates
+
+
+def mode(path: Path) -> int:
+    return stat.S_IMODE(path.stat().st_mode)
+
+
+def test_private_files_are_private(tmp_path: Path) -> None:
+    made = certs.certificates(tmp_path / "keys", 2)
+    assert mode(tmp_path / "keys") == 0o700
+    private = [made.key, *(node.private for node in made.nodes)]
+    assert [mode(path) for path in private] == [0o600] * 3
+    text = b"".join(path.read_bytes() for path in (tmp_path / "keys").iterdir())
+    assert text.count(b"PRIVATE KEY-----\n") == 2 * 3  # the authority's key is nowhere
+
+
+def test_certificates_stay_while_they_are_good(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def content() -> dict[str, bytes]:
+        return {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+
+    certs.certificates(tmp_path, 2)
+    first = content()
+    certs.certificates(tmp_path, 2)
+    assert content() == first
+    certs.certificates(tmp_path, 3, ["flower.example", "10.0.0.7"])
+    second = content()
+    kept = {name for name in first if first[name] == second[name]}
+    assert kept == {"node-0.key", "node-0.pub", "node-1.key", "node-1.pub"}
+    monkeypatch.setattr(certs, "_MARGIN", datetime.timedelta(days=31))  # all ends too soon
+    certs.certificates(tmp_path, 3, ["flower.example"])
+    assert content()["server.crt"] != second["server.crt"]
+
+
+@pytest.mark.parametrize(("host", "welcome"), [("10.0.0.7", True), ("other.example", False)])
+def test_clients_trust_the_named_hosts_only(tmp_path: Path, host: str, welcome: bool) -> None:
+    made = certs.certificates(tmp_path, 1, ["10.0.0.7"])
+    server = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    server.load_cert_chain(made.certificate, made.key)
+    client = ssl.create_default_context(cafile=str(made.authority))
+    ends = [ssl.MemoryBIO() for _ in range(2)]
+    here = client.wrap_bio(ends[0], ends[1], server_hostname=host)
+    there = server.wrap_bio(ends[1], ends[0], server_side=True)
+
+    def handshake() -> None:
+        for _ in range(4):
+            for side in (here, there):
+                try:
+                    side.do_handshake()
+                except ssl.SSLWantReadError:
+                    continue
+
+    if welcome:
+        handshake()
+        assert here.version() == "TLSv1.3"
+    else:
+        with pytest.raises(ssl.SSLCertVerificationError):
+            handshake()
+
+
+def test_a_broken_key_is_named(tmp_path: Path) -> None:
+    (tmp_path / "node-0.key").write_text("nonsense")
+    with pytest.raises(FedShuffleError, match=r"node-0\.key.*cannot be read"):
+        certs.certificates(tmp_path, 1)
+
+
+# New apps
+
+
+@pytest.mark.parametrize("name", ["3x", "a b", "class", "torch", "json", "fedshuffle", "ä"])
+def test_names_that_are_no_package(tmp_path: Path, name: str) -> None:
+    with pytest.raises(FedShuffleError, match=re.escape(repr(name))):
+        new_app(tmp_path / name)
+    assert not (tmp_path / name).exists()
+
+
+def test_nothing_is_written_over(tmp_path: Path) -> None:
+    (tmp_path / "my_app").mkdir()
+    (tmp_path / "my_app" / "thesis.tex").touch()
+    (tmp_path / "file").touch()
+    for name in ("my_app", "file"):
+        with pytest.raises(FedShuffleError, match="not an empty folder"):
+            new_app(tmp_path / name)
+
+
+def test_a_new_app_is_named_as_its_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert command(monkeypatch, "new", "flower-app", "My-first_app") == 0
+    assert "flower up --clients 3 --app My-first_app" in capsys.readouterr().out
+    made = tmp_path / "My-first_app"
+    files = {str(path.relative_to(made)) for path in made.rglob("*") if path.is_file()}
+    modules = {"__init__", "client_app", "data", "model", "server_app"}
+    assert files == {"README.md", "pyproject.toml"} | {f"my_first_app/{m}.py" for m in modules}
+    found = tomllib.loads((made / "pyproject.toml").read_text())
+    assert found["project"]["name"] == "my-first-app"
+    app = found["tool"]["flwr"]["app"]
+    assert app["components"]["clientapp"] == "my_first_app.client_app:app"
+    assert {"num-rounds", "method", "sampling", "step-size", "batch-size"} <= app["config"].keys()
+    text = "".join(path.read_text() for path in made.rglob("*.*"))
+    assert not re.search("flower_app|flower-app", text)
+    assert app_config(made, {"seed": 1}) == app["config"]
+    with pytest.raises(FedShuffleError, match=r"unknown key .*Did you mean 'num-rounds'"):
+        app_config(made, {"rounds": 1})
+
+
+def test_flower_builds_a_new_app(tmp_path: Path) -> None:
+    made = new_app(tmp_path / "mine")
+    words = [str(Path(sys.executable).parent / "flwr"), "build", "--app", str(made)]
+    env = os.environ | {"FLWR_HOME": str(tmp_path / "home"), "FLWR_DISABLE_UPDATE_CHECK": "1"}
+    subprocess.run(words, check=True, cwd=tmp_path, env=env, capture_output=True)
+    assert list(tmp_path.glob("*.fab"))
+
+
+# What is refused before anything starts
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--clients", "0"], "clients is 0"),
+        (["--app", "nowhere"], "'nowhere' is not a Flower app"),
+        (["--set", "a=1"], "without --app"),
+        (["--port", "70000"], "port 70000"),
+        (["--dir", "full"], "holds other things"),
+    ],
+)
+def test_bad_words(
+    words: list[str],
+    said: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "thesis.tex").touch()
+    assert command(monkeypatch, "flower", "up", *words) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_a_port_that_is_taken(tmp_path: Path) -> None:
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        port = other.getsockname()[1]
+        with pytest.raises(FedShuffleError, match=f"port {port} .* cannot be had"):
+            Deployment(1, tmp_path / "deployment", port=port)
+
+
+def test_an_app_without_components(tmp_path: Path) -> None:
+    (tmp_path / "pyproject.toml").write_text("[project]\nname = 'x'\n")
+    with pytest.raises(FedShuffleError, match=r"no section \[tool.flwr.app.components\]"):
+        app_config(tmp_path, {})
+
+
+def test_without_flower(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(FedShuffleError, match=r"pip install 'fedshuffle\[flower\]'"):
+        Deployment(1, tmp_path / "deployment")
+
+
+def test_a_process_that_dies_is_named_with_its_log(tmp_path: Path) -> None:
+    words = [sys.executable, "-c", "import sys; print('the reason'); sys.exit(3)"]
+    process = Process("superlink", words, tmp_path / "a.log", os.environ)
+    wait_for(lambda: process.exit_code is not None, "its end")
+    with pytest.raises(FedShuffleError, match=r"superlink ended with exit code 3(.|\n)*the reason"):
+        process.check()
+
+
+# A real deployment
+
+
+@pytest.mark.slow
+@pytest.mark.xdist_group("flower")
+def test_a_new_app_trains_on_real_clients(deployment: Deployment, tmp_path: Path) -> None:
+    app, out = new_app(tmp_path / "my_app"), tmp_path / "results"
+    shown: list[str] = []
+    config = {"num-rounds": 2, "out": str(out)}
+    run = deployment.run(app, config, seconds=LIMIT, show=shown.append)
+    assert run.completed, run.log
+    assert "".join(shown) == run.log
+    assert f"the model is in {out / 'model.safetensors'}" in run.log
+    model = load_file(out / "model.safetensors")
+    shapes = {name: array.shape for name, array in model.items()}
+    assert shapes == {"0.weight": (32, 64), "0.bias": (32,), "2.weight": (10, 32), "2.bias": (10,)}
+    assert all(np.isfinite(array).all() for array in model.values())
+    lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    assert [line["round"] for line in lines] == [1, 2]
+    assert lines[-1]["accuracy"] > 0.3  # a tenth by chance
+
+
+def strangers(deployment: Deployment) -> dict[str, tuple[list[str], str]]:
+    """Commands of nodes that must not get in, and what they are told."""
+    own = deployment.certificates.nodes[0].private
+    new = certs.node_key(deployment.folder / "keys" / "stranger.key").private
+    no_authority = deployment.node_command(0, own)
+    at = no_authority.index("--root-certificates")
+    del no_authority[at : at + 2]
+    return {
+        "unregistered": (deployment.node_command(0, new), "Failed to activate SuperNode"),
+        "keyless": (deployment.node_command(0, None), "must be registered"),
+        "plaintext": (deployment.node_command(0, None, tls=False), "Connection reset|disconnected"),
+        "without-authority": (no_authority, "CERTIFICATE_VERIFY_FAILED"),
+        "twin": (deployment.node_command(0, own), "Failed to activate SuperNode"),
+    }
+
+
+@pytest.mark.slow
+@pytest.mark.xdist_group("flower")
+def test_strangers_are_refused(deployment: Deployment) -> None:
+    tried = {
+        name: (deployment.start(name, [*words, "--max-retries", "1"]), told)
+        for name, (words, told) in strangers(deployment).items()
+    }
+    for name, (process, told) in tried.items():
+        wait_for(lambda process=process: process.exit_code is not None, f"{name} to end")  # type: ignore[misc]
+        assert process.exit_code != 0
+        assert re.search(told, process.output()), process.output()
+    assert deployment.online() == list(range(deployment.clients))
+    listed = deployment.flwr("supernode", "list", "local", "--format", "json")["nodes"]
+    assert {node["node-id"] for node in listed} == set(deployment.node_ids)
+
+
+@pytest.mark.slow
+@pytest.mark.xdist_group("flower")
+@pytest.mark.skipif(not Path("/proc/net/tcp").exists(), reason="looks into Linux's /proc")
+def test_all_listen_on_this_machine_only(deployment: Deployment) -> None:
+    heard = listening(deployment.processes())
+    assert int(deployment.address.split(":")[1]) in {port for _, port in heard}
+    assert len(heard) == 1 + deployment.clients
+    assert {address for address, _ in heard} == {"0100007F"}  # 127.0.0.1, lowest byte first
+
+
+def listening(pids: list[int]) -> set[tuple[str, int]]:
+    """The addresses, as in /proc/net, and ports at which these processes listen."""
+    owned = set()
+    for pid in pids:
+        for handle in Path(f"/proc/{pid}/fd").iterdir():
+            try:
+                owned.add(os.readlink(handle))
+            except FileNotFoundError:
+                continue
+    heard = set()
+    for table in ("tcp", "tcp6"):
+        for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
+            words = line.split()
+            if words[3] == "0A" and f"socket:[{words[9]}]" in owned:
+                address, port = words[1].split(":")
+                heard.add((address, int(port, 16)))
+    return heard
+
+
+@pytest.mark.slow
+@pytest.mark.xdist_group("flower")
+@pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="looks into Linux's /proc")
+@pytest.mark.parametrize(
+    ("line", "number", "code"),
+    [
+        ("SuperNodes", signal.SIGINT, 130),  # while it starts
+        ("Ctrl-C ends it", signal.SIGTERM, 128 + signal.SIGTERM),
+        ("Ctrl-C ends it", signal.SIGINT, 0),
+    ],
+)
+def test_no_process_is_left(line: str, number: signal.Signals, code: int, tmp_path: Path) -> None:
+    folder = tmp_path / "deployment"
+    words = [sys.executable, "-m", "fedshuffle.cli", "flower", "up", "--clients", "1"]
+    with subprocess.Popen(
+        [*words, "--dir", str(folder)], stdout=subprocess.PIPE, text=True, start_new_session=True
+    ) as up:
+        assert up.stdout is not None
+        said = ""
+        while line not in said:
+            more = up.stdout.readline()
+            assert more, f"it ended early: {said}"
+            said += more
+        assert marked(folder)
+        up.send_signal(number)
+        said += up.stdout.read()
+    assert up.returncode == code, said
+    assert not marked(folder)
+    assert not [path for path in Path("/proc").glob("[0-9]*") if str(folder) in commanded(path)]
+    assert (folder / "logs" / "superlink.log").exists()
+    assert f"FLWR_HOME={folder / 'flower'}" in said or number == signal.SIGINT
+
+
+def commanded(process: Path) -> str:
+    try:
+        return (process / "cmdline").read_bytes().decode(errors="replace")
+    except OSError:
+        return ""
