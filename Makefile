@@ -10,7 +10,7 @@ demo: $(INSTALLED)  ## audit and train three methods on real data; leaves a repo
 	$(BIN)/fedshuffle demo --out out/demo
 
 test: $(INSTALLED) lint  ## lint, types, and all tests
-	$(BIN)/python -m pytest -n 2
+	$(BIN)/python -m pytest -n 2 --dist loadgroup
 
 lint: $(INSTALLED)  ## format, lint and types
 	$(BIN)/ruff format --check .
@@ -36,6 +36,7 @@ bench: $(INSTALLED)  ## engines against a bare loop, and what grows with what; o
 	$(BIN)/python benchmarks/engines.py --works "lstm 2x256" "resnet-18 gn" --engines lean lean:2 --rounds 5
 	$(BIN)/python benchmarks/scaling.py
 	$(BIN)/python benchmarks/population.py
+	$(BIN)/python benchmarks/cluster.py
 
 bench-peers: $(INSTALLED)  ## other libraries on the same work, each in an environment of its own
 	$(BIN)/python benchmarks/peers/run.py $(ARGS)

@@ -1,9 +1,10 @@
-"""What a round on Flower costs the server: our own work, as a ratio to Flower's.
+"""What a round on Flower costs the server beyond what Flower's own FedAvg would.
 
 A deployment on this machine (SuperLink and three SuperNodes, TLS, node keys) trains models of
-growing size. The server's own time is what the strategy spends on orders, on reading, checking and
-spooling updates, and on the sums; Flower's is what its grid spends on pushing and pulling messages.
-Waiting for clients counts for neither.
+growing size. Ours is what the strategy spends on orders, on reading, checking and keeping updates,
+and on the sums. Flower's own is what the SuperLink spends, its grid in the server app on pushing
+and pulling messages, and its FedAvg on aggregating as many. All but the whole round are computing
+time: waiting, for clients and for the processor that they share with the server, is nobody's.
 
     python benchmarks/flower_rounds.py
     python benchmarks/flower_rounds.py --parameters 10000 1000000 --rounds 3
@@ -13,13 +14,22 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import statistics
 import sys
 import tempfile
+import time
 from pathlib import Path
 
+import numpy as np
+from flwr.app import Array, ArrayRecord, Message, MetricRecord, RecordDict
+from flwr.serverapp.strategy import FedAvg
+
+from fedshuffle.auditing.adapters.flower import _identity
 from fedshuffle.flower.local import Deployment
 from fedshuffle.flower.new_app import new_app
+
+CLIENTS = 3
 
 _MODEL = '''"""One wide layer."""
 
@@ -50,11 +60,11 @@ class TimedGrid:
             return found
 
         def timed(*args):
-            begun = time.perf_counter()
+            begun = time.process_time()
             try:
                 return found(*args)
             finally:
-                self.seconds += time.perf_counter() - begun
+                self.seconds += time.process_time() - begun
 
         return timed
 '''
@@ -79,38 +89,60 @@ def made(folder: Path, parameters: int) -> Path:
     return app
 
 
+def computed(pid: int) -> float:
+    """The computing time of a process so far, in seconds (Linux)."""
+    words = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(words[11]) + int(words[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def fedavg_seconds(parameters: int, clients: int) -> float:
+    """What Flower's own FedAvg takes to aggregate as many updates: the median of five."""
+    numbers = MetricRecord({"num-examples": 1})
+    times = []
+    with _identity():
+        asked = Message(RecordDict({}), dst_node_id=1, message_type="train")
+        for _ in range(5):
+            replies = []
+            for _ in range(clients):
+                arrays = ArrayRecord({"x": Array(np.zeros(parameters, np.float32))})
+                content = RecordDict({"arrays": arrays, "metrics": numbers})
+                replies.append(Message(content, reply_to=asked))
+            begun = time.process_time()
+            FedAvg().aggregate_train(1, replies)
+            times.append(time.process_time() - begun)
+    return statistics.median(times)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument(
         "--parameters", type=int, nargs="+", default=[10_000, 1_000_000, 12_000_000]
     )
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=4)
     arguments = parser.parse_args()
-    print(
-        f"{'parameters':>10} {'round s':>8} {'Flower s':>9} {'ours s':>8} {'ours/Flower':>11}"
-        f" {'ours/round':>10}"
-    )
+    print("seconds  parameters   round  SuperLink    grid  FedAvg    ours  beyond Flower's own")
     with (
         tempfile.TemporaryDirectory() as folder,
-        Deployment(3, progress=lambda line: print(line, file=sys.stderr)) as deployment,
+        Deployment(CLIENTS, progress=lambda line: print(line, file=sys.stderr)) as deployment,
     ):
         for parameters in arguments.parameters:
             out = Path(folder) / f"out{parameters}"
             config = {"num-rounds": arguments.rounds, "sampling": "full", "out": str(out)}
+            before = computed(deployment.superlink.pid)
             run = deployment.run(made(Path(folder), parameters), config)
+            link = (computed(deployment.superlink.pid) - before) / arguments.rounds
             if not run.completed:
                 sys.exit(run.log)
-            records = [
-                json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()
-            ]
-            records = records[1:] or records  # the first has the clients' introduction in its grid
-            whole, flower, own = (
+            lines = (out / "metrics.jsonl").read_text().splitlines()
+            records = [json.loads(line) for line in lines][1:]  # the first warms up
+            whole, grid, own = (
                 statistics.median(record[name] for record in records)
                 for name in ("seconds", "grid_seconds", "server_seconds")
             )
+            fedavg = fedavg_seconds(parameters, CLIENTS)
             print(
-                f"{parameters:>10} {whole:8.2f} {flower:9.3f} {own:8.4f} {own / flower:11.1%}"
-                f" {own / whole:10.2%}",
+                f"{parameters:19} {whole:7.2f} {link:10.3f} {grid:7.3f} {fedavg:7.3f} {own:7.3f}"
+                f" {(own - fedavg) / (link + grid + fedavg):20.1%}",
                 flush=True,
             )
 

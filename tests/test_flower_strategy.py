@@ -27,6 +27,7 @@ from fedshuffle.auditing.adapters.flower import _identity
 from fedshuffle.errors import FedShuffleError
 from fedshuffle.flower import Client, FedShuffleStrategy, client_app, messages
 from fedshuffle.flower import client as client_module
+from fedshuffle.flower import spool as spool_module
 from fedshuffle.flower.round import Round
 from fedshuffle.flower.spool import Spool
 from fedshuffle.kernel import Probe, Walk
@@ -167,6 +168,15 @@ def test_only_a_few_answers_are_in_memory_at_a_time() -> None:
     grid = LocalGrid([client_app(model, one, losses.cross_entropy)] * n)
     FedShuffleStrategy(n, work=LocalWork(batch_size=8)).start(grid, start(), 1)
     assert 0 < grid.most_in_hand <= 16
+
+
+@pytest.mark.parametrize("name", ["fedshuffle", "fedshuffle-mvr"])
+def test_what_lies_on_disk_counts_as_what_lies_in_memory(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(spool_module, "IN_MEMORY", 43 * 4)  # one update
+    result = strategy(method=name, sampling="full").start(LocalGrid(apps()), start(), 2)
+    assert same(result.arrays, simulated(2, method=name, sampling="full"))
 
 
 # Clients that fail -------------------------------------------------------------------------------

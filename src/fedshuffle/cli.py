@@ -6,8 +6,8 @@ import json
 import shlex
 import sys
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -208,7 +208,13 @@ def run(
     rounds: Annotated[int | None, typer.Option(help="Rounds of training in all.")] = None,
     engine: Annotated[
         str | None,
-        typer.Option(help="auto, lean, lanes or loop; lean:2 for two threads, lean:2:processes."),
+        typer.Option(
+            help="auto, lean, lanes or loop; lean:2 for two threads, lean:2:processes; ray:4."
+        ),
+    ] = None,
+    address: Annotated[
+        str | None,
+        typer.Option(help="HOST:PORT of the Ray cluster, for engine ray; else one is started."),
     ] = None,
     seed: Annotated[int | None, typer.Option(help="All that is random follows from it.")] = None,
     settings: Annotated[
@@ -229,12 +235,14 @@ def run(
         if folder is None:
             raise FedShuffleError(f"{config}: out is missing: add it, or give --out.")
         with _interruptible(folder):
-            result = chosen.run(folder, progress=not as_json)
+            result = chosen.run(folder, progress=not as_json, address=address)
     elif resume is not None and config is None:
         if out is not None or changes.keys() - {"rounds"}:
-            raise FedShuffleError("a run goes on as it began: --resume takes only --rounds.")
+            raise FedShuffleError(
+                "a run goes on as it began: --resume takes only --rounds and --address."
+            )
         with _interruptible(resume):
-            result = configs.resume(resume, progress=not as_json, **changes)
+            result = configs.resume(resume, progress=not as_json, address=address, **changes)
     else:
         raise FedShuffleError("give either a config file to run, or --resume and a run's folder.")
     from fedshuffle.report.run import print_run, summary
@@ -510,6 +518,86 @@ def show_data(
         print(json.dumps(describe(store)))
     else:
         print_store(console, store)
+
+
+new = typer.Typer(help="Something to begin with, written into a folder.", no_args_is_help=True)
+app.add_typer(new, name="new")
+
+
+@new.command(name="flower-app")
+def new_flower_app(
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="A new folder; names the app.")],
+) -> None:
+    """Write a small Flower app: a model, data, a client and a server, ready to run."""
+    from fedshuffle.flower.new_app import new_app
+
+    made = new_app(folder)
+    print(f"A Flower app is in {made}. Its README says what to change. To try it:\n")
+    print(f"    fedshuffle flower up --clients 3 --app {shlex.quote(str(folder))}")
+
+
+flower = typer.Typer(help="Flower: real clients, on this machine for now.", no_args_is_help=True)
+app.add_typer(flower, name="flower")
+
+
+@flower.command()
+def up(
+    clients: Annotated[int, typer.Option(help="How many SuperNodes to start.")] = 3,
+    app_folder: Annotated[
+        Path | None,
+        typer.Option("--app", metavar="DIR", help="Run this app, and end with its exit status."),
+    ] = None,
+    settings: Annotated[
+        list[str] | None,
+        typer.Option("--set", help="With --app: another value for a key, such as num-rounds=5."),
+    ] = None,
+    folder: Annotated[
+        Path | None,
+        typer.Option("--dir", help="For keys and logs; temporary, gone at a good end, if none."),
+    ] = None,
+    port: Annotated[int | None, typer.Option(help="Of the SuperLink; a free one if none.")] = None,
+) -> None:
+    """Bring up a SuperLink and SuperNodes on this machine only, with TLS and node keys."""
+    from fedshuffle.config import setting
+    from fedshuffle.flower import local
+    from fedshuffle.flower.processes import ended_by_signals
+
+    changes = dict(setting(text) for text in settings or [])
+    if app_folder is None and settings:
+        raise FedShuffleError("--set changes nothing without --app: leave it out.")
+    if app_folder is not None and "clients" in local.app_config(app_folder, changes):
+        changes = {"clients": clients, **changes}
+    deployment = local.Deployment(clients, folder, port=port, progress=_say)
+    try:
+        with ended_by_signals(), deployment:
+            _say(f"logs in {deployment.logs}")
+            if app_folder is None:
+                print(
+                    f"\nTo run an app here:\n\n    {deployment.command('DIR')}\n\nCtrl-C ends it."
+                )
+                sys.stdout.flush()
+                _until_interrupted(deployment.wait)
+                _say("stopping")
+                return
+            run = deployment.run(app_folder, changes, show=_show)
+            _say(f"the run is {run.status} {run.details}".rstrip())
+            if not run.completed:
+                raise typer.Exit(1)
+    except KeyboardInterrupt:
+        raise typer.Exit(130) from None
+
+
+def _say(line: str) -> None:
+    console.print(f"[dim]·[/] {escape(line)}", highlight=False, soft_wrap=True)
+
+
+def _show(text: str) -> None:
+    print(text, end="", flush=True)
+
+
+def _until_interrupted(wait: Callable[[], None]) -> None:
+    with suppress(KeyboardInterrupt):
+        wait()
 
 
 def _names(text: str | None) -> list[str] | None:

@@ -18,7 +18,7 @@ from torch import nn
 from fedshuffle import _identity, engines
 from fedshuffle._arrays import count, number
 from fedshuffle.display import Bar, Board
-from fedshuffle.engines import Engine, Loss, Problem
+from fedshuffle.engines import Engine, Loss, Problem, Ray, RayEngine
 from fedshuffle.errors import FedShuffleError
 from fedshuffle.evaluation import Evaluation, Evaluations, evaluating
 from fedshuffle.federation import Federation
@@ -71,7 +71,7 @@ def train(
     step_size: Schedule = 0.1,
     server_step_size: Schedule = 1.0,
     seed: int = 0,
-    engine: str = "lean",
+    engine: str | Ray = "lean",
     evaluate: Evaluate | None = None,
     evaluate_every: int = 1,
     out: Path | str | None = None,
@@ -101,8 +101,8 @@ def train(
         seed: everything random follows from it.
         engine: what does the training. ``"lean"`` walks one client after another, ``"lean:2"`` on
             two threads, ``"lanes"`` many small models at once; ``"auto"`` tries them on a piece of
-            the work and takes the fastest; ``"loop"`` is the reference. They differ in rounding
-            only.
+            the work and takes the fastest; ``"loop"`` is the reference; ``"ray:4"``, or
+            :class:`~fedshuffle.engines.Ray`, works on a cluster. They differ in rounding only.
         evaluate: an :class:`~fedshuffle.Evaluation`, or a function that is called with the model,
             in evaluation mode and without gradients, and returns numbers for the history.
         evaluate_every: evaluate after so many rounds, and after the last.
@@ -149,11 +149,11 @@ def train(
         )
 
     folder = None if out is None else RunFolder(Path(out), keep, how_to_resume)
-    if engine == "auto" and folder and resume:
-        engine = folder.settings().get("engine", "lean")  # bit for bit only with the same
-    engine, runner, why = _engine(engine, problem, run)
+    if folder and resume:
+        engine = engines.again(engine, folder.settings().get("engine", "lean"))
+    name, runner, why = _engine(engine, problem, run)
     if progress and why:
-        console.print(f"engine {engine} ({why})")
+        console.print(f"engine {name} ({why})")
     shelf = None if folder is None else folder.shelf(len(problem.start), problem.dtype)
     state = run.start(problem.start, shelf)
     history: list[dict[str, Any]] = []
@@ -161,7 +161,7 @@ def train(
         begun_with = folder.settings().get("rounds", rounds) if resume else rounds
         settings = {
             **run.settings(begun_with),
-            "engine": engine,
+            "engine": name,  # bit for bit only with the same
             "loss": _identity.function(loss),
             "parameters": len(problem.start),
             "dtype": str(problem.dtype),
@@ -199,7 +199,10 @@ def train(
                 f" {folder.how_to_resume}."
             )
         raise
-    return Result(problem.load(state.x), history, folder.path if folder else None, engine)
+    finally:
+        if isinstance(runner, RayEngine):
+            runner.close()
+    return Result(problem.load(state.x), history, folder.path if folder else None, name)
 
 
 def _on(problem: Problem, state: State) -> State:
@@ -231,10 +234,11 @@ def _warn_of_evaluation_mode(model: nn.Module) -> None:
             return
 
 
-def _engine(name: str, problem: Problem, run: Run) -> tuple[str, Engine, str]:
+def _engine(name: str | Ray, problem: Problem, run: Run) -> tuple[str, Engine, str]:
     """The engine of that name; if it is to be chosen, the one chosen, and why."""
     if name != "auto":
-        return name, engines.make(name, problem), ""
+        made = engines.make(name, problem)
+        return made.name if isinstance(made, RayEngine) else str(name), made, ""
     for round in range(100):
         state = replace(run.start(problem.start), round=round)
         if (walk := run.walk(state)) is not None:

@@ -37,8 +37,17 @@ def begun(folder: Path | str) -> bool:
     return (Path(folder) / "run.json").exists()
 
 
-def resume(folder: Path | str, *, rounds: int | None = None, progress: bool = False) -> Result:
-    """Go on with the run in a folder, as the config in that folder says, perhaps for longer."""
+def resume(
+    folder: Path | str,
+    *,
+    rounds: int | None = None,
+    progress: bool = False,
+    address: str | None = None,
+) -> Result:
+    """Go on with the run in a folder, as the config in that folder says, perhaps for longer.
+
+    The address is that of a Ray cluster, for a run whose engine works on one.
+    """
     from fedshuffle.config import running
 
-    return running.resume(Path(folder), rounds, progress=progress)
+    return running.resume(Path(folder), rounds, progress=progress, address=address)

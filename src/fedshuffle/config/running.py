@@ -39,9 +39,10 @@ from fedshuffle.sampling import Sampling
 from fedshuffle.training import Evaluate, Result, train
 
 
-def command(folder: Path) -> str:
-    """The words that go on with the run in a folder."""
-    return f"fedshuffle run --resume {shlex.quote(str(folder))}"
+def command(folder: Path, address: str | None = None) -> str:
+    """The words that go on with the run in a folder, on the Ray cluster at an address if any."""
+    where = "" if address is None else f" --address {shlex.quote(address)}"
+    return f"fedshuffle run --resume {shlex.quote(str(folder))}{where}"
 
 
 @final
@@ -79,6 +80,7 @@ def run(
     *,
     progress: bool = False,
     task: Task | None = None,
+    address: str | None = None,
 ) -> Result:
     """Train as a config says, into the folder ``out``, or else the config's own, or none.
 
@@ -87,19 +89,26 @@ def run(
         out: a folder for the config, metrics, checkpoints and the final model.
         progress: show a bar.
         task: what :meth:`Config.task` gave, to share it between runs that vary other settings.
+        address: where the Ray cluster is, if the engine is to work on one. It changes nothing in
+            the result, so it is no setting of the run.
     """
     folder = config.out if out is None else Path(out)
     if folder is None:
-        return _train(config, None, False, progress, task)
+        return _train(config, None, False, progress, task, address)
     config = config.pinned().override({})  # as it will be read again
     with _claimed(folder, config):
-        return _train(config, folder, False, progress, task)
+        return _train(config, folder, False, progress, task, address)
 
 
 def resume(
-    folder: Path, rounds: int | None = None, *, progress: bool = False, task: Task | None = None
+    folder: Path,
+    rounds: int | None = None,
+    *,
+    progress: bool = False,
+    task: Task | None = None,
+    address: str | None = None,
 ) -> Result:
-    """Go on with the run in a folder, as the config in it says; ``task`` as for :func:`run`."""
+    """Go on with the run in a folder, as the config in it says; the rest as for :func:`run`."""
     file = folder / "config.toml"
     if not file.exists():
         raise FedShuffleError(
@@ -114,7 +123,7 @@ def resume(
         head = [line for line in file.read_text(encoding="utf-8").split("\n") if line[:1] == "#"]
         notes = [line.removeprefix("# ") for line in head]
         writing.copy(config, folder, [*notes, f"Resumed with rounds = {rounds}."])
-    return _train(config, folder, begun(folder), progress, task)
+    return _train(config, folder, begun(folder), progress, task, address)
 
 
 @contextmanager
@@ -144,8 +153,15 @@ def _claimed(folder: Path, config: Config) -> Iterator[None]:
 
 
 def _train(
-    config: Config, out: Path | None, resume: bool, progress: bool, shared: Task | None
+    config: Config,
+    out: Path | None,
+    resume: bool,
+    progress: bool,
+    shared: Task | None,
+    address: str | None,
 ) -> Result:
+    with at("engine"):
+        engine = engines.at_address(config.engine, address)
     with imports.importable(config.folder):
         parts = task(config) if shared is None else shared
         chosen = _sampling(config, parts.federation)
@@ -160,7 +176,7 @@ def _train(
             step_size=_schedule(config, config.step_size),
             server_step_size=_schedule(config, config.server_step_size),
             seed=config.seed,
-            engine=config.engine,
+            engine=engine,
             evaluate=parts.evaluate,
             evaluate_every=config.evaluation.every if config.evaluation else 1,
             out=out,
@@ -169,7 +185,7 @@ def _train(
             keep=config.checkpoints.keep,
             tensorboard=config.tensorboard,
             progress=progress,
-            how_to_resume=None if out is None else f"run: {command(out)}",
+            how_to_resume=None if out is None else f"run: {command(out, address)}",
         )
     if out is not None:
         tensors = {

@@ -199,12 +199,17 @@ class Config:
         return running.task(self)
 
     def run(
-        self, out: Path | str | None = None, *, progress: bool = False, task: Task | None = None
+        self,
+        out: Path | str | None = None,
+        *,
+        progress: bool = False,
+        task: Task | None = None,
+        address: str | None = None,
     ) -> Result:
         """Train as the config says; see :func:`fedshuffle.config.running.run`."""
         from fedshuffle.config import running
 
-        return running.run(self, out, progress=progress, task=task)
+        return running.run(self, out, progress=progress, task=task, address=address)
 
 
 def _check_sizes(size: float | Scheduled, rounds: int, key: str) -> None:

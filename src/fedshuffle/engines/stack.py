@@ -216,10 +216,10 @@ def _slope(problem: Problem, width: int) -> Callable[..., Tensor] | None:
     if len(problem.fields) != 2 or not problem.fields[0].is_floating_point():
         return None
     targets = problem.fields[1]
-    if problem.loss is losses.cross_entropy:
+    if problem.loss == losses.cross_entropy:
         fits = targets.dtype == torch.int64 and targets.ndim == 1 and _are_classes(targets, width)
         return _cross_entropy_slope if fits else None
-    if problem.loss is losses.squared_error:
+    if problem.loss == losses.squared_error:
         fits = targets.is_floating_point() and targets.shape[1:] == (width,)
         return _squared_error_slope if fits else None
     return None

@@ -1,4 +1,4 @@
-"""Workers: one engine each, the longest clients first, one running sum each.
+"""Workers on this machine: one engine each, as threads or as processes.
 
 Threads come first: torch releases the interpreter's lock while it computes, and threads share the
 model's start and the data for free. Processes serve where Python itself is the cost, as it is for
@@ -7,63 +7,32 @@ small models that walk one client at a time.
 
 from __future__ import annotations
 
-import abc
 import contextlib
-import dataclasses
 import io
 import multiprocessing
 import pickle
 import signal
 import sys
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from multiprocessing.connection import Connection
-from typing import Any, NamedTuple, final
+from typing import Any, final
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from fedshuffle._arrays import FloatArray, IntArray
-from fedshuffle.engines.base import OneWorker, first_look
+from fedshuffle.engines.base import first_look
 from fedshuffle.engines.problem import Problem
+from fedshuffle.engines.sharing import MakeEngine, Whose, Workers
 from fedshuffle.errors import FedShuffleError, TrainingError
 from fedshuffle.kernel import Probe, Walk
 
-MakeEngine = Callable[[Problem], OneWorker]
-
-
-class _Workers(abc.ABC):
-    """Splits every request among the workers and adds what they answer, in the workers' order."""
-
-    def __init__(self, problem: Problem, workers: int) -> None:
-        self.problem = problem
-        self.workers = workers
-
-    def walk(self, walks: Sequence[Walk]) -> list[Tensor]:
-        return self._together("walk", [_split_walk(walk, self.workers) for walk in walks])
-
-    def probe(self, probes: Sequence[Probe]) -> list[Tensor]:
-        sizes = self.problem.federation.sizes
-        return self._together(
-            "probe",
-            [_split_probe(probe, sizes[probe.clients].tolist(), self.workers) for probe in probes],
-        )
-
-    def _together(self, what: str, shares: Sequence[Sequence[_Share]]) -> list[Tensor]:
-        by_worker = [[share.request for share in mine] for mine in zip(*shares, strict=True)]
-        answers = zip(*self._answers(what, by_worker), strict=True)
-        return [_added(*both) for both in zip(shares, answers, strict=True)]
-
-    @abc.abstractmethod
-    def _answers(self, what: str, requests: Sequence[list[Any]]) -> list[list[Tensor]]:
-        """What each worker answers to its requests."""
-
 
 @final
-class ThreadsEngine(_Workers):
+class ThreadsEngine(Workers):
     """Workers as threads of this process, each with one thread for torch."""
 
     def __init__(self, problem: Problem, make: MakeEngine, workers: int) -> None:
@@ -94,7 +63,7 @@ class ThreadsEngine(_Workers):
 
 
 @final
-class ProcessesEngine(_Workers):
+class ProcessesEngine(Workers):
     """Workers as processes of their own, forked where the system can, so that data is shared."""
 
     def __init__(self, problem: Problem, make: MakeEngine, workers: int) -> None:
@@ -213,98 +182,15 @@ def _stop(running: list[_Process]) -> None:
 
 
 def _death(problem: Problem, requests: list[Any], code: int | None) -> TrainingError:
-    clients, round, stage = [], 0, "local training"
-    for request in requests:
-        if isinstance(request, Walk):
-            clients += [order.minibatches.client for order in request.orders]
-            round = request.orders[0].minibatches.round if request.orders else round
-        else:
-            clients += request.clients.tolist()
-            round, stage = request.round, "probe"
-    names = [str(problem.federation.ids[client]) for client in dict.fromkeys(clients)]
+    whose = Whose.of(problem, requests)
     how = f"was killed by signal {-code}" if code and code < 0 else f"ended with code {code}"
     return TrainingError(
         f"the worker process that trained it {how} (out of memory?). Use fewer workers, or go on"
         " from the last checkpoint.",
-        client=names[0]
-        if len(names) == 1
-        else f"one of {', '.join(names[:5])}"
-        + (f" and {len(names) - 5} more" if len(names) > 5 else ""),
-        round=round,
-        stage=stage,
+        client=whose.clients,
+        round=whose.round,
+        stage=whose.stage,
     )
-
-
-class _Share(NamedTuple):
-    """A worker's part of a request, with only those of the sums in which it counts."""
-
-    request: Walk | Probe
-    sums: Tensor
-    of: int
-    """How many sums there are in all."""
-
-
-def _split_walk(walk: Walk, workers: int) -> list[_Share]:
-    # A step costs something even if its minibatch is small: about as much as eight examples.
-    loads = [order.minibatches.examples + 8 * order.minibatches.steps for order in walk.orders]
-    weights = np.array([order.weights for order in walk.orders]).reshape(-1, walk.sums)
-    found = []
-    for share in longest_first(loads, workers):
-        sums = _used(weights[share])
-        orders = [walk.orders[k] for k in share]
-        if len(sums) < walk.sums:
-            few = weights[share][:, sums].tolist()
-            pairs = zip(orders, few, strict=True)
-            orders = [dataclasses.replace(order, weights=some) for order, some in pairs]
-        request = dataclasses.replace(walk, orders=orders, sums=len(sums))
-        found.append(_Share(request, torch.from_numpy(sums), walk.sums))
-    return found
-
-
-def _split_probe(probe: Probe, loads: list[int], workers: int) -> list[_Share]:
-    found = []
-    for share in longest_first(loads, workers):
-        clients, weights = probe.clients[share], probe.weights[share]
-        sums = _used(weights)
-        request = dataclasses.replace(probe, clients=clients, weights=weights[:, sums])
-        found.append(_Share(request, torch.from_numpy(sums), probe.weights.shape[1]))
-    return found
-
-
-def _used(weights: FloatArray) -> IntArray:
-    """The sums in which one of these clients counts; at least one, since an answer needs a row."""
-    used = np.flatnonzero(weights.any(axis=0))
-    return used if len(used) else np.zeros(1, np.int64)
-
-
-def _added(shares: Sequence[_Share], answers: Sequence[Tensor]) -> Tensor:
-    """The sums of all workers, in the workers' order."""
-    first = shares[0]
-    if len(first.sums) == first.of:
-        total, begin = answers[0], 1
-    else:
-        total, begin = answers[0].new_zeros(first.of, *answers[0].shape[1:]), 0
-    for share, answer in zip(shares[begin:], answers[begin:], strict=True):
-        if len(share.sums) == share.of:
-            total += answer
-        else:
-            total.index_add_(0, share.sums.to(total.device), answer)
-    return total
-
-
-def longest_first(loads: Sequence[int], workers: int) -> list[list[int]]:
-    """Each task, from the longest on, to the worker with the least to do: always the same way.
-
-    >>> longest_first([1, 5, 2, 2], workers=2)
-    [[1], [2, 3, 0]]
-    """
-    shares: list[list[int]] = [[] for _ in range(workers)]
-    totals = [0] * workers
-    for task in sorted(range(len(loads)), key=lambda task: -loads[task]):
-        worker = totals.index(min(totals))
-        shares[worker].append(task)
-        totals[worker] += loads[task]
-    return shares
 
 
 def _one_thread() -> None:

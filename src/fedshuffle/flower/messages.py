@@ -157,7 +157,7 @@ def vectors(message: Message, **shapes: Sequence[int]) -> dict[str, Tensor]:
             raise FedShuffleError(
                 f"the array {name!r} is not finite. The step size is probably too large: lower it."
             )
-        found[name] = torch.from_numpy(np.array(values))
+        found[name] = torch.from_numpy(np.require(values, requirements="W"))
     return found
 
 

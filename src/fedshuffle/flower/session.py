@@ -234,7 +234,7 @@ class Session:
 
 
 class _Stopwatch:
-    """Adds up the time that calls take: what the server does itself, besides Flower's work."""
+    """Adds up the computing time of calls: what the strategy costs, besides Flower's own work."""
 
     def __init__(self) -> None:
         self.seconds = 0.0
@@ -243,10 +243,10 @@ class _Stopwatch:
         """The same function, on the watch."""
 
         def timed(*args: _Args.args, **kwargs: _Args.kwargs) -> _Result:
-            begun = time.perf_counter()
+            begun = time.process_time()
             try:
                 return call(*args, **kwargs)
             finally:
-                self.seconds += time.perf_counter() - begun
+                self.seconds += time.process_time() - begun
 
         return timed

@@ -1,0 +1,562 @@
+"""Work on a Ray cluster: several machines (here, nodes of one) give what one process gives.
+
+Within this file, threads are what Ray is compared with, and worker processes only where they have a
+program of their own: to fork a process that has Ray's threads in it is asking for trouble.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import stat
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import parameters_to_vector
+
+from fedshuffle import Federation, FedShuffleError, LocalWork, TrainingError, losses, train
+from fedshuffle.engines import Engine, Problem, Ray, RayEngine, at_address, check, make
+from fedshuffle.engines import cluster as clusters
+from fedshuffle.engines.parcels import pack
+from fedshuffle.rounds import Run, simulate
+
+ray: Any = pytest.importorskip("ray")
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.xdist_group("ray"),
+    pytest.mark.filterwarnings("ignore::ResourceWarning"),
+    pytest.mark.filterwarnings("ignore::FutureWarning:ray"),
+    pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
+]
+
+SIZES = [5, 12, 3, 20, 8]
+WORK = LocalWork(epochs=2, batch_size=4)
+LIMIT = 90.0
+
+
+class Nodes:
+    """A cluster of two nodes on this machine, with room for one worker each."""
+
+    def __init__(self, home: Path) -> None:
+        from ray.cluster_utils import Cluster
+
+        self._few = {"num_cpus": 1, "object_store_memory": 150 << 20, "temp_dir": str(home)}
+        self._cluster: Any = Cluster(
+            initialize_head=True, head_node_args={**self._few, "include_dashboard": False}
+        )
+        self.address = self._cluster.address
+        ray.init(self.address, log_to_driver=False, configure_logging=False)  # on the head
+        self.add()
+
+    def add(self) -> None:
+        self._second = self._cluster.add_node(**self._few)
+        self._cluster.wait_for_nodes()
+        self.second = self._second.node_id
+
+    def lose(self) -> None:
+        """The second node is gone at once."""
+        self._cluster.remove_node(self._second, allow_graceful=False)
+
+    def shutdown(self) -> None:
+        self._cluster.shutdown()
+
+
+@pytest.fixture(scope="module")
+def nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nodes]:
+    home = Path(f"/tmp/fs-test-{os.getpid()}")
+    token = tmp_path_factory.mktemp("ray") / "token"
+    token.write_text("5e" * 32)
+    token.chmod(0o600)
+    settings = {
+        "RAY_AUTH_MODE": "token",
+        "RAY_AUTH_TOKEN_PATH": str(token),
+        "RAY_USAGE_STATS_ENABLED": "0",
+    }
+    with clusters._environment(settings):
+        clusters._reread_token()
+        with clusters._quietly(), clusters.loopback():
+            made = Nodes(home)
+        yield made
+        ray.shutdown()
+        made.shutdown()
+    clusters._reread_token()
+    subprocess.run(["rm", "-rf", str(home)], check=True)
+
+
+def federation(sizes: list[int] = SIZES) -> Federation:
+    rng = np.random.default_rng(0)
+    n = sum(sizes)
+    return Federation.from_arrays(
+        rng.normal(size=(n, 6)).astype(np.float32), rng.integers(3, size=n), sizes=sizes
+    )
+
+
+def network() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 3))
+
+
+def problem(loss: Callable[..., Tensor] = losses.cross_entropy) -> Problem:
+    return Problem(network().double(), loss, federation())
+
+
+def played(engine: Engine, method: str = "fedshuffle", rounds: int = 3) -> Tensor:
+    run = Run(engine.problem.federation, method, "full", WORK, 0.1, seed=3)
+    *_, (state,) = simulate(engine, [run], rounds)
+    return state.x
+
+
+def wait_for(condition: Callable[[], bool], what: str) -> None:
+    deadline = time.monotonic() + LIMIT
+    while not condition():
+        assert time.monotonic() < deadline, what
+        time.sleep(0.02)
+
+
+# Names ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "wanted"),
+    [
+        ("ray", Ray()),
+        ("ray:4", Ray(4)),
+        ("ray:4:lanes", Ray(4, "lanes")),
+        ("ray:lanes", Ray(None, "lanes")),
+        ("ray:4:lean:gpus=0.5", Ray(4, gpus=0.5)),
+        ("ray:2:lanes:gpus=1:cpus=4", Ray(2, "lanes", gpus=1, cpus=4)),
+    ],
+)
+def test_names_are_read_and_written_in_one_way(text: str, wanted: Ray) -> None:
+    check(text)
+    check(wanted)
+    assert Ray.read(text) == wanted
+    assert str(wanted) == text
+
+
+@pytest.mark.parametrize("text", ["ray:x", "ray:", "ray:2:loop", "ray:lean:2", "ray:2:gpus=a"])
+def test_names_that_cannot_be_read_are_named(text: str) -> None:
+    with pytest.raises(FedShuffleError, match=f"engine '{text}' cannot be read: write 'ray'"):
+        check(text)
+
+
+def test_impossible_workers_are_refused() -> None:
+    for options in ({"workers": 0}, {"kind": "loop"}, {"gpus": 1.5}, {"gpus": -1}, {"cpus": 0}):
+        with pytest.raises(FedShuffleError):
+            Ray(**options)
+
+
+def test_an_address_is_for_ray_and_no_part_of_the_name() -> None:
+    assert at_address("ray:2", "head:6379") == Ray(2, address="head:6379")
+    assert str(at_address("ray:2", "head:6379")) == "ray:2"
+    assert at_address("lean", None) == "lean"
+    with pytest.raises(FedShuffleError, match="the engine is 'lean', which needs none"):
+        at_address("lean", "head:6379")
+
+
+def test_ray_is_named_where_it_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "ray", None)
+    with pytest.raises(FedShuffleError, match=r"pip install 'fedshuffle\[ray\]'"):
+        make("ray:2", problem())
+
+
+def test_what_all_workers_need_is_packed_once() -> None:
+    x, y = torch.arange(3, dtype=torch.bfloat16), torch.tensor(2.0)
+    shared, parcels = pack([[x, y], [x], [x, x]])
+    assert [len(shared), *(len(parcel.own) for parcel in parcels)] == [1, 1, 0, 0]
+    first, _, third = (parcel.opened(shared, torch.device("cpu")) for parcel in parcels)
+    assert torch.equal(first[0], x)
+    assert first[0].dtype == torch.bfloat16
+    assert first[1].shape == ()
+    assert third[0] is third[1]
+
+
+# On two nodes -----------------------------------------------------------------------------------
+
+
+def on_both(nodes: Nodes, loss: Callable[..., Tensor] = losses.cross_entropy) -> RayEngine:
+    """An engine with a worker on each of the two nodes."""
+    engine = make("ray:2", problem(loss))
+    assert isinstance(engine, RayEngine)
+    ready(engine)
+    assert len({place.rpartition(" ")[2] for place in engine.places}) == 2
+    return engine
+
+
+def ready(engine: RayEngine) -> None:
+    """Let it work until both workers are there."""
+    wait_for(lambda: len(played(engine, rounds=1)) > 0 and len(engine.places) == 2, "no workers")
+
+
+def test_two_nodes_give_bit_for_bit_what_two_workers_give_here(nodes: Nodes) -> None:
+    engine = on_both(nodes)
+    for method in ("fedshuffle", "fedshuffle-mvr", "scaffold", "mime-adam"):
+        have = played(engine, method)
+        assert torch.equal(have, played(make("lean:2", problem()), method))
+        torch.testing.assert_close(have, played(make("loop", problem()), method))
+
+    one, two = (ray.get(engine._held[2])[0].tensor() for _ in range(2))
+    assert torch.equal(one, engine.problem.fields[0])
+    assert one.data_ptr() == two.data_ptr()  # data lie in the cluster's memory once
+    engine.close()
+    assert ray.is_initialized()  # it was the program's own
+
+
+def test_other_kinds_precisions_and_places_of_data(nodes: Nodes, tmp_path: Path) -> None:
+    """More workers than there is room for, lanes, bfloat16, data on disk; and what is recorded."""
+    federation().save(tmp_path / "people")
+    stored = Federation.open(tmp_path / "people")
+    short = network().to(torch.bfloat16)
+
+    def after(model: nn.Module, engine: str | Ray, **options: Any) -> Tensor:
+        settings: dict[str, Any] = {"federation": stored, "loss": losses.cross_entropy, "rounds": 2}
+        result = train(model, engine=engine, work=WORK, **settings | options)
+        assert result.engine == str(engine)
+        return parameters_to_vector(result.model.parameters()).detach()
+
+    assert torch.equal(after(network(), Ray(3)), after(network(), "lean:3"))
+    in_memory = federation()
+    have, want = (after(short, name, federation=in_memory) for name in ("ray:2:lanes", "lanes:2"))
+    assert have.dtype == torch.bfloat16
+    assert torch.equal(have, want)
+
+
+def test_the_number_of_workers_found_is_recorded_and_used_again(
+    nodes: Nodes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def go(rounds: int, engine: str, out: str, resume: bool = False) -> Tensor:
+        result = train(
+            network(),
+            federation(),
+            loss=losses.cross_entropy,
+            rounds=rounds,
+            engine=engine,
+            out=tmp_path / out,
+            resume=resume,
+        )
+        return parameters_to_vector(result.model.parameters()).detach()
+
+    go(1, "ray", "a")
+    assert json.loads((tmp_path / "a" / "run.json").read_text())["engine"] == "ray:2"
+    monkeypatch.setattr("fedshuffle.engines.ray._room", lambda *_: 5)
+    assert torch.equal(go(3, "ray", "a", resume=True), go(3, "lean:2", "b"))
+
+
+def test_a_killed_worker_is_replaced_and_its_clients_done_again(
+    nodes: Nodes, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    marker = tmp_path / "killed"
+
+    def once(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+        if len(x) == 3 and not marker.exists():  # only client 2 has three examples
+            marker.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return losses.cross_entropy(model, x, y)
+
+    engine = make("ray:2", problem(once))
+    assert isinstance(engine, RayEngine)
+    have = played(engine)
+    assert marker.exists()
+    assert torch.equal(have, played(make("lean:2", problem(once))))
+    (said,) = [r.getMessage() for r in caplog.records if r.name == "fedshuffle"]
+    assert "was lost" in said
+    assert "of round 0 are done again by another" in said
+    assert "2" in said.partition("its clients (")[2].partition(")")[0]
+    ready(engine)
+    engine.close()
+
+
+def test_a_lost_node_changes_nothing(
+    nodes: Nodes, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    armed, reached, second = tmp_path / "armed", tmp_path / "reached", nodes.second
+
+    def waits(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+        if armed.exists() and ray.get_runtime_context().get_node_id() == second:
+            reached.touch()
+            time.sleep(LIMIT)  # it is killed before
+        return losses.cross_entropy(model, x, y)
+
+    def lose() -> None:
+        wait_for(reached.exists, "nobody works on the second node")
+        nodes.lose()
+
+    def plain(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+        return losses.cross_entropy(model, x, y)
+
+    engine = on_both(nodes, waits)
+    armed.touch()
+    thread = threading.Thread(target=lose)
+    thread.start()
+    have = played(engine)
+    thread.join()
+    engine.close()
+    nodes.add()
+    assert reached.exists()
+    assert f"node {second[:8]}) was lost" in caplog.text
+    assert torch.equal(have, played(make("lean:2", problem(plain))))
+
+
+def test_clients_that_kill_every_worker_are_named(nodes: Nodes) -> None:
+    def fatal(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+        if len(x) == 3:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return losses.cross_entropy(model, x, y)
+
+    sizes = [3, 20]
+    doomed = Problem(network(), fatal, federation(sizes))
+    with pytest.raises(TrainingError, match="3 workers that trained it were lost") as error:
+        played(make("ray:2", doomed))
+    assert (error.value.client, error.value.round, error.value.stage) == ("0", 0, "local training")
+
+
+def test_what_the_users_code_raises_arrives_and_the_engine_begins_anew(
+    nodes: Nodes, tmp_path: Path
+) -> None:
+    marker = tmp_path / "failed"
+
+    def once(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+        if len(x) == 3 and not marker.exists():
+            marker.touch()
+            raise KeyError("oops")
+        return losses.cross_entropy(model, x, y)
+
+    engine = make("ray:2", problem(once))
+    with pytest.raises(TrainingError, match="client 2, local training: KeyError: 'oops'"):
+        played(engine)
+    assert torch.equal(played(engine), played(make("lean:2", problem(once))))
+    engine.close()  # type: ignore[attr-defined]
+    with pytest.raises(FedShuffleError, match="make a new engine"):
+        played(engine)
+
+
+def test_a_module_that_workers_cannot_import_is_named(
+    nodes: Nodes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = ModuleType("only_here")
+    source = "def loss(model, x, y):\n    return (model(x)[:, 0] - y).square().mean()"
+    exec(compile(source, "only_here.py", "exec"), module.__dict__)
+    monkeypatch.setitem(sys.modules, "only_here", module)
+    engine = make("ray:2", problem(module.loss))
+    with pytest.raises(FedShuffleError, match=r"cannot import 'only_here'.*every machine"):
+        played(engine)
+    engine.close()  # type: ignore[attr-defined]
+
+
+def test_workers_that_fit_nowhere_are_refused(nodes: Nodes) -> None:
+    with pytest.raises(FedShuffleError, match=r"1 CPUs and 0.5 GPUs, but no machine of the Ray"):
+        make("ray:2:lean:gpus=0.5", problem())
+    with pytest.raises(FedShuffleError, match=r"a worker needs 4 CPUs, but no machine"):
+        make("ray:2:lean:cpus=4", problem())
+    with pytest.raises(FedShuffleError, match="already, and address is 'elsewhere:6379'"):
+        make(Ray(2, address="elsewhere:6379"), problem())
+
+
+def test_a_worker_without_cuda_is_named() -> None:
+    from fedshuffle.engines.ray import _device
+
+    if not torch.cuda.is_available():
+        with pytest.raises(FedShuffleError, match="no CUDA device"):
+            _device(0.5)
+
+
+# From the command line --------------------------------------------------------------------------
+
+CONFIG = """
+rounds = 8
+step_size = 0.1
+loss = "parts:loss"
+model = "parts:network"
+data = "parts:clients"
+work = { epochs = 2, batch_size = 4 }
+checkpoints = { every = 1 }
+"""
+
+PARTS = """
+import time
+from pathlib import Path
+import numpy as np
+import torch
+from fedshuffle import Federation, losses
+
+HERE = Path(__file__).parent
+
+def network():
+    return torch.nn.Linear(6, 3)
+
+def clients():
+    rng = np.random.default_rng(0)
+    rows = rng.normal(size=(48, 6)).astype(np.float32)
+    return Federation.from_arrays(rows, rng.integers(3, size=48), sizes=[5, 12, 3, 20, 8])
+
+def loss(model, x, y):
+    hold, lines = HERE / "hold", HERE / "out" / "metrics.jsonl"
+    while hold.exists() and lines.exists():
+        if lines.read_text().count(chr(10)) < int(hold.read_text()):
+            break
+        time.sleep(0.02)
+    return losses.cross_entropy(model, x, y)
+"""
+
+
+@pytest.fixture
+def project(tmp_path: Path) -> Path:
+    (tmp_path / "config.toml").write_text(CONFIG)
+    (tmp_path / "parts.py").write_text(PARTS)
+    return tmp_path
+
+
+def command(*words: str | Path, **environment: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-m", "fedshuffle.cli", "run", *map(str, words)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={k: v for k, v in os.environ.items() if not k.startswith("RAY_")} | environment,
+    )
+
+
+def wanted(project: Path) -> bytes:
+    """The model of the same run, never interrupted, on worker processes without Ray."""
+    words: list[Any] = ["--engine", "lean:2:processes", "--out", project / "plain"]
+    driver = command(project / "config.toml", *words)
+    _, said = driver.communicate(timeout=LIMIT)
+    assert driver.returncode == 0, said
+    return (project / "plain" / "model.safetensors").read_bytes()
+
+
+def children(pid: int) -> set[int]:
+    """All that descend from a process, and itself."""
+    parents = {}
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdecimal():
+            try:
+                status = (entry / "stat").read_text().rsplit(")", 1)[1].split()
+            except OSError:
+                continue
+            parents[int(entry.name)] = int(status[1])
+    found = {pid}
+    while more := {child for child, parent in parents.items() if parent in found} - found:
+        found |= more
+    return found
+
+
+def alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def wait_until_gone(pids: set[int]) -> None:
+    wait_for(lambda: not any(map(alive, pids)), "processes of the cluster live on")
+
+
+def listening(pids: set[int]) -> list[str]:
+    """The addresses on which these processes listen, as the kernel writes them."""
+    sockets = set()
+    for pid in pids:
+        for handle in Path(f"/proc/{pid}/fd").iterdir():
+            try:
+                target = os.readlink(handle)
+            except OSError:
+                continue
+            if target.startswith("socket:["):
+                sockets.add(target[8:-1])
+    found = []
+    for table in ("tcp", "tcp6"):
+        for line in Path(f"/proc/net/{table}").read_text().split("\n")[1:]:
+            words = line.split()
+            if words and words[3] == "0A" and words[9] in sockets:
+                found.append(words[1].partition(":")[0])
+    return found
+
+
+LOOPBACK = {
+    "0100007F",
+    "0000000000000000FFFF00000100007F",
+    "00000000000000000000000001000000",
+}
+
+
+@pytest.mark.skipif(not Path("/proc/net/tcp").exists(), reason="looks into /proc")
+def test_a_run_survives_whatever_happens_to_it(project: Path) -> None:
+    """Killed, interrupted and terminated in the middle of rounds, it ends as if it never was."""
+    hold, out = project / "hold", project / "out"
+    first: list[str | Path] = [project / "config.toml", "--engine", "ray:2", "--out", out]
+    again: list[str | Path] = ["--resume", out]
+
+    def until_round(lines: int, words: list[Any]) -> tuple[subprocess.Popen[str], set[int]]:
+        """Start it, and wait until it hangs in the round after so many."""
+        hold.write_text(str(lines))
+        driver = command(*words)
+
+        def reached() -> bool:
+            assert driver.poll() is None, driver.communicate()
+            metrics = out / "metrics.jsonl"
+            return metrics.exists() and metrics.read_text().count("\n") >= lines
+
+        wait_for(reached, f"round {lines} was not reached")
+        return driver, children(driver.pid)
+
+    driver, all_of_it = until_round(2, first)
+    addresses = listening(all_of_it)
+    assert len(addresses) > 3
+    assert set(addresses) <= LOOPBACK
+    environments = [Path(f"/proc/{pid}/environ").read_bytes().split(b"\0") for pid in all_of_it]
+    name = b"RAY_AUTH_TOKEN_PATH="
+    tokens = {entry for variables in environments for entry in variables if entry.startswith(name)}
+    (token,) = (Path(entry.partition(b"=")[2].decode()) for entry in tokens)
+    assert stat.S_IMODE(token.stat().st_mode) == 0o600
+    assert stat.S_IMODE(token.parent.stat().st_mode) == 0o700
+    driver.kill()
+    driver.communicate()
+    wait_until_gone(all_of_it)
+    subprocess.run(["rm", "-rf", str(token.parent)], check=True)
+
+    for lines, number in ((4, signal.SIGINT), (6, signal.SIGTERM)):
+        driver, all_of_it = until_round(lines, again)
+        driver.send_signal(number)
+        _, said = driver.communicate(timeout=LIMIT)
+        assert driver.returncode == 130
+        assert f"Stopped after round {lines}, which is saved. To go on, run: fedshuffle" in said
+        wait_until_gone(all_of_it)
+
+    hold.unlink()
+    driver = command(*again)
+    _, said = driver.communicate(timeout=LIMIT)
+    assert driver.returncode == 0, said
+    assert (out / "model.safetensors").read_bytes() == wanted(project)
+    assert json.loads((out / "run.json").read_text())["engine"] == "ray:2"
+
+
+def test_a_run_goes_to_the_cluster_at_an_address(nodes: Nodes, project: Path) -> None:
+    token = {key: value for key, value in os.environ.items() if key.startswith("RAY_AUTH")}
+    words: list[Any] = [project / "config.toml", "--engine", "ray:2", "--out", project / "out"]
+    driver = command(*words, "--address", nodes.address, "--rounds", "3", **token)
+    _, said = driver.communicate(timeout=LIMIT)
+    assert driver.returncode == 0, said
+    driver = command(
+        "--resume", project / "out", "--rounds", "8", RAY_ADDRESS=nodes.address, **token
+    )
+    _, said = driver.communicate(timeout=LIMIT)
+    assert driver.returncode == 0, said
+    assert (project / "out" / "model.safetensors").read_bytes() == wanted(project)
+    assert "127.0.0.1" not in (project / "out" / "run.json").read_text()
+
+    driver = command(*words[:-1], project / "b", "--address", "127.0.0.1:1")
+    _, said = driver.communicate(timeout=LIMIT)
+    assert driver.returncode == 2
+    assert "no Ray cluster answers at '127.0.0.1:1'" in said
