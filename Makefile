@@ -37,6 +37,8 @@ bench: $(INSTALLED)  ## engines against a bare loop, and what grows with what; o
 	$(BIN)/python benchmarks/scaling.py
 	$(BIN)/python benchmarks/population.py
 	$(BIN)/python benchmarks/cluster.py
+	$(BIN)/python benchmarks/flower_memory.py
+	$(BIN)/python benchmarks/flower_rounds.py
 
 bench-peers: $(INSTALLED)  ## other libraries on the same work, each in an environment of its own
 	$(BIN)/python benchmarks/peers/run.py $(ARGS)

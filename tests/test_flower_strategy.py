@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from flwr.app import Array, ArrayRecord, Context, Message, MetricRecord, RecordDict
+from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
 from flwr.serverapp.strategy import Strategy
 from torch import Tensor, nn
@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from fedshuffle import Federation, LocalWork, losses, methods, train
 from fedshuffle.auditing.adapters.flower import _identity
 from fedshuffle.errors import FedShuffleError
-from fedshuffle.flower import Client, FedShuffleStrategy, client_app, messages
+from fedshuffle.flower import Client, FedShuffleStrategy, client_app, exchange, messages
 from fedshuffle.flower import client as client_module
 from fedshuffle.flower import spool as spool_module
 from fedshuffle.flower.round import Round
@@ -138,6 +138,35 @@ def test_flowers_own_loop_gives_the_same() -> None:
     assert result.train_metrics_clientapp[2]["answered"] == 2
 
 
+def test_flowers_own_loop_may_run_twice_but_keeps_no_folder(tmp_path: Path) -> None:
+    ours = strategy(method="fedshuffle-mvr")
+    for _ in range(2):
+        result = Strategy.start(ours, LocalGrid(apps()), start(), 2)
+        assert same(result.arrays, simulated(2, method="fedshuffle-mvr"))
+    with pytest.raises(FedShuffleError, match="written by start"):
+        Strategy.start(strategy(out=tmp_path / "run"), LocalGrid(apps()), start(), 1)
+
+
+@pytest.mark.parametrize("other", [2, 9])
+def test_in_flowers_own_loop_nobody_answers_for_another(
+    other: int, log: pytest.LogCaptureFixture
+) -> None:
+    ours, grid = strategy(sampling="full"), LocalGrid(apps())
+    replies = grid.send_and_receive(ours.configure_train(1, start(), ConfigRecord(), grid))
+    replies[1].content.config_records["fedshuffle"]["client"] = other
+    _, metrics = ours.aggregate_train(1, [*replies, replies[3]])
+    assert metrics is not None
+    assert metrics["answered"] == 3
+    assert f"client {other} answered for client 1" in warnings(log)
+    assert "answers twice" in warnings(log)
+
+
+def test_numbers_may_be_of_numpy() -> None:
+    work = replace(WORK, batch_size=np.int64(2))  # type: ignore[arg-type]
+    result = strategy(work=work).start(LocalGrid(apps()), start(), 1)
+    assert same(result.arrays, simulated(1))
+
+
 def test_a_frozen_part_stays_as_it_is() -> None:
     def half() -> nn.Module:
         made = model()
@@ -156,6 +185,25 @@ def test_a_frozen_part_stays_as_it_is() -> None:
         seed=3,
         step_size=0.05,
     )
+    assert same(result.arrays, expected.model)
+
+
+def test_a_parameter_under_two_names_is_one() -> None:
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(1)
+            self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+            self.second.weight = self.first.weight
+
+        def forward(self, x: Tensor) -> Tensor:
+            found: Tensor = self.second(torch.tanh(self.first(x)))
+            return found
+
+    app = client_app(Tied, data, losses.cross_entropy)
+    result = strategy().start(LocalGrid([app] * 4), ArrayRecord(Tied().state_dict()), 2)
+    options: dict[str, Any] = {"sampling": "uniform:2", "work": WORK, "seed": 3, "step_size": 0.05}
+    expected = train(Tied(), FEDERATION, loss=losses.cross_entropy, rounds=2, **options)
     assert same(result.arrays, expected.model)
 
 
@@ -284,6 +332,16 @@ def test_the_remembered_momentum_is_unbiased_under_the_stated_dropout() -> None:
     assert torch.allclose(mean, torch.tensor(federation.weights), rtol=1e-12)
 
 
+@pytest.mark.parametrize(
+    ("name", "said"), [("fedshuffle-mvr", True), ("fedlin", True), ("mime-lite", False)]
+)
+def test_who_steers_and_walks_is_called_biased_under_dropout(
+    name: str, said: bool, log: pytest.LogCaptureFixture
+) -> None:
+    strategy(method=name, answers=0.9).summary()
+    assert (f"mean round of {name} is biased" in warnings(log)) is said
+
+
 def test_a_client_that_fails_is_left_out_named_and_called_biased(
     log: pytest.LogCaptureFixture, tmp_path: Path
 ) -> None:
@@ -370,6 +428,52 @@ def test_a_run_in_which_nobody_ever_answers_stops(tmp_path: Path) -> None:
     assert result.train_metrics_clientapp[3]["answered"] == 2
 
 
+def test_a_silent_stranger_holds_up_nobody() -> None:
+    grid = LocalGrid([*apps(), apps()[0]], lambda client, m: "silent" if client == 4 else None)
+    result = strategy(sampling="full").start(grid, start(), 1, timeout=1e6)
+    assert result.train_metrics_clientapp[1]["answered"] == 4
+
+
+def test_the_time_to_look_for_clients_is_not_theirs(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = _Ticks()
+    monkeypatch.setattr(exchange, "time", clock)
+    node = 100
+
+    def places(clients: Any) -> dict[int, int | None]:
+        clock.now += 1000
+        return dict.fromkeys(clients, node)
+
+    def write(client: int, node: int, ttl: float) -> Message:
+        return Message(RecordDict({}), node, messages.HELLO, ttl=ttl)
+
+    answers: list[list[Message]] = [[]]  # the first look is in vain
+    grid = LocalGrid(apps())
+    pulled = grid.pull_messages
+    monkeypatch.setattr(
+        grid, "pull_messages", lambda ids: answers.pop() if answers else pulled(ids)
+    )
+    kept: dict[int, Message] = {}
+    read, keep = (lambda client, reply: reply), kept.__setitem__
+    assert not exchange.ask(grid, [0], places, write, read, keep, timeout=100)
+    assert list(kept) == [0]
+
+
+def test_the_second_of_two_answers_is_ignored(monkeypatch: pytest.MonkeyPatch) -> None:
+    grid = LocalGrid(apps())
+    pulled = grid.pull_messages
+    monkeypatch.setattr(grid, "pull_messages", lambda ids: 2 * pulled(ids))
+    assert same(strategy().start(grid, start(), 2).arrays, simulated(2))
+
+
+def test_a_full_disk_is_not_the_fault_of_clients(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: Any) -> None:
+        raise FedShuffleError("cannot keep what clients send")
+
+    monkeypatch.setattr(Spool, "put", full)
+    with pytest.raises(FedShuffleError, match="cannot keep"):
+        strategy(answers=0.9).start(LocalGrid(apps()), start(), 1)
+
+
 def test_the_returning_client_may_be_at_another_node() -> None:
     grid = LocalGrid([*apps(), apps()[0]])
 
@@ -402,6 +506,8 @@ class _Ticks:
     def monotonic(self) -> float:
         self.now += 1
         return self.now
+
+    def sleep(self, seconds: float) -> None: ...
 
 
 @pytest.mark.parametrize("name", ["fedshuffle-gen", "fednova", "fedshuffle-mvr+fedshuffle-gen"])
@@ -478,6 +584,13 @@ def test_a_client_repairs_itself_where_its_size_is_withheld(
         assert torch.allclose(found[name], value, rtol=1e-5, atol=1e-6)
 
 
+def test_a_withheld_size_cannot_be_guessed(log: pytest.LogCaptureFixture) -> None:
+    ours = strategy(sampling="full", sizes=[3, 8, 12, 5], answers=0.9)
+    ours.start(LocalGrid(apps(share_size=False)), start(), 1)
+    assert "client 1 withholds its size" in warnings(log)
+    assert "7 examples" not in warnings(log)
+
+
 def test_sizes_that_are_asked_for_and_withheld() -> None:
     with pytest.raises(FedShuffleError, match="client 0 withholds its size"):
         strategy().start(LocalGrid(apps(share_size=False)), start(), 1)
@@ -514,6 +627,7 @@ def lying(**lies: Any) -> ClientApp:
         ({"update": torch.zeros(3)}, "has shape"),
         ({"update": torch.full((43,), torch.nan)}, "not finite"),
         ({"update": torch.zeros(43, dtype=torch.int64)}, "floating point"),
+        ({"update": torch.full((43,), 1e300, dtype=torch.float64)}, "not finite"),
         ({"steps": 9}, "did 9 of 8 steps"),
         ({"steps": 0}, "did 0 of 8 steps"),
         ({"client": 2}, "client 2 answered for client 1"),
@@ -530,6 +644,58 @@ def test_an_answer_that_cannot_be_right_is_refused(
     assert said in warnings(log)
 
 
+def _written(values: np.ndarray) -> bytes:
+    buffer = io.BytesIO()
+    np.save(buffer, values)
+    return buffer.getvalue()
+
+
+def _zipped() -> bytes:
+    buffer = io.BytesIO()
+    np.savez(buffer, a=np.zeros(2))
+    return buffer.getvalue()
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"",
+        b"PK\x03\x04 no archive",
+        _zipped(),
+        _written(np.zeros(43, np.float32)).replace(b"(43,), }".ljust(20), b"(43000000000000,), }"),
+        _written(np.zeros(43, np.float32)).replace(b"{'descr'", b"{{{descr"),
+        _written(np.zeros(43, np.longdouble)),
+        _written(np.zeros(43, ">f4")),
+    ],
+)
+def test_bytes_that_are_no_array_are_refused(data: bytes) -> None:
+    record = ArrayRecord({"update": Array("float32", (43,), "numpy.ndarray", data)})
+    message = Message(RecordDict({"arrays": record}), 1, "train")
+    with pytest.raises(FedShuffleError, match="the array 'update'"):
+        messages.vectors(message, torch.float32, update=[43])
+
+
+@pytest.mark.parametrize(
+    "parameters", ["[1]", "[" * 100_000, '{"0.weight": [Infinity]}', b"\xff", "{}"]
+)
+def test_an_introduction_that_cannot_be_right_is_refused(
+    parameters: str | bytes, log: pytest.LogCaptureFixture
+) -> None:
+    client = Client(0, model(), own(0), losses.cross_entropy)
+
+    def answer(message: Message, context: Context) -> Message:
+        reply = client.answer(message)
+        reply.content.config_records["fedshuffle"]["parameters"] = parameters
+        return reply
+
+    app = ClientApp()
+    app.query("hello")(answer)
+    ours = strategy(sampling="full", sizes=SIZES, answers=0.9)
+    result = ours.start(LocalGrid([app, *apps()[1:]]), start(), 1)
+    assert result.train_metrics_clientapp[1]["answered"] == 3
+    assert "node 100 is no client of this run" in warnings(log)
+
+
 def test_an_array_is_never_unpickled() -> None:
     class Marker:
         def __reduce__(self) -> Any:
@@ -543,7 +709,7 @@ def test_an_array_is_never_unpickled() -> None:
     )
     message = Message(RecordDict({"arrays": record}), 1, "train")
     with pytest.raises(FedShuffleError, match="cannot be read"):
-        messages.vectors(message, x=[1])
+        messages.vectors(message, torch.float32, x=[1])
 
 
 def test_a_client_refuses_what_is_not_for_it() -> None:
@@ -651,6 +817,21 @@ def test_a_run_goes_on_only_as_it_began(tmp_path: Path) -> None:
         strategy(out=tmp_path / "run").start(LocalGrid(apps()), start(), 2)
     with pytest.raises(FedShuffleError, match="seed 3, not 4"):
         strategy(out=tmp_path / "run", resume=True, seed=4).start(LocalGrid(apps()), start(), 2)
+    with pytest.raises(FedShuffleError, match="other probabilities to answer"):
+        strategy(out=tmp_path / "run", resume=True, answers=0.5).start(
+            LocalGrid(apps()), start(), 2
+        )
+
+
+def test_metrics_that_are_not_finite_or_take_a_name(tmp_path: Path) -> None:
+    def evaluate(round: int, arrays: ArrayRecord) -> MetricRecord:
+        return MetricRecord({"loss": float("inf"), "answered": 9.0, "steps": 9})
+
+    strategy(out=tmp_path / "run").start(LocalGrid(apps()), start(), 1, evaluate_fn=evaluate)
+    (record,) = RunFolder(tmp_path / "run").metrics()
+    assert np.isnan(record["loss"])
+    assert (record["answered"], record["evaluated_answered"]) == (2, 9)
+    assert record["evaluated_steps"] == 9
 
 
 # Evaluation --------------------------------------------------------------------------------------
@@ -669,6 +850,24 @@ def test_clients_evaluate_by_objective_weight(tmp_path: Path) -> None:
     assert RunFolder(tmp_path / "run").metrics()[2]["clients_loss"] == pytest.approx(loss, rel=1e-5)
 
 
+def test_an_evaluation_that_cannot_be_right_is_refused(log: pytest.LogCaptureFixture) -> None:
+    client = Client(1, model(), own(1), losses.cross_entropy)
+
+    def answer(message: Message, context: Context) -> Message:
+        reply = client.answer(message)
+        if message.metadata.message_type == messages.EVALUATE:
+            reply.content.config_records["fedshuffle"]["client"] = 2
+        return reply
+
+    app = ClientApp()
+    for kind in (app.query("hello"), app.train(), app.evaluate()):
+        kind(answer)
+    ours = strategy(evaluate_every=1)
+    result = ours.start(LocalGrid([apps()[0], app, *apps()[2:]]), start(), 1)
+    assert result.evaluate_metrics_clientapp[1]["clients"] == 3
+    assert "client 2 answered for client 1" in warnings(log)
+
+
 # Settings that cannot be -------------------------------------------------------------------------
 
 
@@ -682,6 +881,7 @@ def test_clients_evaluate_by_objective_weight(tmp_path: Path) -> None:
         ({"work": LocalWork(interruption=AtMost(1))}, "say themselves how much they did"),
         ({"method": "fednova", "sizes": "withheld"}, "needs the clients' numbers of steps"),
         ({"sizes": "withheld", "work": LocalWork(steps=3)}, "in epochs, not steps"),
+        ({"sizes": "withheld", "sampling": "importance:2"}, "goes by size"),
         ({"sizes": "guessed"}, "unknown sizes 'guessed'"),
         ({"sizes": [1, 2]}, "4 clients, but 2 sizes"),
         ({"sizes": [1, 2, 0, 4]}, "client 2 has 0"),
@@ -692,6 +892,10 @@ def test_clients_evaluate_by_objective_weight(tmp_path: Path) -> None:
         ({"timeout": 0}, "positive number of seconds"),
         ({"resume": True}, "needs the folder"),
         ({"retries": -1}, "retries is -1"),
+        ({"nodes": {"100": 0}}, "which client each node is"),
+        ({"weights": [1, 2]}, "each of the 4 clients"),
+        ({"sampling": "uniform:9"}, "9 of 4"),
+        ({"method": "fedavg-min+fedshuffle", "sizes": "withheld"}, "in epochs, not steps"),
     ],
 )
 def test_settings_that_cannot_be_are_refused_before_anybody_is_asked(

@@ -190,3 +190,7 @@ def test_who_has_enough_ends_after_whole_minibatches(size: int, batch: int, most
     assert [b.tolist() for b in some] == expected
     asked = iter(range(1000))
     assert [positions.tolist() for positions, _ in some.portions(4096)] == expected
+
+
+def test_numbers_of_numpy_are_numbers() -> None:
+    assert type(LocalWork(batch_size=np.int64(3)).batch_size) is int

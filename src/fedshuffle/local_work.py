@@ -142,7 +142,8 @@ class LocalWork:
             raise FedShuffleError(f"clip is {self.clip}, but a largest norm must be positive.")
         if not 0 <= number(self.weight_decay, "weight_decay") < math.inf:
             raise FedShuffleError(f"weight_decay is {self.weight_decay}, but must be 0 or more.")
-        count(self.batch_size, "batch size")
+        # A number of numpy's is one, too, but not everybody downstream knows that.
+        object.__setattr__(self, "batch_size", count(self.batch_size, "batch size"))
         if self.interruption is not None:
             expect(self.interruption, Interruption, "interruption")
         if self.order not in ORDERS:

@@ -348,6 +348,7 @@ _SAME = "Use the same settings to go on"
 _DIGESTS = {
     "clients_sha256": ("client sizes, weights or sampling", "Use the same to go on"),
     "data_sha256": ("data", "Use the same examples in the same order to go on"),
+    "answers_sha256": ("probabilities to answer", "Use the same answers to go on"),
     "model_sha256": (
         "names, shapes or kinds of the model's parameters",
         "Use the same architecture to go on",

@@ -65,22 +65,26 @@ class Asking:
         content = messages.content(self._task(order), self._arrays(self.request.start, order))
         return Message(content, node, messages.WALK, ttl=ttl, group_id=group)
 
-    def take(self, client: int, reply: Message) -> None:
-        """Take an answer; one that cannot be right is refused."""
+    def read(self, client: int, reply: Message) -> tuple[int, Tensor]:
+        """The steps done and the array of an answer; one that cannot be right is refused."""
         done = messages.read(reply, messages.Done)
         if done.client != client:
             raise FedShuffleError(f"client {done.client} answered for client {client}.")
         walked = isinstance(self.request, Walk)
         name = "update" if walked else "gradients"
-        found = messages.vectors(reply, **{name: self.spool.shape})
+        found = messages.vectors(reply, self.spool.dtype, **{name: self.spool.shape})
         if name not in found:
             raise FedShuffleError(f"the answer lacks the array {name!r}.")
         if walked:
             planned = self._orders[client].minibatches.steps
             if not 1 <= done.steps <= planned:
                 raise FedShuffleError(f"it says that it did {done.steps} of {planned} steps.")
-            self._steps[client] = done.steps
-        self.spool.put(client, found[name])
+        return done.steps, found[name]
+
+    def keep(self, client: int, answer: tuple[int, Tensor]) -> None:
+        """Put an answer aside."""
+        self._steps[client], values = answer
+        self.spool.put(client, values)
 
     def _task(self, order: Order) -> messages.Task:
         minibatches, steering, work = order.minibatches, order.steering, self.run.workload.work
@@ -92,11 +96,11 @@ class Asking:
             batch_size=work.batch_size,
             order=minibatches.order,
             step_size=order.step_size,
-            alpha=steering.alpha,
-            beta=steering.beta,
-            mu=steering.mu,
-            clip=order.clip,
-            weight_decay=order.weight_decay,
+            alpha=float(steering.alpha),
+            beta=float(steering.beta),
+            mu=float(steering.mu),
+            clip=float(order.clip),
+            weight_decay=float(order.weight_decay),
             size=None if self.withheld else minibatches.size,
         )
 

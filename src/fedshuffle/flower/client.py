@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, final
 
 import numpy as np
@@ -83,12 +83,16 @@ class Client:
         return Message(answers[kind](message), reply_to=message)
 
     def _hello(self, message: Message) -> RecordDict:
+        mine, model = self.problem.parameters, self.problem.model
+        first = {id(p): name for name, p in mine.items()}
+        every = model.named_parameters(remove_duplicate=False)
         return messages.content(
             messages.Hello(
                 self.number,
-                {name: list(p.shape) for name, p in self.problem.parameters.items()},
+                {name: list(p.shape) for name, p in mine.items()},
                 str(self.problem.dtype).removeprefix("torch."),
-                _identity.frozen(self.problem.model),
+                _identity.frozen(model),
+                {k: first[id(p)] for k, p in every if id(p) in first and k not in mine},
                 self.size if self.share_size else None,
             )
         )
@@ -97,9 +101,8 @@ class Client:
         task = messages.read(message, messages.Task)
         self._expect(task.client)
         d = len(self.problem.start)
-        sent = messages.vectors(message, x=[d], v=[d], scale=[d])
-        x, v, scale = (self._here(sent.get(name)) for name in ("x", "v", "scale"))
-        if x is None:
+        sent = self._arrays(message, x=[d], v=[d], scale=[d])
+        if "x" not in sent:
             raise FedShuffleError("the message lacks the model x.")
         planned, step_size = self._plan(task)
         clock = _Clock(self.seconds)
@@ -114,9 +117,9 @@ class Client:
             known_as=task.client,
             enough=clock.enough if self.seconds else None,
         )
-        steering = Steering(task.alpha, task.beta, task.mu, v, scale)
+        steering = Steering(task.alpha, task.beta, task.mu, sent.get("v"), sent.get("scale"))
         order = Order(minibatches, step_size, steering, [1.0], task.clip, task.weight_decay)
-        (update,) = LeanEngine(self.problem).walk([Walk(x, [order], 1)])[0]
+        (update,) = LeanEngine(self.problem).walk([Walk(sent["x"], [order], 1)])[0]
         done = clock.steps if self.seconds else planned
         if task.size is None:  # nobody else can repair what nobody else knows
             update, done = update * (planned / done), task.steps
@@ -127,6 +130,11 @@ class Client:
         if task.size is None:
             per_epoch = -(-self.size // min(task.batch_size, self.size))
             return task.steps * per_epoch, task.step_size / per_epoch
+        if not self.share_size:  # nor may it be guessed
+            raise FedShuffleError(
+                f"client {self.number} withholds its size. Let it share it (share_size=True), or"
+                ' give the strategy sizes="withheld".'
+            )
         if task.size != self.size:
             raise FedShuffleError(
                 f"client {self.number} has {self.size} examples, but the server planned for"
@@ -137,8 +145,7 @@ class Client:
     def _probe(self, message: Message) -> RecordDict:
         question = messages.read(message, messages.Question)
         self._expect(question.client)
-        sent = messages.vectors(message, points=[-1, len(self.problem.start)])
-        points = self._here(sent.get("points"))
+        points = self._arrays(message, points=[-1, len(self.problem.start)]).get("points")
         if points is None:
             raise FedShuffleError("the message lacks the points of the probe.")
         probe = Probe(list(points), np.zeros(1, np.int64), np.ones((1, 1)), question.round)
@@ -147,7 +154,7 @@ class Client:
 
     def _evaluate(self, message: Message) -> RecordDict:
         self._expect(messages.read(message, messages.Question).client)
-        x = self._here(messages.vectors(message, x=[len(self.problem.start)]).get("x"))
+        x = self._arrays(message, x=[len(self.problem.start)]).get("x")
         if x is None:
             raise FedShuffleError("the message lacks the model x.")
         data = self.problem.federation if self._test is None else _alone(self._test)
@@ -159,8 +166,10 @@ class Client:
         record["metrics"] = MetricRecord({name: float(value) for name, value in found.items()})
         return record
 
-    def _here(self, sent: Tensor | None) -> Tensor | None:
-        return None if sent is None else sent.to(self.problem.device, self.problem.dtype)
+    def _arrays(self, message: Message, **shapes: Sequence[int]) -> dict[str, Tensor]:
+        """The arrays of a message, where the model is."""
+        sent = messages.vectors(message, self.problem.dtype, **shapes)
+        return {name: values.to(self.problem.device) for name, values in sent.items()}
 
     def _expect(self, client: int) -> None:
         if client != self.number:

@@ -18,6 +18,7 @@ _PAUSE = 0.2
 
 Node = int
 _Thing = TypeVar("_Thing")
+_Answer = TypeVar("_Answer")
 
 
 def ask(
@@ -25,10 +26,12 @@ def ask(
     whom: Iterable[int],
     places: Callable[[Sequence[int]], Mapping[int, Node | None]],
     write: Callable[[int, Node, float], Message],
-    take: Callable[[int, Message], None],
+    read: Callable[[int, Message], _Answer],
+    keep: Callable[[int, _Answer], None],
     *,
     timeout: float,
     retries: int = 0,
+    enough: Callable[[], bool] = lambda: False,
 ) -> dict[int, str]:
     """Ask everybody, and take the answers as they come; those who gave none, and why.
 
@@ -37,11 +40,12 @@ def ask(
         whom: whoever is asked, by number.
         places: at which node each is; None for those that are not connected.
         write: the message to somebody at a node that is worth so many seconds.
-        take: takes an answer, and raises a FedShuffleError if it is no good.
+        read: reads an answer, and raises a FedShuffleError if it is no good.
+        keep: takes what was read; what goes wrong here is not the fault of who answered.
         timeout: seconds after which nobody waits any more.
         retries: how often somebody who failed, or is not connected, is asked again.
+        enough: whether nobody needs to be waited for any more.
     """
-    end = time.monotonic() + timeout
     chances = dict.fromkeys(whom, retries + 1)
     to_ask = dict.fromkeys(chances, "")
     sent: dict[str, int] = {}
@@ -54,9 +58,10 @@ def ask(
         else:
             missing[who] = why
 
+    found = places(list(to_ask))
+    end = time.monotonic() + timeout  # to look for people may take long, too
     while True:
         left = end - time.monotonic()
-        found = places(list(to_ask)) if to_ask else {}
         for who in [who for who, place in found.items() if place is None]:
             to_ask[who] = to_ask[who] or "is not connected"
             if not retries:
@@ -72,24 +77,30 @@ def ask(
                     sent[id] = who
         for some_ids in _pieces(list(sent)):
             for reply in grid.pull_messages(some_ids):
-                who = sent.pop(reply.metadata.reply_to_message_id)
+                id = reply.metadata.reply_to_message_id
+                if id not in sent:  # a second answer
+                    continue
+                who = sent.pop(id)
                 try:
                     refuse_errors(reply)
-                    take(who, reply)
+                    answer = read(who, reply)
                 except FedShuffleError as error:
                     failed(who, f"failed: {error}")
-        if not sent and not to_ask:
+                else:
+                    keep(who, answer)
+        if (not sent and not to_ask) or enough():
             return missing
         if time.monotonic() >= end:
             late = dict.fromkeys(sent.values(), f"did not answer within {timeout:g} seconds")
             return missing | late | to_ask
         time.sleep(_PAUSE)
+        found = places(list(to_ask)) if to_ask else {}
 
 
 def refuse_errors(reply: Message) -> None:
     """Raise what went wrong at the node, if anything did."""
     if reply.has_error():
-        reason = (reply.error.reason or "no reason given").strip().split("\n")[-1]
+        reason = (reply.error.reason or "no reason given").strip().split("\n")[-1][:300]
         raise FedShuffleError(f"{reason} (Flower's error {reply.error.code})")
 
 

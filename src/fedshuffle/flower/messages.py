@@ -32,6 +32,7 @@ HELLO, WALK, PROBE, EVALUATE = "query.hello", "train", "train.probe", "evaluate"
 
 _WORDS, _ARRAYS = "fedshuffle", "arrays"
 """Under which names the numbers and the arrays of a message stand."""
+_FLOATS = (np.float16, np.float32, np.float64)
 
 
 @final
@@ -46,6 +47,8 @@ class Hello:
     dtype: str
     frozen: str
     """A digest of the rest of its model."""
+    tied: Mapping[str, str]
+    """Further names of what it trains, and the first."""
     size: int | None = None
     """How many examples it has; None if it does not tell."""
 
@@ -137,27 +140,31 @@ def read(message: Message, kind: type[_Words]) -> _Words:
     return kind(**given)
 
 
-def vectors(message: Message, **shapes: Sequence[int]) -> dict[str, Tensor]:
-    """The arrays of a message: only those named, finite, and of these shapes (-1 is any number)."""
+def vectors(message: Message, dtype: torch.dtype, **shapes: Sequence[int]) -> dict[str, Tensor]:
+    """The arrays of a message in this precision: only those named, finite, and of these shapes (-1
+    is any number).
+    """
     found = {}
     for name, array in message.content.array_records.get(_ARRAYS, {}).items():
         if name not in shapes:
             raise FedShuffleError(f"the message has an array {name!r}, which nobody reads.")
         try:
             values = array.numpy()  # of Flower: np.load without pickle
-        except (TypeError, ValueError, EOFError, OSError) as error:
+        except Exception as error:  # by bytes of others, anything can be raised
             raise FedShuffleError(f"the array {name!r} cannot be read: {error}.") from error
+        if not isinstance(values, np.ndarray):
+            raise FedShuffleError(f"the array {name!r} cannot be read: it is no array.")
         wanted = tuple(shapes[name])
-        if values.dtype.kind != "f" or not _fits(values.shape, wanted):
+        if values.dtype not in _FLOATS or not _fits(values.shape, wanted):
             raise FedShuffleError(
                 f"the array {name!r} has shape {values.shape} and {values.dtype}, but the model"
                 f" asks for {wanted} and floating point. Are the models the same?"
             )
-        if not np.isfinite(values).all():
+        found[name] = torch.from_numpy(np.require(values, requirements="W")).to(dtype)
+        if not found[name].isfinite().all():
             raise FedShuffleError(
                 f"the array {name!r} is not finite. The step size is probably too large: lower it."
             )
-        found[name] = torch.from_numpy(np.require(values, requirements="W"))
     return found
 
 
@@ -169,11 +176,11 @@ def _checked(value: Any, kind: str, name: str) -> Any:
     """A word, if it is of its kind."""
     if kind.startswith("Mapping"):
         try:
-            value = json.loads(value)
-            shapes = [list(map(int, shape)) for shape in value.values()]
-        except (TypeError, ValueError, AttributeError) as error:
+            plain = json.loads(value).items()
+            read: Any = str if kind == "Mapping[str, str]" else lambda shape: list(map(int, shape))
+            return {key: read(entry) for key, entry in plain}
+        except Exception as error:  # as above
             raise FedShuffleError(f"{name} cannot be read: {error}.") from error
-        return dict(zip(value, shapes, strict=True))
     wanted: Any = {"int": int, "int | None": int, "float": (int, float), "str": str}[kind]
     if not isinstance(value, wanted) or isinstance(value, bool):
         raise FedShuffleError(f"{name} is {value!r:.40}, but must be of kind {kind}.")

@@ -24,10 +24,15 @@ class Model:
         arrays: all arrays of the model, such as ``ArrayRecord(model.state_dict())``.
         trained: names and shapes of those that clients train, in their order.
         dtype: what clients compute in, such as ``"float32"``.
+        tied: further names of those that are trained, and the first.
     """
 
     def __init__(
-        self, arrays: ArrayRecord, trained: Mapping[str, Sequence[int]], dtype: str
+        self,
+        arrays: ArrayRecord,
+        trained: Mapping[str, Sequence[int]],
+        dtype: str,
+        tied: Mapping[str, str],
     ) -> None:
         self.trained = {name: tuple(shape) for name, shape in trained.items()}
         self.dtype = getattr(torch, dtype, None)
@@ -37,7 +42,7 @@ class Model:
                 " float32, float64 or float16."
             )
         self._rest = {name: array for name, array in arrays.items() if name not in trained}
-        self._names = list(arrays)
+        self._names = {name: tied.get(name, name) for name in arrays}
         for name, shape in self.trained.items():
             if name not in arrays:
                 raise FedShuffleError(
@@ -68,4 +73,6 @@ class Model:
         sizes = [math.prod(shape) for shape in self.trained.values()]
         pieces = zip(self.trained.items(), x.split_with_sizes(sizes), strict=True)
         trained = {name: Array(part.numpy().reshape(shape)) for (name, shape), part in pieces}
-        return ArrayRecord({name: trained.get(name) or self._rest[name] for name in self._names})
+        return ArrayRecord(
+            {name: trained.get(first) or self._rest[name] for name, first in self._names.items()}
+        )

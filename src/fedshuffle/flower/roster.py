@@ -91,16 +91,25 @@ class Roster:
         def write(who: int, node: Node, ttl: float) -> Message:
             return Message(RecordDict({}), node, messages.HELLO, ttl=ttl)
 
-        def take(node: Node, reply: Message) -> None:
-            self._enter(node, messages.read(reply, Hello), online)
+        def read(node: Node, reply: Message) -> Hello:
+            hello = messages.read(reply, Hello)
+            self._check(node, hello, online)
+            return hello
 
         missing = ask(
-            grid, strangers, lambda some: {n: n for n in some}, write, take, timeout=self.timeout
+            grid,
+            strangers,
+            lambda some: {n: n for n in some},
+            write,
+            read,
+            self._enter,
+            timeout=self.timeout,
+            enough=lambda: len(online.intersection(self._nodes.values())) == self.clients,
         )
         for node, why in missing.items():
             _log.warning("node %d is no client of this run: it %s", node, why)
 
-    def _enter(self, node: Node, hello: Hello, online: set[Node]) -> None:
+    def _check(self, node: Node, hello: Hello, online: set[Node]) -> None:
         client = hello.client
         if self.registered is not None and self.registered.get(node) != client:
             raise FedShuffleError(f"it says that it is client {client}, but is not registered so.")
@@ -114,11 +123,14 @@ class Roster:
                 f"it says that it is client {client}, and so does node {self._nodes[client]}."
                 " Give every node its own partition-id."
             )
+        if not hello.parameters:
+            raise FedShuffleError(f"it says that client {client} trains nothing.")
         first = next(iter(self._hellos.values()), hello)
         for what, mine, theirs in (
             ("parameters", hello.parameters, first.parameters),
             ("kind of numbers", hello.dtype, first.dtype),
             ("frozen parts", hello.frozen, first.frozen),
+            ("shared parameters", hello.tied, first.tied),
         ):
             if mine != theirs or list(mine) != list(theirs):
                 raise FedShuffleError(
@@ -131,6 +143,9 @@ class Roster:
                 f"client {client} came back with {hello.size} examples instead of {before.size}."
                 " Data must stay the same during a run."
             )
+
+    def _enter(self, node: Node, hello: Hello) -> None:
+        client = hello.client
         if client in self._nodes:
             _log.info("client %d is back, at node %d.", client, node)
         self._nodes[client] = node

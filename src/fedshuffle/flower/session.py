@@ -73,6 +73,7 @@ class Session:
         self._begun = 0.0
         self._round: Round | None = None
         self._asking: Asking | None = None
+        self._asked: dict[int, int] = {}
         self._missing: dict[int, str] = {}
         self._in_vain = 0
 
@@ -96,8 +97,8 @@ class Session:
             return []
         self._asking = asking = Asking(self.run, self.state.round, request, self.withheld)
         nodes = self.roster.nodes(grid, asking.clients)
-        there = {client: node for client, node in nodes.items() if node is not None}
-        return [asking.write(client, node, self.timeout) for client, node in there.items()]
+        self._asked = {node: client for client, node in nodes.items() if node is not None}
+        return [asking.write(client, node, self.timeout) for node, client in self._asked.items()]
 
     def aggregate(self, replies: Iterable[Message]) -> dict[str, Any]:
         """The second half."""
@@ -108,9 +109,14 @@ class Session:
             for reply in replies:
                 try:
                     refuse_errors(reply)
-                    asking.take(messages.read(reply, messages.Done).client, reply)
+                    client = self._asked.pop(reply.metadata.src_node_id, None)
+                    if client is None:
+                        raise FedShuffleError("its node was not asked, or answers twice.")
+                    answer = asking.read(client, reply)
                 except FedShuffleError as error:
-                    _log.warning("round %d: an answer %s", self.state.round + 1, error)
+                    _log.warning("round %d: an answer is no good: %s", self.state.round + 1, error)
+                else:
+                    asking.keep(client, answer)
             missing = [client for client in asking.clients if client not in asking.spool]
             self._missing |= dict.fromkeys(missing, "did not answer")
             self._round.answered(asking.spool, asking.steps)
@@ -125,15 +131,17 @@ class Session:
             question = messages.Question(client, self.state.round)
             return Message(messages.content(question, x), node, messages.EVALUATE, ttl=ttl)
 
-        def take(client: int, reply: Message) -> None:
+        def read(client: int, reply: Message) -> dict[str, float]:
+            if (other := messages.read(reply, messages.Done).client) != client:
+                raise FedShuffleError(f"client {other} answered for client {client}.")
             records = list(reply.content.metric_records.values())
             numbers = dict(records[0]) if records else {}
             if not numbers or not all(isinstance(v, int | float) for v in numbers.values()):
                 raise FedShuffleError("the answer has no metrics.")
-            found[client] = {name: float(value) for name, value in numbers.items()}
+            return {name: float(value) for name, value in numbers.items()}
 
-        places = partial(self.roster.nodes, grid)
-        missing = ask(grid, self.roster.hellos, places, write, take, timeout=self.timeout)
+        keep, places = found.__setitem__, partial(self.roster.nodes, grid)
+        missing = ask(grid, self.roster.hellos, places, write, read, keep, timeout=self.timeout)
         self._log_missing(missing, "evaluation")
         if not found:
             return None
@@ -164,7 +172,8 @@ class Session:
             asking.clients,
             partial(self.roster.nodes, grid),
             self._watch.timed(asking.write),
-            self._watch.timed(asking.take),
+            self._watch.timed(asking.read),
+            self._watch.timed(asking.keep),
             timeout=self.timeout,
             retries=self.retries,
         )

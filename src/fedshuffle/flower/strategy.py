@@ -31,6 +31,7 @@ from fedshuffle.schedules import Schedule
 
 _log = logging.getLogger("flwr.fedshuffle")
 
+_BY_SIZE = ("importance", "one", "ais", "stratified")
 EvaluateOnServer = Callable[[int, ArrayRecord], MetricRecord | None]
 
 
@@ -56,9 +57,9 @@ class FedShuffleStrategy(Strategy):  # type: ignore[misc]  # Flower is untyped h
         sizes: the clients' numbers of examples; ``"asked"`` waits for all clients to say it;
             ``"withheld"`` does without, for methods that can.
         weights: of the objective; by size, or equal if sizes are withheld.
-        answers: the dropout model: the probability that a client answers when asked, one for all
-            or one each, independently of its data and of all else. With 1, a round in which
-            somebody does not answer is biased, and is logged as such.
+        answers: the dropout model: the probability that a client answers when asked, ``retries``
+            included, one for all or one each, independently of its data and of all else. With 1, a
+            round in which somebody does not answer is biased, and is logged as such.
         timeout: seconds to wait for the answers to one exchange.
         retries: how often a client that fails or is away is asked again before time is up.
         out: a folder for metrics and checkpoints (see :mod:`fedshuffle.runs`).
@@ -116,9 +117,10 @@ class FedShuffleStrategy(Strategy):  # type: ignore[misc]  # Flower is untyped h
             self.folder = RunFolder(Path(out), count(keep, "keep"), again)
         elif resume:
             raise FedShuffleError("resume=True needs the folder of the run: give it as out.")
+        if not all(isinstance(n, int) for pair in (nodes or {}).items() for n in pair):
+            raise FedShuffleError("nodes says which client each node is: nodes={NODE_ID: 0, ...}.")
         _check(self.method, self.work, self.sampling, self.withheld)
-        if not isinstance(sizes, str) or self.withheld:
-            self._run()  # what is wrong with the settings is said now
+        self._run()  # what is wrong with the settings is said now
         self._session: Session | None = None
 
     @property
@@ -167,11 +169,11 @@ class FedShuffleStrategy(Strategy):  # type: ignore[misc]  # Flower is untyped h
                 if self.evaluate_every and (now % self.evaluate_every == 0 or now == rounds):
                     found = session.evaluate(grid)
                     _keep(result.evaluate_metrics_clientapp, now, found)
-                    record |= _named(found, "clients_")
+                    record |= _named(found, record, "clients_")
                 if evaluate_fn:
                     found = evaluate_fn(now, result.arrays)
                     _keep(result.evaluate_metrics_serverapp, now, found)
-                    record |= _named(found)
+                    record |= _named(found, record)
                 if self.folder:
                     self.folder.record(record)
                     if now == rounds or now % self.checkpoint_every == 0:
@@ -187,8 +189,11 @@ class FedShuffleStrategy(Strategy):  # type: ignore[misc]  # Flower is untyped h
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
         """The orders of the next round, for a loop of one's own; probes are sent from here."""
-        session = self._session or self._begin(grid, arrays, server_round)
-        return session.orders(grid, arrays)
+        if self.folder:
+            raise FedShuffleError("metrics and checkpoints are written by start: leave out out.")
+        if self._session is None or server_round == 1:
+            self._session = self._begin(grid, arrays, server_round)
+        return self._session.orders(grid, arrays)
 
     def aggregate_train(
         self, server_round: int, replies: Iterable[Message]
@@ -221,6 +226,12 @@ class FedShuffleStrategy(Strategy):  # type: ignore[misc]  # Flower is untyped h
             self.seed,
             "" if self.answers.min() == 1 else f"; answers {self.answers.min():g} and more",
         )
+        if self.method.direction.needs_joint and self.answers.min() < 1:
+            _log.warning(
+                "The mean round of %s is biased if clients drop out: those that walk are among"
+                " those whose gradients steer. Its estimate of the gradient is not.",
+                self.method.name,
+            )
 
     # ---------------------------------------------------------------------------------------------
 
@@ -230,7 +241,7 @@ class FedShuffleStrategy(Strategy):  # type: ignore[misc]  # Flower is untyped h
         roster.wait_for(grid, self.clients if self.sizes == "asked" else 1)
         run = self._run(roster)
         hello = next(iter(roster.hellos.values()))
-        model = Model(arrays, hello.parameters, hello.dtype)
+        model = Model(arrays, hello.parameters, hello.dtype, hello.tied)
         state = run.start(model.flat(arrays))
         if self.folder:
             begun_with = self.folder.settings().get("rounds", rounds) if self.resume else rounds
@@ -240,6 +251,7 @@ class FedShuffleStrategy(Strategy):  # type: ignore[misc]  # Flower is untyped h
                 "parameters": len(state.x),
                 "dtype": str(model.dtype),
                 "model_sha256": model.digest(),
+                "frozen_sha256": hello.frozen,
                 "answers_sha256": hashlib.sha256(self.answers.tobytes()).hexdigest(),
                 "rounds": rounds,
             }
@@ -258,10 +270,10 @@ class FedShuffleStrategy(Strategy):  # type: ignore[misc]  # Flower is untyped h
 
     def _run(self, roster: Roster | None = None) -> Run:
         sizes: Any = self.sizes
-        if self.withheld:  # as if everybody had one minibatch: a step is then an epoch
-            sizes = np.ones(self.clients, np.int64)
-        elif roster is not None and isinstance(sizes, str):
+        if self.sizes == "asked" and roster is not None:
             sizes = roster.sizes()
+        elif isinstance(sizes, str):  # as if everybody had one minibatch: a step is then an epoch
+            sizes = np.ones(self.clients, np.int64)
         return Run(
             Federation.from_sizes(sizes, self.weights),
             self.method,
@@ -295,8 +307,13 @@ def _check(method: Method, work: LocalWork, drawn: str | Sampling, withheld: boo
         )
     if not withheld:
         return
-    if work.steps is not None:
+    if method.local_work(work).steps is not None:
         raise FedShuffleError('with sizes="withheld" the local work is said in epochs, not steps.')
+    if isinstance(drawn, str) and drawn.split(":")[0].strip() in _BY_SIZE:
+        raise FedShuffleError(
+            f'sampling {drawn!r} goes by size, and sizes are "withheld". Use full, uniform:B or'
+            " independent:p1,p2,..."
+        )
     rules = method.averaging
     if rules.step_normalisation is not own_steps or rules.weight not in (
         objective_weight,
@@ -341,10 +358,15 @@ def _metrics(record: Mapping[str, Any]) -> MetricRecord:
     return MetricRecord(numbers | {"as-stated": int(record["as_stated"])})
 
 
-def _named(found: MetricRecord | None, prefix: str = "") -> dict[str, float]:
+def _named(
+    found: MetricRecord | None, taken: Mapping[str, Any], prefix: str = ""
+) -> dict[str, float]:
     """Metrics for the history; those whose name is taken get another."""
-    plain = {prefix + k: v for k, v in (found or {}).items() if isinstance(v, int | float)}
-    return {f"evaluated_{k}" if k in FACTS else k: float(v) for k, v in plain.items()}
+    plain = {prefix + k: float(v) for k, v in (found or {}).items() if isinstance(v, int | float)}
+    return {
+        f"evaluated_{k}" if k in taken or k in FACTS else k: v if math.isfinite(v) else math.nan
+        for k, v in plain.items()
+    }
 
 
 def _keep(where: dict[int, MetricRecord], round: int, found: MetricRecord | None) -> None:
