@@ -757,6 +757,35 @@ def test_a_node_cannot_pass_for_another_client(log: pytest.LogCaptureFixture) ->
     assert "it says that it is client 2, but is not registered so" in warnings(log)
 
 
+def test_registered_nodes_of_known_sizes_are_not_all_asked_who_they_are() -> None:
+    n = 40
+
+    def one(context: Context) -> tuple[Tensor, ...]:
+        return own(int(context.node_config["partition-id"]) % 4)
+
+    grid = LocalGrid([client_app(model, one, losses.cross_entropy)] * n)
+    nodes = {100 + k: k for k in range(n)}
+    ours = strategy(clients=n, nodes=nodes, sizes=[SIZES[k % 4] for k in range(n)])
+    result = ours.start(grid, start(), 3)
+    assert sum(kind == messages.HELLO for _, kind in grid.asked) == 16
+    assert result.train_metrics_clientapp[3]["answered"] == 2
+
+
+def test_a_stranger_that_says_nothing_is_asked_once(log: pytest.LogCaptureFixture) -> None:
+    def fault(client: int, message: Message) -> str | None:
+        return "silent" if client == 4 else None
+
+    grid = LocalGrid([*apps(), apps()[0]], fault)
+
+    def evaluate(round: int, arrays: ArrayRecord) -> None:
+        grid.away = {3}
+
+    strategy(sampling="full", answers=0.9).start(
+        grid, start(), 4, timeout=0.3, evaluate_fn=evaluate
+    )
+    assert grid.asked.count((4, messages.HELLO)) <= 2  # at the start it held up nobody
+
+
 def test_server_and_clients_must_have_the_same_model() -> None:
     with pytest.raises(FedShuffleError, match="not among the server's arrays"):
         strategy().start(LocalGrid(apps()), ArrayRecord(nn.Linear(4, 3).state_dict()), 1)

@@ -193,4 +193,4 @@ def test_who_has_enough_ends_after_whole_minibatches(size: int, batch: int, most
 
 
 def test_numbers_of_numpy_are_numbers() -> None:
-    assert type(LocalWork(batch_size=np.int64(3)).batch_size) is int
+    assert type(LocalWork(batch_size=np.int64(3)).batch_size) is int  # type: ignore[arg-type]

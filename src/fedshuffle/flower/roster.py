@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Mapping, Sequence
 from typing import final
@@ -18,6 +19,11 @@ from fedshuffle.flower.exchange import Node, ask
 from fedshuffle.flower.messages import Hello
 
 _log = logging.getLogger("flwr.fedshuffle")
+
+_A_FEW = 16
+"""So many nodes are asked at a time where one that answers is enough."""
+_AGAIN = 60.0
+"""Seconds after which a node is asked again that gave no good answer."""
 
 
 @final
@@ -36,8 +42,11 @@ class Roster:
         self.clients = clients
         self.timeout = timeout
         self.registered = registered
-        self._nodes: dict[int, Node] = {}
+        self._nodes = {client: node for node, client in (registered or {}).items()}
         self._hellos: dict[int, Hello] = {}
+        self._met: set[Node] = set()
+        self._not_before: dict[Node, float] = {}
+        """When to ask nodes again that gave no good answer; those that gave none, never."""
 
     @property
     def hellos(self) -> Mapping[int, Hello]:
@@ -56,10 +65,11 @@ class Roster:
 
     def nodes(self, grid: Grid, clients: Sequence[int]) -> dict[int, Node | None]:
         """Where clients are; None for those that are not connected. If one is not where it was,
-        those who came since are asked who they are.
+        and is not registered, those who came since are asked who they are.
         """
         online = set(grid.get_node_ids())
-        if any(self._nodes.get(client) not in online for client in clients):
+        gone = any(self._nodes.get(client) not in online for client in clients)
+        if gone and self.registered is None:
             self.meet(grid, online)
         known = {client: self._nodes.get(client) for client in clients}
         return {client: node if node in online else None for client, node in known.items()}
@@ -69,7 +79,7 @@ class Roster:
         end = time.monotonic() + self.timeout
         shown = -1
         while True:
-            self.meet(grid, set(grid.get_node_ids()))
+            self.meet(grid, set(grid.get_node_ids()), clients)
             if len(self._hellos) >= clients:
                 return
             if len(self._hellos) != shown:
@@ -84,9 +94,14 @@ class Roster:
                 )
             time.sleep(1.0)
 
-    def meet(self, grid: Grid, online: set[Node]) -> None:
-        """Ask those nodes who they are that are not known yet."""
-        strangers = sorted(online - set(self._nodes.values()))
+    def meet(self, grid: Grid, online: set[Node], enough: int | None = None) -> None:
+        """Ask those nodes who they are that are not known yet, until so many clients are."""
+        self._not_before = {n: then for n, then in self._not_before.items() if n in online}
+        now = time.monotonic()
+        strangers = sorted(n for n in online - self._met if self._not_before.get(n, now) <= now)
+        if enough == 1:
+            strangers = strangers[:_A_FEW]
+        wanted = self.clients if enough is None else enough
 
         def write(who: int, node: Node, ttl: float) -> Message:
             return Message(RecordDict({}), node, messages.HELLO, ttl=ttl)
@@ -104,10 +119,12 @@ class Roster:
             read,
             self._enter,
             timeout=self.timeout,
-            enough=lambda: len(online.intersection(self._nodes.values())) == self.clients,
+            enough=lambda: len(self._met & online) >= wanted,
         )
         for node, why in missing.items():
             _log.warning("node %d is no client of this run: it %s", node, why)
+            silent = why.startswith("did not answer")  # it would hold up the others again
+            self._not_before[node] = math.inf if silent else time.monotonic() + _AGAIN
 
     def _check(self, node: Node, hello: Hello, online: set[Node]) -> None:
         client = hello.client
@@ -118,7 +135,7 @@ class Roster:
                 f"it says that it is client {client}, but there are clients 0 to"
                 f" {self.clients - 1} only. Give the strategy the right number of clients."
             )
-        if self._nodes.get(client) in online:
+        if self._nodes.get(client, node) in online - {node}:
             raise FedShuffleError(
                 f"it says that it is client {client}, and so does node {self._nodes[client]}."
                 " Give every node its own partition-id."
@@ -146,7 +163,8 @@ class Roster:
 
     def _enter(self, node: Node, hello: Hello) -> None:
         client = hello.client
-        if client in self._nodes:
+        if client in self._hellos:
             _log.info("client %d is back, at node %d.", client, node)
         self._nodes[client] = node
         self._hellos[client] = hello
+        self._met.add(node)

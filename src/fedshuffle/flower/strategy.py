@@ -67,7 +67,7 @@ class FedShuffleStrategy(Strategy):  # type: ignore[misc]  # Flower is untyped h
         checkpoint_every: save after so many rounds, and after the last.
         keep: how many checkpoints to keep.
         evaluate_every: ask all connected clients to evaluate the model after so many rounds.
-        nodes: which client each of Flower's nodes is. By default a node is believed what it says,
+        nodes: which client each of Flower's nodes is. By default every node is asked, and believed
             as long as no other node says the same.
 
     >>> strategy = FedShuffleStrategy(clients=3, sampling="uniform:2", step_size=0.1)
