@@ -7,6 +7,7 @@ program of their own: to fork a process that has Ray's threads in it is asking f
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import signal
 import stat
@@ -183,6 +184,24 @@ def test_what_all_workers_need_is_packed_once() -> None:
     assert third[0] is third[1]
 
 
+def test_a_loss_that_equals_everything_is_still_its_own() -> None:
+    """Losses are compared by value, since workers have copies; but not by the user's equality."""
+
+    class Twice:
+        def __call__(self, model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+            return 2 * losses.cross_entropy(model, x, y)
+
+        def __eq__(self, other: object) -> bool:
+            return True
+
+        __hash__ = None  # type: ignore[assignment]
+
+    for name in ("lean", "lanes"):
+        torch.testing.assert_close(
+            played(make(name, problem(Twice()))), played(make("loop", problem(Twice())))
+        )
+
+
 # On two nodes -----------------------------------------------------------------------------------
 
 
@@ -353,6 +372,34 @@ def test_a_module_that_workers_cannot_import_is_named(
     with pytest.raises(FedShuffleError, match=r"cannot import 'only_here'.*every machine"):
         played(engine)
     engine.close()  # type: ignore[attr-defined]
+
+
+def test_workers_that_never_come_to_life_are_named(nodes: Nodes, tmp_path: Path) -> None:
+    from fedshuffle.engines.ray import _Worker
+
+    (tmp_path / "fedshuffle").mkdir()
+    (tmp_path / "fedshuffle" / "__init__.py").write_text("raise ImportError('an old one')")
+    engine = RayEngine(problem(), Ray(1))
+    there = {"env_vars": {"PYTHONPATH": str(tmp_path)}}
+    engine._worker = ray.remote(runtime_env=there)(_Worker)
+    with pytest.raises(FedShuffleError, match="ImportError: an old one"):
+        played(engine)
+    engine.close()
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="has no fork")
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_a_forked_process_leaves_the_engine_to_its_parent(nodes: Nodes) -> None:
+    engine = on_both(nodes)
+    child = multiprocessing.get_context("fork").Process(target=engine.close)
+    child.start()
+    child.join(LIMIT)
+    code = child.exitcode
+    child.kill()
+    assert code == 0
+    assert len(engine.places) == 2
+    played(engine)
+    engine.close()
 
 
 def test_workers_that_fit_nowhere_are_refused(nodes: Nodes) -> None:

@@ -7,7 +7,7 @@ import math
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import closing, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, final
@@ -152,56 +152,54 @@ def train(
     if folder and resume:
         engine = engines.again(engine, folder.settings().get("engine", "lean"))
     name, runner, why = _engine(engine, problem, run)
-    if progress and why:
-        console.print(f"engine {name} ({why})")
-    shelf = None if folder is None else folder.shelf(len(problem.start), problem.dtype)
-    state = run.start(problem.start, shelf)
-    history: list[dict[str, Any]] = []
-    if folder:
-        begun_with = folder.settings().get("rounds", rounds) if resume else rounds
-        settings = {
-            **run.settings(begun_with),
-            "engine": name,  # bit for bit only with the same
-            "loss": _identity.function(loss),
-            "parameters": len(problem.start),
-            "dtype": str(problem.dtype),
-            "model_sha256": _identity.architecture(model),
-            "frozen_sha256": _identity.frozen(model),
-            "rounds": rounds,
-        }
-        state = _on(problem, folder.begin(settings, state, resume))
-        history = folder.metrics()
-        board.open(folder.path / "tensorboard", history)
+    with closing(runner) if isinstance(runner, RayEngine) else nullcontext():
+        if progress and why:
+            console.print(f"engine {name} ({why})")
+        shelf = None if folder is None else folder.shelf(len(problem.start), problem.dtype)
+        state = run.start(problem.start, shelf)
+        history: list[dict[str, Any]] = []
+        if folder:
+            begun_with = folder.settings().get("rounds", rounds) if resume else rounds
+            settings = {
+                **run.settings(begun_with),
+                "engine": name,  # bit for bit only with the same
+                "loss": _identity.function(loss),
+                "parameters": len(problem.start),
+                "dtype": str(problem.dtype),
+                "model_sha256": _identity.architecture(model),
+                "frozen_sha256": _identity.frozen(model),
+                "rounds": rounds,
+            }
+            state = _on(problem, folder.begin(settings, state, resume))
+            history = folder.metrics()
+            board.open(folder.path / "tensorboard", history)
 
-    try:
-        bar = Bar(progress, rounds, history)
-        with board, bar, terminated_as_interrupted() if folder else nullcontext():
-            begun = time.perf_counter()
-            for (after,) in simulate(runner, [run], max(0, rounds - state.round), [state]):
-                last = after.round == rounds
-                record = _costs(run, after) | {"seconds": time.perf_counter() - begun}
-                if evaluate is not None and (last or after.round % evaluate_every == 0):
-                    record |= _evaluated(evaluate, problem.load(after.x), after.round)
-                history.append(record)
-                if folder:
-                    folder.record(record)
-                    if last or after.round % checkpoint_every == 0:
-                        folder.save(after)
-                board.add(record)
-                bar.add(record)
-                state = after
+        try:
+            bar = Bar(progress, rounds, history)
+            with board, bar, terminated_as_interrupted() if folder else nullcontext():
                 begun = time.perf_counter()
-    except (KeyboardInterrupt, Exception):
-        if folder:  # the round that did not end well is abandoned; the state before it is whole
-            folder.save(state)
-            console.print(
-                f"Stopped after round {state.round}, which is saved. To go on,"
-                f" {folder.how_to_resume}."
-            )
-        raise
-    finally:
-        if isinstance(runner, RayEngine):
-            runner.close()
+                for (after,) in simulate(runner, [run], max(0, rounds - state.round), [state]):
+                    last = after.round == rounds
+                    record = _costs(run, after) | {"seconds": time.perf_counter() - begun}
+                    if evaluate is not None and (last or after.round % evaluate_every == 0):
+                        record |= _evaluated(evaluate, problem.load(after.x), after.round)
+                    history.append(record)
+                    if folder:
+                        folder.record(record)
+                        if last or after.round % checkpoint_every == 0:
+                            folder.save(after)
+                    board.add(record)
+                    bar.add(record)
+                    state = after
+                    begun = time.perf_counter()
+        except (KeyboardInterrupt, Exception):
+            if folder:  # the round that did not end well is abandoned; the state before it is whole
+                folder.save(state)
+                console.print(
+                    f"Stopped after round {state.round}, which is saved. To go on,"
+                    f" {folder.how_to_resume}."
+                )
+            raise
     return Result(problem.load(state.x), history, folder.path if folder else None, name)
 
 

@@ -115,10 +115,12 @@ def resume(
             f"{str(folder)!r} holds no config.toml, so no run of a config to go on with."
         )
     config = load(file)
+    with at("engine"):
+        engines.at_address(config.engine, address)  # before the config says otherwise
     rounds = config.rounds if rounds is None else count(rounds, "rounds")
     if rounds != config.rounds:
         if begun(folder):
-            RunFolder(folder).check_rounds(rounds)  # before the config says otherwise
+            RunFolder(folder).check_rounds(rounds)  # likewise
         config = replace(config, rounds=rounds)
         head = [line for line in file.read_text(encoding="utf-8").split("\n") if line[:1] == "#"]
         notes = [line.removeprefix("# ") for line in head]

@@ -108,7 +108,8 @@ def _start(ray: Any, undo: ExitStack, cpus: float) -> None:
 
     place = tempfile.gettempdir()
     # The names of sockets have at most a hundred letters, and Ray's own take most of them.
-    home = Path(tempfile.mkdtemp(prefix="fs-", dir=place if len(place) < 24 else "/tmp"))
+    short = len(place) < 24 or os.name == "nt"
+    home = Path(tempfile.mkdtemp(prefix="fs-", dir=place if short else "/tmp"))
     undo.callback(shutil.rmtree, home, ignore_errors=True)
     token = home / "token"
     token.touch(mode=0o600)

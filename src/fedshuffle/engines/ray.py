@@ -31,7 +31,7 @@ from fedshuffle.engines.sharing import MakeEngine, Whose, Workers
 from fedshuffle.errors import FedShuffleError, TrainingError, unknown
 from fedshuffle.federation import Federation
 
-PATIENCE = 60.0
+PATIENCE = 120.0
 """Seconds to wait for a worker when there is none."""
 
 DEATHS = 3
@@ -42,6 +42,8 @@ INLINE = 100_000
 
 _KINDS: dict[str, MakeEngine] = {"lean": LeanEngine, "lanes": LanesEngine}
 _LOG = logging.getLogger("fedshuffle")
+_elsewhere: list[Any] = []
+"""What belongs to the process that this one was forked from."""
 
 
 @final
@@ -159,18 +161,19 @@ class RayEngine(Workers):
         leave = cluster.join(wanted.address, (wanted.workers or 1) * wanted.cpus)
         self._members: list[_Member | None] = []
         self._held: list[Any] = []
-        self._close = weakref.finalize(self, _close, self._ray, self._members, self._held, leave)
+        mine = os.getpid(), self._ray, self._members, self._held, leave
+        self._close = weakref.finalize(self, _close, *mine)
         try:
             self._worker = self._ray.remote(_Worker)
             room = _room(self._ray, wanted)
             self.wanted = replace(wanted, workers=wanted.workers or room)
             super().__init__(problem, wanted.workers or room)
             # They stay in the cluster's memory as long as this engine does, for those who come.
-            self._held.append(self._ray.put(task))
+            self._held.append(self.put(task))
             if not _stored(problem):
                 bare = replace(problem.federation, fields=())
-                self._held.append(self._ray.put(bare))
-                self._held.append(self._ray.put([Flat.of(field) for field in problem.fields]))
+                self._held.append(self.put(bare))
+                self._held.append(self.put([Flat.of(field) for field in problem.fields]))
         except BaseException:
             self.close()
             raise
@@ -189,6 +192,18 @@ class RayEngine(Workers):
     def close(self) -> None:
         """End the workers, and the cluster if it was started for them."""
         self._close()
+
+    def put(self, thing: object) -> Any:
+        """Put something into the cluster's memory, for all workers."""
+        full = self._ray.exceptions.ObjectStoreFullError, self._ray.exceptions.OutOfDiskError
+        try:
+            return self._ray.put(thing)
+        except full as error:
+            raise FedShuffleError(
+                "the model or the data do not fit into the Ray cluster's memory. Give it more (ray"
+                " start --object-store-memory), or save the data (Federation.save) and open them,"
+                " so that workers map them from disk."
+            ) from error
 
     def _answers(self, what: str, requests: Sequence[list[Any]]) -> list[list[Tensor]]:
         if not self._close.alive or not self._ray.is_initialized():
@@ -225,11 +240,13 @@ class _Round:
         self.requests = requests
         shared, self.parcels = pack(requests)
         size = sum(flat.bits.nbytes for flat in shared.values())
-        self.shared: Any = shared if size < INLINE else self.ray.put(shared)
+        self.shared: Any = shared if size < INLINE else engine.put(shared)
         self.waiting = list(range(len(requests)))
         self.deaths = [0] * len(requests)
         self.busy: dict[Any, tuple[_Member, int]] = {}
         self.found: dict[int, list[Tensor]] = {}
+        self.stillborn = ""
+        """Why the last worker that did not come to life did not."""
 
     def answers(self) -> list[list[Tensor]]:
         """What the shares gave, in their order, whoever did them."""
@@ -275,6 +292,7 @@ class _Round:
         except self.ray.exceptions.RayTaskError as error:
             raise _broken(error) from error
         except self.ray.exceptions.RayError as error:
+            self.stillborn = _last_line(error)
             self._replace(member, f"did not come to life ({type(error).__name__})")
             return
         if ok:
@@ -330,6 +348,11 @@ class _Round:
             self.members[member.number] = new
 
     def _nobody(self) -> FedShuffleError:
+        if not any(self.members):
+            return FedShuffleError(
+                f"no worker came to life on the Ray cluster: {self.stillborn.rstrip('.')}. Every"
+                " machine of it needs the same fedshuffle, and memory for a worker."
+            )
         wanted = self.engine.wanted
         free = self.ray.available_resources()
         gpus = f" and {wanted.gpus:g} GPUs" if wanted.gpus else ""
@@ -478,11 +501,16 @@ def _sendable(error: Exception, where: str) -> FedShuffleError:
     return FedShuffleError(f"{type(error).__name__} in a worker: {error}")
 
 
+def _last_line(error: Exception) -> str:
+    """What Ray says in the end, after the page of where it happened."""
+    lines = [line.strip() for line in str(error).split("\n") if line.strip()]
+    return lines[-1] if lines else repr(error)
+
+
 def _broken(error: Exception) -> FedShuffleError:
-    lines = [line for line in str(error).split("\n") if line.strip()]
     return FedShuffleError(
-        f"a worker of Ray cannot be used: {lines[-1].strip() if lines else error!r}. Install the"
-        " same fedshuffle on every machine of the cluster."
+        f"a worker of Ray cannot be used: {_last_line(error).rstrip('.')}. Install the same"
+        " fedshuffle on every machine of the cluster."
     )
 
 
@@ -496,8 +524,15 @@ def _dismiss(ray: Any, members: list[_Member | None]) -> None:
 
 
 def _close(
-    ray: Any, members: list[_Member | None], held: list[Any], leave: Callable[[], None]
+    pid: int,
+    ray: Any,
+    members: list[_Member | None],
+    held: list[Any],
+    leave: Callable[[], None],
 ) -> None:
+    if os.getpid() != pid:  # a fork, in which Ray has no threads and would wait for them for ever
+        _elsewhere.append((members, held))
+        return
     _dismiss(ray, members)
     held.clear()
     with contextlib.suppress(ImportError):  # of a program that ends; its cluster ends with it

@@ -215,6 +215,8 @@ def _slope(problem: Problem, width: int) -> Callable[..., Tensor] | None:
     """The derivative of an example's loss by the model's output, where it is known."""
     if len(problem.fields) != 2 or not problem.fields[0].is_floating_point():
         return None
+    if not isinstance(problem.loss, losses.MeanLoss):  # whose equality is known
+        return None
     targets = problem.fields[1]
     if problem.loss == losses.cross_entropy:
         fits = targets.dtype == torch.int64 and targets.ndim == 1 and _are_classes(targets, width)
