@@ -402,6 +402,17 @@ def test_a_forked_process_leaves_the_engine_to_its_parent(nodes: Nodes) -> None:
     engine.close()
 
 
+def test_what_does_not_fit_into_the_clusters_memory_is_said(
+    nodes: Nodes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(thing: object) -> None:
+        raise ray.exceptions.ObjectStoreFullError("full")
+
+    monkeypatch.setattr(ray, "put", full)
+    with pytest.raises(FedShuffleError, match="do not fit into the Ray cluster's memory"):
+        make("ray:2", problem())
+
+
 def test_workers_that_fit_nowhere_are_refused(nodes: Nodes) -> None:
     with pytest.raises(FedShuffleError, match=r"1 CPUs and 0.5 GPUs, but no machine of the Ray"):
         make("ray:2:lean:gpus=0.5", problem())
