@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import importlib
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,7 @@ from torch import nn
 from fedshuffle import Federation, losses, train
 from fedshuffle.flower.local import Deployment
 from fedshuffle.runs import RunFolder
+from tests.processes import wait_for
 
 APP = Path(__file__).parent / "flower_app"
 LIMIT = 400.0
@@ -44,13 +44,6 @@ def assert_same(out: Path, expected: nn.Module) -> None:
     found = load_file(out / "model.safetensors")
     for name, value in expected.state_dict().items():
         assert torch.equal(found[name], value), name
-
-
-def wait_for(condition: Callable[[], bool], what: str) -> None:
-    limit = time.monotonic() + LIMIT
-    while not condition():
-        assert time.monotonic() < limit, f"waited too long for {what}"
-        time.sleep(0.1)
 
 
 def test_a_client_killed_in_the_middle_is_asked_again_when_it_is_back(

@@ -12,9 +12,7 @@ import ssl
 import stat
 import subprocess
 import sys
-import time
 import tomllib
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -26,16 +24,10 @@ from fedshuffle.flower import certificates as certs
 from fedshuffle.flower.local import Deployment, app_config
 from fedshuffle.flower.new_app import new_app
 from fedshuffle.flower.processes import Process, marked
+from tests.processes import LOOPBACK, listening, wait_for
 from tests.test_cli import run as command
 
 LIMIT = 600.0
-
-
-def wait_for(condition: Callable[[], bool], what: str) -> None:
-    limit = time.monotonic() + LIMIT
-    while not condition():
-        assert time.monotonic() < limit, f"waited too long for {what}"
-        time.sleep(0.05)
 
 
 # Certificates
@@ -271,26 +263,7 @@ def test_all_listen_on_this_machine_only(deployment: Deployment) -> None:
     heard = listening(deployment.processes())
     assert int(deployment.address.split(":")[1]) in {port for _, port in heard}
     assert len(heard) == 1 + deployment.clients
-    assert {address for address, _ in heard} == {"0100007F"}  # 127.0.0.1, lowest byte first
-
-
-def listening(pids: list[int]) -> set[tuple[str, int]]:
-    """The addresses, as in /proc/net, and ports at which these processes listen."""
-    owned = set()
-    for pid in pids:
-        for handle in Path(f"/proc/{pid}/fd").iterdir():
-            try:
-                owned.add(os.readlink(handle))
-            except FileNotFoundError:
-                continue
-    heard = set()
-    for table in ("tcp", "tcp6"):
-        for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
-            words = line.split()
-            if words[3] == "0A" and f"socket:[{words[9]}]" in owned:
-                address, port = words[1].split(":")
-                heard.add((address, int(port, 16)))
-    return heard
+    assert {address for address, _ in heard} <= LOOPBACK
 
 
 @pytest.mark.slow

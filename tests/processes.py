@@ -1,0 +1,41 @@
+"""Looking at other processes: waiting for them, and where they listen."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+LOOPBACK = {  # as Linux writes 127.0.0.1, the same within IPv6, and ::1
+    "0100007F",
+    "0000000000000000FFFF00000100007F",
+    "00000000000000000000000001000000",
+}
+
+
+def wait_for(condition: Callable[[], bool], what: str, seconds: float = 400.0) -> None:
+    """Wait until something is so; after so many seconds, the test fails."""
+    limit = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < limit, f"waited too long for {what}"
+        time.sleep(0.05)
+
+
+def listening(pids: Iterable[int]) -> set[tuple[str, int]]:
+    """The addresses, as in /proc/net, and ports at which these processes listen."""
+    owned = set()
+    for pid in pids:
+        for handle in Path(f"/proc/{pid}/fd").iterdir():
+            try:
+                owned.add(os.readlink(handle))
+            except FileNotFoundError:
+                continue
+    heard = set()
+    for table in ("tcp", "tcp6"):
+        for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
+            words = line.split()
+            if words[3] == "0A" and f"socket:[{words[9]}]" in owned:
+                address, port = words[1].split(":")
+                heard.add((address, int(port, 16)))
+    return heard
