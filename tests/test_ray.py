@@ -86,7 +86,8 @@ def nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nodes]:
         "RAY_AUTH_TOKEN_PATH": str(token),
         "RAY_USAGE_STATS_ENABLED": "0",
     }
-    with clusters._environment(settings):
+    # A node takes SIGTERM for itself, and would end the tests that send it to themselves.
+    with clusters._environment(settings), clusters._signals_kept():
         clusters._reread_token()
         with clusters._quietly(), clusters.loopback():
             made = Nodes(home)
