@@ -299,6 +299,18 @@ def test_no_process_is_left(line: str, number: signal.Signals, code: int, tmp_pa
     assert f"FLWR_HOME={folder / 'flower'}" in said or number == signal.SIGINT
 
 
+def test_ctrl_c_is_heeded_from_the_moment_that_it_is_promised(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def impatient(text: str) -> None:
+        assert text.endswith("Ctrl-C ends it.\n")
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Deployment, "_start", lambda deployment: None)
+    monkeypatch.setattr("fedshuffle.cli._show", impatient)
+    assert command(monkeypatch, "flower", "up", "--dir", str(tmp_path)) == 0
+
+
 def commanded(process: Path) -> str:
     try:
         return (process / "cmdline").read_bytes().decode(errors="replace")

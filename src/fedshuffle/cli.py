@@ -6,7 +6,7 @@ import json
 import shlex
 import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -572,11 +572,10 @@ def up(
         with ended_by_signals(), deployment:
             _say(f"logs in {deployment.logs}")
             if app_folder is None:
-                print(
-                    f"\nTo run an app here:\n\n    {deployment.command('DIR')}\n\nCtrl-C ends it."
-                )
-                sys.stdout.flush()
-                _until_interrupted(deployment.wait)
+                with suppress(KeyboardInterrupt):  # from the moment on that it is promised
+                    command = deployment.command("DIR")
+                    _show(f"\nTo run an app here:\n\n    {command}\n\nCtrl-C ends it.\n")
+                    deployment.wait()
                 _say("stopping")
                 return
             run = deployment.run(app_folder, changes, show=_show)
@@ -593,11 +592,6 @@ def _say(line: str) -> None:
 
 def _show(text: str) -> None:
     print(text, end="", flush=True)
-
-
-def _until_interrupted(wait: Callable[[], None]) -> None:
-    with suppress(KeyboardInterrupt):
-        wait()
 
 
 def _names(text: str | None) -> list[str] | None:
