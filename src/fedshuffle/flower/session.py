@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, ParamSpec, TypeVar, final
 
@@ -35,6 +35,21 @@ _Result = TypeVar("_Result")
 
 
 @final
+@dataclass(frozen=True)
+class Terms:
+    """How clients are asked, and what is expected of them."""
+
+    answers: FloatArray
+    """For every client the probability that it answers when asked."""
+    withheld: bool
+    """Whether clients keep their sizes to themselves."""
+    timeout: float
+    """Seconds to wait for one exchange."""
+    retries: int
+    """How often a client is asked again."""
+
+
+@final
 class Session:
     """The rounds of a run on a grid.
 
@@ -43,32 +58,15 @@ class Session:
         roster: who is who.
         model: names and shapes.
         state: where to begin.
-        answers: for every client the probability that it answers when asked.
-        withheld: whether clients keep their sizes to themselves.
-        timeout: seconds to wait for one exchange.
-        retries: how often a client is asked again.
+        terms: how clients are asked.
     """
 
-    def __init__(
-        self,
-        run: Run,
-        roster: Roster,
-        model: Model,
-        state: State,
-        *,
-        answers: FloatArray,
-        withheld: bool,
-        timeout: float,
-        retries: int,
-    ) -> None:
+    def __init__(self, run: Run, roster: Roster, model: Model, state: State, terms: Terms) -> None:
         self.run = run
         self.roster = roster
         self.model = model
         self.state = state
-        self.answers = answers
-        self.withheld = withheld
-        self.timeout = timeout
-        self.retries = retries
+        self.terms = terms
         self._watch = _Stopwatch()
         self._begun = 0.0
         self._round: Round | None = None
@@ -95,10 +93,12 @@ class Session:
         self._asking = None
         if isinstance(request, State):
             return []
-        self._asking = asking = Asking(self.run, self.state.round, request, self.withheld)
+        self._asking = asking = Asking(self.run, self.state.round, request, self.terms.withheld)
         nodes = self.roster.nodes(grid, asking.clients)
         self._asked = {node: client for client, node in nodes.items() if node is not None}
-        return [asking.write(client, node, self.timeout) for node, client in self._asked.items()]
+        return [
+            asking.write(client, node, self.terms.timeout) for node, client in self._asked.items()
+        ]
 
     def aggregate(self, replies: Iterable[Message]) -> dict[str, Any]:
         """The second half."""
@@ -141,7 +141,9 @@ class Session:
             return {name: float(value) for name, value in numbers.items()}
 
         keep, places = found.__setitem__, partial(self.roster.nodes, grid)
-        missing = ask(grid, self.roster.hellos, places, write, read, keep, timeout=self.timeout)
+        missing = ask(
+            grid, self.roster.hellos, places, write, read, keep, timeout=self.terms.timeout
+        )
         self._log_missing(missing, "evaluation")
         if not found:
             return None
@@ -159,14 +161,14 @@ class Session:
     def _until_walk(self, grid: Grid) -> Walk | State:
         """Begin a round, and ask all that the method asks before the walk."""
         self._begun, self._watch.seconds, self._missing = time.perf_counter(), 0.0, {}
-        self._round = Round(self.run, self.state, self.answers)
+        self._round = Round(self.run, self.state, self.terms.answers)
         while not isinstance(request := self._watch.timed(self._round.next)(), State | Walk):
             self._ask(grid, request)
         return request
 
     def _ask(self, grid: Grid, request: Request) -> None:
         assert self._round is not None
-        asking = Asking(self.run, self.state.round, request, self.withheld)
+        asking = Asking(self.run, self.state.round, request, self.terms.withheld)
         self._missing |= ask(
             grid,
             asking.clients,
@@ -174,8 +176,8 @@ class Session:
             self._watch.timed(asking.write),
             self._watch.timed(asking.read),
             self._watch.timed(asking.keep),
-            timeout=self.timeout,
-            retries=self.retries,
+            timeout=self.terms.timeout,
+            retries=self.terms.retries,
         )
         self._round.answered(asking.spool, asking.steps)
 
@@ -204,7 +206,7 @@ class Session:
 
     def _as_stated(self, cohort: Participants) -> bool:
         """Whether the round is one of the stated dropout model, and unfinished work is repaired."""
-        surprising = [client for client in self._missing if self.answers[client] == 1]
+        surprising = [client for client in self._missing if self.terms.answers[client] == 1]
         if surprising:
             _log.warning(
                 "The estimate of round %d is biased: clients are missing that were stated to answer"

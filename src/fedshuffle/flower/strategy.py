@@ -20,7 +20,7 @@ from fedshuffle.errors import FedShuffleError, unknown
 from fedshuffle.federation import Federation
 from fedshuffle.flower.model import Model
 from fedshuffle.flower.roster import Roster
-from fedshuffle.flower.session import Session
+from fedshuffle.flower.session import Session, Terms
 from fedshuffle.local_work import LocalWork
 from fedshuffle.methods import Method
 from fedshuffle.methods.averaging import objective_weight, own_steps, weight_per_share_done
@@ -166,19 +166,21 @@ class FedShuffleStrategy(Strategy):  # type: ignore[misc]  # Flower is untyped h
                 now = session.state.round
                 result.arrays = session.arrays()
                 result.train_metrics_clientapp[now] = _metrics(record)
-                if self.evaluate_every and (now % self.evaluate_every == 0 or now == rounds):
-                    found = session.evaluate(grid)
-                    _keep(result.evaluate_metrics_clientapp, now, found)
-                    record |= _named(found, record, "clients_")
-                if evaluate_fn:
-                    found = evaluate_fn(now, result.arrays)
-                    _keep(result.evaluate_metrics_serverapp, now, found)
-                    record |= _named(found, record)
-                if self.folder:
-                    self.folder.record(record)
-                    if now == rounds or now % self.checkpoint_every == 0:
-                        self.folder.save(session.state)
-                        saved = now
+                try:
+                    if self.evaluate_every and (now % self.evaluate_every == 0 or now == rounds):
+                        found = session.evaluate(grid)
+                        _keep(result.evaluate_metrics_clientapp, now, found)
+                        record |= _named(found, record, "clients_")
+                    if evaluate_fn:
+                        found = evaluate_fn(now, result.arrays)
+                        _keep(result.evaluate_metrics_serverapp, now, found)
+                        record |= _named(found, record)
+                finally:  # the round is done, whatever its evaluation does
+                    if self.folder:
+                        self.folder.record(record)
+                if self.folder and (now == rounds or now % self.checkpoint_every == 0):
+                    self.folder.save(session.state)
+                    saved = now
         except BaseException:
             if self.folder and session.state.round > saved:
                 self.folder.save(session.state)
@@ -256,16 +258,8 @@ class FedShuffleStrategy(Strategy):  # type: ignore[misc]  # Flower is untyped h
                 "rounds": rounds,
             }
             state = self.folder.begin(settings, state, self.resume)
-        self._session = Session(
-            run,
-            roster,
-            model,
-            state,
-            answers=self.answers,
-            withheld=self.withheld,
-            timeout=self.timeout,
-            retries=self.retries,
-        )
+        terms = Terms(self.answers, self.withheld, self.timeout, self.retries)
+        self._session = Session(run, roster, model, state, terms)
         return self._session
 
     def _run(self, roster: Roster | None = None) -> Run:
