@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import subprocess
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Any
 
 LOOPBACK = {  # as Linux writes 127.0.0.1, the same within IPv6, and ::1
     "0100007F",
@@ -14,12 +16,28 @@ LOOPBACK = {  # as Linux writes 127.0.0.1, the same within IPv6, and ::1
 }
 
 
-def wait_for(condition: Callable[[], bool], what: str, seconds: float = 400.0) -> None:
-    """Wait until something is so; after so many seconds, the test fails."""
-    limit = time.monotonic() + seconds
+PATIENCE = 400.0
+"""Seconds after which a test fails that waits for another process."""
+
+
+def wait_for(
+    condition: Callable[[], bool], what: str, process: subprocess.Popen[Any] | None = None
+) -> None:
+    """Wait until something is so, while a process runs of which it is expected."""
+    limit = time.monotonic() + PATIENCE
     while not condition():
+        assert process is None or process.poll() is None, process.communicate()
         assert time.monotonic() < limit, f"waited too long for {what}"
-        time.sleep(0.05)
+        time.sleep(0.02)
+
+
+def alive(pid: int) -> bool:
+    """Whether a process runs; one that nobody has buried yet does not."""
+    try:
+        status = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return False
+    return status.rsplit(")", 1)[1].split()[0] != "Z"
 
 
 def listening(pids: Iterable[int]) -> set[tuple[str, int]]:

@@ -8,10 +8,8 @@ import os
 import signal
 import subprocess
 import sys
-import time
 import tomllib
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +25,10 @@ from fedshuffle.config import Evaluating, Use
 from fedshuffle.config.writing import toml
 from fedshuffle.evaluation import Evaluations
 from fedshuffle.experiments import real
+from tests.processes import PATIENCE, wait_for
 from tests.test_cli import run as command
+
+pytestmark = pytest.mark.xdist_group("comparison")  # what they share is made once
 
 # Four clients with one example each: with full participation every method does gradient descent on
 # 1/2 |x - x*|^2 and a constant. Beside it, ways to disturb the processes by putting a file there.
@@ -54,7 +55,7 @@ def loss(model, points):
     hold, die = HERE / "hold", HERE / "die"
     if hold.exists() and calls > int(hold.read_text()):
         (HERE / f"held-{os.getpid()}").touch()
-        time.sleep(60)
+        time.sleep(600)
     if torch.is_grad_enabled() and die.exists() and int(die.read_text()):
         die.write_text(str(int(die.read_text()) - 1))
         os._exit(9)
@@ -223,14 +224,6 @@ def test_a_run_with_other_settings_is_not_taken_for_this_one(
 # The worst
 
 
-def wait_for(process: subprocess.Popen[str], condition: Any) -> None:
-    last = time.monotonic() + 120
-    while not condition():
-        assert process.poll() is None, process.communicate()
-        assert time.monotonic() < last
-        time.sleep(0.02)
-
-
 def test_stopped_and_killed_it_ends_the_same(
     done: tuple[Path, dict[str, Any]], tmp_path: Path
 ) -> None:
@@ -249,13 +242,12 @@ def test_stopped_and_killed_it_ends_the_same(
             stderr=subprocess.PIPE,
             text=True,
             start_new_session=True,
-            preexec_fn=partial(signal.signal, signal.SIGINT, signal.SIG_DFL),  # also in background
         )
 
     process = start()
-    wait_for(process, lambda: len(held()) == 2)
+    wait_for(lambda: len(held()) == 2, "two workers", process)
     os.killpg(process.pid, signal.SIGINT)
-    _, said = process.communicate(timeout=60)
+    _, said = process.communicate(timeout=PATIENCE)
     assert process.returncode == 130
     assert "To go on, run: fedshuffle compare --resume" in said
     first = outcomes(out)
@@ -265,9 +257,9 @@ def test_stopped_and_killed_it_ends_the_same(
     saved = {path: path.read_bytes() for path in out.glob("runs/*/metrics.jsonl")}
     assert any(path.parent.name not in first and text for path, text in saved.items())
     process = start()
-    wait_for(process, lambda: len(held()) == 4)
+    wait_for(lambda: len(held()) == 4, "two more", process)
     os.killpg(process.pid, signal.SIGKILL)
-    process.communicate(timeout=60)
+    process.communicate(timeout=PATIENCE)
     assert len(outcomes(out)) > len(first)
     stamps = {name: (out / "runs" / name / "outcome.json").stat().st_mtime_ns for name in first}
 

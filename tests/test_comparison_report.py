@@ -28,6 +28,8 @@ from fedshuffle.report.look import colour
 from tests import chromium
 from tests.chromium import Browser
 
+pytestmark = pytest.mark.xdist_group("comparison report")  # what they share is made once
+
 ROUNDS = 4
 EVIL = "<script>document.title='owned'</script>"
 NASTY = f"""A & B | 50% of $x$ _{{i}}_ "'`*~^#\\ {EVIL}"""

@@ -476,6 +476,7 @@ def measured() -> dict[str, dict[str, bool]]:
     return paper.measured()
 
 
+@pytest.mark.xdist_group("characteristics")  # measured once for both
 def test_the_page_of_characteristics_is_what_running_the_methods_gives(
     measured: dict[str, dict[str, bool]],
 ) -> None:
@@ -483,6 +484,7 @@ def test_the_page_of_characteristics_is_what_running_the_methods_gives(
     assert paper.page(measured) == written, "run python -m fedshuffle.conformance.paper_table"
 
 
+@pytest.mark.xdist_group("characteristics")  # measured once for both
 def test_every_difference_to_the_paper_has_its_reason(
     measured: dict[str, dict[str, bool]],
 ) -> None:

@@ -32,6 +32,8 @@ from fedshuffle.experiments.demo import (
 )
 from fedshuffle.report import demo as report
 
+pytestmark = pytest.mark.xdist_group("demo")  # what they share is made once
+
 ROUNDS = 3
 
 

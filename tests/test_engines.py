@@ -9,7 +9,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -51,6 +50,7 @@ from fedshuffle.runs import RunFolder
 from fedshuffle.state import State
 from fedshuffle.training import Result
 from tests.problems import Point, copies, half_squared_distance, quadratic, targets
+from tests.processes import alive, wait_for
 
 
 def data(shape: tuple[int, ...], classes: int, sizes: list[int]) -> Federation:
@@ -1025,16 +1025,4 @@ os.kill(os.getpid(), signal.SIGKILL)
     done = subprocess.run([sys.executable, "-c", program, root], capture_output=True, text=True)
     workers = [int(word) for word in done.stdout.split()]
     assert len(workers) == 2
-    deadline = time.monotonic() + 60
-    while any(alive(pid) for pid in workers):
-        assert time.monotonic() < deadline, "the workers live on"
-        time.sleep(0.05)
-
-
-def alive(pid: int) -> bool:
-    """Whether a process runs; one that nobody has buried yet does not."""
-    try:
-        status = Path(f"/proc/{pid}/stat").read_text()
-    except OSError:
-        return False
-    return status.rsplit(")", 1)[1].split()[0] != "Z"
+    wait_for(lambda: not any(map(alive, workers)), "the workers to end")

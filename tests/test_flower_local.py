@@ -24,11 +24,8 @@ from fedshuffle.flower import certificates as certs
 from fedshuffle.flower.local import Deployment, app_config
 from fedshuffle.flower.new_app import new_app
 from fedshuffle.flower.processes import Process, marked
-from tests.processes import LOOPBACK, listening, wait_for
+from tests.processes import LOOPBACK, PATIENCE, listening, wait_for
 from tests.test_cli import run as command
-
-LIMIT = 600.0
-
 
 # Certificates
 
@@ -211,7 +208,7 @@ def test_a_new_app_trains_on_real_clients(deployment: Deployment, tmp_path: Path
     app, out = new_app(tmp_path / "my_app"), tmp_path / "results"
     shown: list[str] = []
     config = {"num-rounds": 2, "out": str(out)}
-    run = deployment.run(app, config, seconds=LIMIT, show=shown.append)
+    run = deployment.run(app, config, seconds=PATIENCE, show=shown.append)
     assert run.completed, run.log
     assert "".join(shown) == run.log
     assert f"the model is in {out / 'model.safetensors'}" in run.log
@@ -291,7 +288,7 @@ def test_no_process_is_left(line: str, number: signal.Signals, code: int, tmp_pa
             said += more
         assert marked(folder)
         up.send_signal(number)
-        said += up.stdout.read()
+        said += up.communicate(timeout=PATIENCE)[0]
     assert up.returncode == code, said
     assert not marked(folder)
     assert not [path for path in Path("/proc").glob("[0-9]*") if str(folder) in commanded(path)]

@@ -31,7 +31,7 @@ from fedshuffle.engines import Engine, Problem, Ray, RayEngine, at_address, chec
 from fedshuffle.engines import cluster as clusters
 from fedshuffle.engines.parcels import pack
 from fedshuffle.rounds import Run, simulate
-from tests.processes import LOOPBACK, listening, wait_for
+from tests.processes import LOOPBACK, PATIENCE, alive, listening, wait_for
 
 ray: Any = pytest.importorskip("ray")
 
@@ -45,7 +45,6 @@ pytestmark = [
 
 SIZES = [5, 12, 3, 20, 8]
 WORK = LocalWork(epochs=2, batch_size=4)
-LIMIT = 300.0
 
 
 class Nodes:
@@ -300,7 +299,7 @@ def test_a_lost_node_changes_nothing(
     def waits(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
         if armed.exists() and ray.get_runtime_context().get_node_id() == second:
             reached.touch()
-            time.sleep(LIMIT)  # it is killed before
+            time.sleep(PATIENCE)  # it is killed before
         return losses.cross_entropy(model, x, y)
 
     def lose() -> None:
@@ -388,7 +387,7 @@ def test_a_forked_process_leaves_the_engine_to_its_parent(nodes: Nodes) -> None:
     engine = on_both(nodes)
     child = multiprocessing.get_context("fork").Process(target=engine.close)
     child.start()
-    child.join(LIMIT)
+    child.join(PATIENCE)
     code = child.exitcode
     child.kill()
     assert code == 0
@@ -486,7 +485,7 @@ def wanted(project: Path) -> bytes:
     """The model of the same run, never interrupted, on worker processes without Ray."""
     words: list[Any] = ["--engine", "lean:2:processes", "--out", project / "plain"]
     driver = command(project / "config.toml", *words)
-    _, said = driver.communicate(timeout=LIMIT)
+    _, said = driver.communicate(timeout=PATIENCE)
     assert driver.returncode == 0, said
     return (project / "plain" / "model.safetensors").read_bytes()
 
@@ -505,13 +504,6 @@ def children(pid: int) -> set[int]:
     while more := {child for child, parent in parents.items() if parent in found} - found:
         found |= more
     return found
-
-
-def alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
-    except OSError:
-        return False
 
 
 def wait_until_gone(pids: set[int]) -> None:
@@ -555,14 +547,14 @@ def test_a_run_survives_whatever_happens_to_it(project: Path) -> None:
     for lines, number in ((4, signal.SIGINT), (6, signal.SIGTERM)):
         driver, all_of_it = until_round(lines, again)
         driver.send_signal(number)
-        _, said = driver.communicate(timeout=LIMIT)
+        _, said = driver.communicate(timeout=PATIENCE)
         assert driver.returncode == 130
         assert f"Stopped after round {lines}, which is saved. To go on, run: fedshuffle" in said
         wait_until_gone(all_of_it)
 
     hold.unlink()
     driver = command(*again)
-    _, said = driver.communicate(timeout=LIMIT)
+    _, said = driver.communicate(timeout=PATIENCE)
     assert driver.returncode == 0, said
     assert (out / "model.safetensors").read_bytes() == wanted(project)
     assert json.loads((out / "run.json").read_text())["engine"] == "ray:2"
@@ -574,17 +566,17 @@ def test_a_run_goes_to_the_cluster_at_an_address(nodes: Nodes, project: Path) ->
     token = {key: value for key, value in os.environ.items() if key.startswith("RAY_AUTH")}
     words: list[Any] = [project / "config.toml", "--engine", "ray:2", "--out", project / "out"]
     driver = command(*words, "--address", nodes.address, "--rounds", "3", **token)
-    _, said = driver.communicate(timeout=LIMIT)
+    _, said = driver.communicate(timeout=PATIENCE)
     assert driver.returncode == 0, said
     driver = command(
         "--resume", project / "out", "--rounds", "8", RAY_ADDRESS=nodes.address, **token
     )
-    _, said = driver.communicate(timeout=LIMIT)
+    _, said = driver.communicate(timeout=PATIENCE)
     assert driver.returncode == 0, said
     assert (project / "out" / "model.safetensors").read_bytes() == wanted(project)
     assert "127.0.0.1" not in (project / "out" / "run.json").read_text()
 
     driver = command(*words[:-1], project / "b", "--address", "127.0.0.1:1")
-    _, said = driver.communicate(timeout=LIMIT)
+    _, said = driver.communicate(timeout=PATIENCE)
     assert driver.returncode == 2
     assert "no Ray cluster answers at '127.0.0.1:1'" in said

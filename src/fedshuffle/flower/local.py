@@ -47,6 +47,7 @@ from fedshuffle.flower.processes import (
 CONNECTION = "local"  # the deployment's name in its Flower configuration
 _START = 300.0  # seconds until all must be up
 _POLL = 0.2
+_POLL_BY_COMMAND = 2.0  # a flwr command takes a second of computing
 
 
 @final
@@ -146,7 +147,12 @@ class Deployment:
 
     def await_online(self, seconds: float = _START) -> None:
         """Wait until all nodes are online."""
-        self._await("all nodes to be online", lambda: len(self.online()) == self.clients, seconds)
+        self._await(
+            "all nodes to be online",
+            lambda: len(self.online()) == self.clients,
+            seconds,
+            _POLL_BY_COMMAND,
+        )
 
     def kill_node(self, client: int) -> None:
         """End a client's node at once, as when its machine fails."""
@@ -161,7 +167,8 @@ class Deployment:
         if client in self.nodes:
             self.nodes[client].ask_to_end()
             self.nodes.pop(client).end()
-        self._await(f"client {client} to be gone", lambda: client not in self.online())
+        gone = f"client {client} to be gone"
+        self._await(gone, lambda: client not in self.online(), poll=_POLL_BY_COMMAND)
         self.nodes[client] = self._node(client)
 
     def node_command(self, client: int, key: Path | None, *, tls: bool = True) -> list[str]:
@@ -208,9 +215,9 @@ class Deployment:
         answer = self.flwr("run", str(app), CONNECTION, *_overrides(config), "--format", "json")
         return str(answer["run-id"])
 
-    def status(self, run: str) -> str:
-        """How a run stands: ``running``, ``finished:completed``, or another word of Flower's."""
-        return str(self._listed(run)["status"])
+    def stream(self, run: str) -> Process:
+        """What prints the log of a run as it comes, and ends with the run."""
+        return self.start(f"run-{run}", [tool("flwr"), "log", run, CONNECTION, "--stream"])
 
     def follow(
         self,
@@ -221,8 +228,7 @@ class Deployment:
     ) -> Run:
         """Wait for the end of a run."""
         limit, shown, log = time.monotonic() + seconds, 0, ""
-        words = [tool("flwr"), "log", run, CONNECTION, "--stream"]
-        stream = self.start(f"run-{run}", words)
+        stream = self.stream(run)
         while True:
             ended = stream.exit_code is not None
             log = stream.output()
@@ -233,7 +239,7 @@ class Deployment:
                 details = listed["status-details"]
                 return Run(run, listed["status"], "" if details == "N/A" else details, log)
             if ended:  # the connection broke: Flower tells all again
-                stream = self.start(f"run-{run}", words)
+                stream = self.stream(run)
             if time.monotonic() > limit:
                 raise FedShuffleError(f"run {run} is not done after {seconds:g} s. {tail(stream)}")
             time.sleep(_POLL)
@@ -344,7 +350,13 @@ class Deployment:
         finally:
             connection.close()
 
-    def _await(self, what: str, condition: Callable[[], bool], seconds: float = _START) -> None:
+    def _await(
+        self,
+        what: str,
+        condition: Callable[[], bool],
+        seconds: float = _START,
+        poll: float = _POLL,
+    ) -> None:
         limit = time.monotonic() + seconds
         while True:
             for process in [self.superlink, *self.nodes.values()]:
@@ -354,7 +366,7 @@ class Deployment:
             if time.monotonic() > limit:
                 tails = "\n".join(map(tail, [self.superlink, *self.nodes.values()]))
                 raise FedShuffleError(f"waited {seconds:g} s for {what}. {tails}")
-            time.sleep(_POLL)
+            time.sleep(poll)
 
     def _close(self, keep: bool) -> None:
         begun = [*self._others, *self.nodes.values()]
