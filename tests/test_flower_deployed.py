@@ -1,8 +1,15 @@
-"""Runs on real clients: processes of their own, over TLS, some of which are killed."""
+"""Runs on real clients: processes of their own, over TLS, some of which are killed.
+
+And the same app in Flower's own simulator.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import importlib
+import os
+import signal
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,6 +22,7 @@ from torch import nn
 
 from fedshuffle import Federation, losses, train
 from fedshuffle.flower.local import Deployment
+from fedshuffle.flower.processes import MARK, free_port, marked, tool
 from fedshuffle.runs import RunFolder
 from tests.processes import PATIENCE, wait_for
 
@@ -84,3 +92,38 @@ def test_a_server_killed_in_the_middle_goes_on(
     assert again.completed, again.log
     assert_same(out, simulated(task, 2, "fedshuffle"))
     assert [record["round"] for record in RunFolder(out).metrics()] == [1, 2]
+
+
+@pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="looks into Linux's /proc")
+def test_flowers_own_simulator_gives_the_same(task: Any, tmp_path: Path) -> None:
+    pytest.importorskip("ray")
+    out = tmp_path / "out"
+    environment = {
+        **{name: value for name, value in os.environ.items() if not name.startswith("RAY_")},
+        "FLWR_HOME": str(tmp_path / "home"),
+        "FLWR_TELEMETRY_ENABLED": "0",
+        "FLWR_DISABLE_UPDATE_CHECK": "1",
+        "FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION": "1",
+        "FLWR_LOCAL_SUPERLINK_HTTP_API_PORT": str(free_port()),
+        "RAY_USAGE_STATS_ENABLED": "0",
+        "RAY_AUTH_MODE": "token",
+        "RAY_AUTH_TOKEN_PATH": str(tmp_path / "token"),
+        "PATH": os.pathsep.join([str(Path(tool("flwr")).parent), os.environ["PATH"]]),
+        MARK: str(tmp_path),
+    }
+    (tmp_path / "token").write_text("5e" * 32)
+    (tmp_path / "token").chmod(0o600)
+    words = [tool("flwr"), "run", str(APP), "local", "--stream"]
+    words += ["--federation-config", f"num-supernodes={len(task.SIZES)}"]
+    words += ["-c", f'method="fedshuffle-mvr" marks="{tmp_path}" out="{out}"']
+    try:
+        said = subprocess.run(
+            words, env=environment, cwd=tmp_path, text=True, capture_output=True, timeout=PATIENCE
+        )
+        assert (out / "model.safetensors").exists(), said.stdout + said.stderr
+        assert_same(out, simulated(task, 2, "fedshuffle-mvr"))
+    finally:
+        for pid in marked(tmp_path):  # Flower leaves a SuperLink behind
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGTERM)
+        wait_for(lambda: not marked(tmp_path), "the SuperLink to end")
