@@ -50,7 +50,7 @@ class HollowGrid(Grid):  # type: ignore[misc]
         client = message.metadata.dst_node_id - 1
         if message.metadata.message_type == messages.HELLO:
             shape = {"x": [self.parameters]}
-            content = messages.content(messages.Hello(client, shape, "float32", "", {}, 1))
+            content = messages.content(messages.Hello(client, shape, "float32", {}, {}, 1))
         else:
             update = messages.arrays(update=torch.zeros(self.parameters))
             content = messages.content(messages.Done(client, 1), update)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable
 from typing import Any, final
 
@@ -17,8 +18,9 @@ Fault = Callable[[int, Message], str | None]
 class LocalGrid(Grid):  # type: ignore[misc]
     """Nodes 100, 101, ... run the client app of partitions 0, 1, ... as soon as they are asked.
 
-    Faults: ``"raises"`` (the app fails), ``"silent"`` (no answer ever comes), ``"gone"`` (the node
-    is lost: an error of Flower's that does not say whose it is).
+    Faults: ``"raises"`` (the app fails), ``"silent"`` (no answer ever comes, which Flower says when
+    the message's time is up), ``"gone"`` (the node is lost: an error of Flower's that does not say
+    whose it is), ``"refused"`` (the SuperLink does not take the message).
     """
 
     def __init__(self, apps: list[ClientApp], fault: Fault | None = None) -> None:
@@ -28,6 +30,7 @@ class LocalGrid(Grid):  # type: ignore[misc]
         self.asked: list[tuple[int, str]] = []
         self.most_in_hand = 0
         self._replies: dict[str, Message] = {}
+        self._silent: dict[str, tuple[float, Message]] = {}
         self._sent = 0
 
     def get_node_ids(self) -> list[int]:
@@ -41,16 +44,15 @@ class LocalGrid(Grid):  # type: ignore[misc]
             message.metadata.__dict__["_message_id"] = id
             client = message.metadata.dst_node_id - 100
             self.asked.append((client, message.metadata.message_type))
-            reply = self._reply(client, message)
-            if reply is not None:
-                self._replies[id] = reply
-            ids.append(id)
+            fault = self.fault(client, message)
+            if fault == "silent":
+                self._silent[id] = time.monotonic() + message.metadata.ttl, message
+            elif fault != "refused":
+                self._replies[id] = self._reply(client, message, fault)
+            ids.append("" if fault == "refused" else id)
         return ids
 
-    def _reply(self, client: int, message: Message) -> Message | None:
-        fault = self.fault(client, message)
-        if fault == "silent":
-            return None
+    def _reply(self, client: int, message: Message, fault: str | None) -> Message:
         if fault == "gone":
             return Message(Error(5, "node unavailable"), reply_to=message)
         try:
@@ -62,6 +64,11 @@ class LocalGrid(Grid):  # type: ignore[misc]
             return Message(Error(2, str(error)), reply_to=message)
 
     def pull_messages(self, message_ids: Iterable[str]) -> list[Message]:
+        for id in [id for id in message_ids if id in self._silent]:
+            end, message = self._silent[id]
+            if time.monotonic() >= end:
+                del self._silent[id]
+                self._replies[id] = Message(Error(3, "unavailable"), reply_to=message)
         found = [self._replies.pop(id) for id in message_ids if id in self._replies]
         self.most_in_hand = max(self.most_in_hand, len(found))
         return found

@@ -44,7 +44,11 @@ def listening(pids: Iterable[int]) -> set[tuple[str, int]]:
     """The addresses, as in /proc/net, and ports at which these processes listen."""
     owned = set()
     for pid in pids:
-        for handle in Path(f"/proc/{pid}/fd").iterdir():
+        try:
+            handles = list(Path(f"/proc/{pid}/fd").iterdir())
+        except FileNotFoundError:  # it has ended
+            continue
+        for handle in handles:
             try:
                 owned.add(os.readlink(handle))
             except FileNotFoundError:

@@ -170,6 +170,14 @@ def test_bad_words(
     assert said in capsys.readouterr().err
 
 
+def test_this_machine_is_reached_directly(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("https_proxy", "http://127.0.0.1:9")
+    monkeypatch.setenv("no_proxy", "corp.example")
+    monkeypatch.delenv("NO_PROXY", raising=False)
+    found = Deployment(1, tmp_path)._environment("flower")
+    assert found["no_proxy"] == found["NO_PROXY"] == "127.0.0.1,localhost,corp.example"
+
+
 def test_a_port_that_is_taken(tmp_path: Path) -> None:
     with socket.socket() as other:
         other.bind(("127.0.0.1", 0))
@@ -267,14 +275,16 @@ def test_all_listen_on_this_machine_only(deployment: Deployment) -> None:
 @pytest.mark.xdist_group("flower")
 @pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="looks into Linux's /proc")
 @pytest.mark.parametrize(
-    ("line", "number", "code"),
+    ("line", "number", "codes"),
     [
-        ("SuperNodes", signal.SIGINT, 130),  # while it starts
-        ("Ctrl-C ends it", signal.SIGTERM, 128 + signal.SIGTERM),
-        ("Ctrl-C ends it", signal.SIGINT, 0),
+        ("SuperNodes", signal.SIGINT, {130, 0}),  # while it starts, unless this test is late
+        ("Ctrl-C ends it", signal.SIGTERM, {128 + signal.SIGTERM}),
+        ("Ctrl-C ends it", signal.SIGINT, {0}),
     ],
 )
-def test_no_process_is_left(line: str, number: signal.Signals, code: int, tmp_path: Path) -> None:
+def test_no_process_is_left(
+    line: str, number: signal.Signals, codes: set[int], tmp_path: Path
+) -> None:
     folder = tmp_path / "deployment"
     words = [sys.executable, "-m", "fedshuffle.cli", "flower", "up", "--clients", "1"]
     with subprocess.Popen(
@@ -289,7 +299,7 @@ def test_no_process_is_left(line: str, number: signal.Signals, code: int, tmp_pa
         assert marked(folder)
         up.send_signal(number)
         said += up.communicate(timeout=PATIENCE)[0]
-    assert up.returncode == code, said
+    assert up.returncode in codes, said
     assert not marked(folder)
     assert not [path for path in Path("/proc").glob("[0-9]*") if str(folder) in commanded(path)]
     assert (folder / "logs" / "superlink.log").exists()

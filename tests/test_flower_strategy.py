@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from fedshuffle import Federation, LocalWork, losses, methods, train
 from fedshuffle.auditing.adapters.flower import _identity
 from fedshuffle.errors import FedShuffleError
-from fedshuffle.flower import Client, FedShuffleStrategy, client_app, exchange, messages
+from fedshuffle.flower import Client, FedShuffleStrategy, client_app, messages
 from fedshuffle.flower import client as client_module
 from fedshuffle.flower import spool as spool_module
 from fedshuffle.flower.round import Round
@@ -159,6 +159,49 @@ def test_in_flowers_own_loop_nobody_answers_for_another(
     assert metrics["answered"] == 3
     assert f"client {other} answered for client 1" in warnings(log)
     assert "answers twice" in warnings(log)
+
+
+def test_a_loop_of_ones_own_may_begin_at_any_round_but_takes_no_old_answers(
+    log: pytest.LogCaptureFixture,
+) -> None:
+    def orders(ours: FedShuffleStrategy, round: int, grid: LocalGrid) -> list[Message]:
+        return list(ours.configure_train(round, start(), ConfigRecord(), grid))
+
+    grid = LocalGrid(apps())
+    later, before = strategy(), strategy()
+    assert orders(later, 6, grid)[0].metadata.group_id == "6"
+    sixth = {m.metadata.dst_node_id - 100 for m in orders(later, 6, grid)}
+    assert sixth == set(before._run().cohort(5).clients.tolist())
+
+    ours = strategy(sampling="full")
+    old = grid.send_and_receive(orders(ours, 1, grid))
+    orders(ours, 2, grid)
+    _, metrics = ours.aggregate_train(2, old)
+    assert metrics is not None
+    assert metrics["answered"] == 0
+    assert "answers to another round" in warnings(log)
+    with pytest.raises(FedShuffleError, match="leave out retries"):
+        orders(strategy(retries=1), 1, grid)
+
+
+def test_what_is_not_trained_must_be_the_same_on_the_server() -> None:
+    def half() -> nn.Module:
+        made = model()
+        made.get_parameter("0.weight").requires_grad = False
+        return made
+
+    grid = LocalGrid([client_app(half, data, losses.cross_entropy)] * 4)
+    other = half().state_dict()
+    other["0.weight"] = other["0.weight"] * 2
+    with pytest.raises(FedShuffleError, match=r"'0\.weight' is not trained, and has other values"):
+        strategy().start(grid, ArrayRecord(other), 1)
+    del other["0.weight"]  # who does not need it need not have it
+    assert list(strategy().start(grid, ArrayRecord(other), 1).arrays) == list(other)
+
+
+def test_sizes_may_be_of_numpy() -> None:
+    result = strategy(sizes=FEDERATION.sizes).start(LocalGrid(apps()), start(), 1)
+    assert same(result.arrays, simulated(1))
 
 
 def test_numbers_may_be_of_numpy() -> None:
@@ -413,6 +456,27 @@ def test_a_client_that_is_away_takes_part_when_it_is_back(tmp_path: Path) -> Non
     assert [record["missing"] for record in records] == [{}, {"3": "is not connected"}, {}]
 
 
+def test_messages_that_are_not_taken_are_accounted_for(tmp_path: Path) -> None:
+    def fault(client: int, message: Message) -> str | None:
+        walks = message.metadata.message_type == messages.WALK
+        return "refused" if walks and client in (0, 2) else None
+
+    grid = LocalGrid(apps(), fault)
+    strategy(sampling="full", out=tmp_path / "run").start(grid, start(), 1)
+    (record,) = RunFolder(tmp_path / "run").metrics()
+    assert set(record["missing"]) == {"0", "2"}
+    assert "the SuperLink refused the message" in record["missing"]["0"]
+    assert not record["as_stated"]
+
+
+def test_rounds_in_vain_may_be_as_stated() -> None:
+    grid = LocalGrid(apps(), walking("gone"))
+    result = strategy(answers=0.3).start(grid, start(), 5)  # by chance in 0.7 ** 10
+    assert result.train_metrics_clientapp[5]["answered"] == 0
+    with pytest.raises(FedShuffleError, match="nobody answered in 4 rounds in a row"):
+        strategy(answers=0.85).start(LocalGrid(apps(), walking("gone")), start(), 5)
+
+
 def test_nobody_answers_and_nothing_changes() -> None:
     grid = LocalGrid(apps(), walking("gone"))
     result = strategy().start(grid, start(), 2)
@@ -432,30 +496,6 @@ def test_a_silent_stranger_holds_up_nobody() -> None:
     grid = LocalGrid([*apps(), apps()[0]], lambda client, m: "silent" if client == 4 else None)
     result = strategy(sampling="full").start(grid, start(), 1, timeout=1e6)
     assert result.train_metrics_clientapp[1]["answered"] == 4
-
-
-def test_the_time_to_look_for_clients_is_not_theirs(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = _Ticks()
-    monkeypatch.setattr(exchange, "time", clock)
-    node = 100
-
-    def places(clients: Any) -> dict[int, int | None]:
-        clock.now += 1000
-        return dict.fromkeys(clients, node)
-
-    def write(client: int, node: int, ttl: float) -> Message:
-        return Message(RecordDict({}), node, messages.HELLO, ttl=ttl)
-
-    answers: list[list[Message]] = [[]]  # the first look is in vain
-    grid = LocalGrid(apps())
-    pulled = grid.pull_messages
-    monkeypatch.setattr(
-        grid, "pull_messages", lambda ids: answers.pop() if answers else pulled(ids)
-    )
-    kept: dict[int, Message] = {}
-    read, keep = (lambda client, reply: reply), kept.__setitem__
-    assert not exchange.ask(grid, [0], places, write, read, keep, timeout=100)
-    assert list(kept) == [0]
 
 
 def test_the_second_of_two_answers_is_ignored(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -765,10 +805,12 @@ def test_registered_nodes_of_known_sizes_are_not_all_asked_who_they_are() -> Non
 
     grid = LocalGrid([client_app(model, one, losses.cross_entropy)] * n)
     nodes = {100 + k: k for k in range(n)}
-    ours = strategy(clients=n, nodes=nodes, sizes=[SIZES[k % 4] for k in range(n)])
+    sizes = [SIZES[k % 4] for k in range(n)]
+    ours = strategy(clients=n, nodes=nodes, sizes=sizes, evaluate_every=3)
     result = ours.start(grid, start(), 3)
     assert sum(kind == messages.HELLO for _, kind in grid.asked) == 16
     assert result.train_metrics_clientapp[3]["answered"] == 2
+    assert result.evaluate_metrics_clientapp[3]["clients"] == n
 
 
 def test_a_stranger_that_says_nothing_is_asked_once(log: pytest.LogCaptureFixture) -> None:
@@ -783,7 +825,58 @@ def test_a_stranger_that_says_nothing_is_asked_once(log: pytest.LogCaptureFixtur
     strategy(sampling="full", answers=0.9).start(
         grid, start(), 4, timeout=0.3, evaluate_fn=evaluate
     )
-    assert grid.asked.count((4, messages.HELLO)) <= 2  # at the start it held up nobody
+    assert grid.asked.count((4, messages.HELLO)) == 1
+
+
+def test_those_who_answered_are_heard_while_a_newcomer_says_nothing() -> None:
+    def fault(client: int, message: Message) -> str | None:
+        return "silent" if client == 4 else None
+
+    grid = LocalGrid([*apps(), apps()[0]], fault)
+    grid.away = {4}
+
+    def evaluate(round: int, arrays: ArrayRecord) -> None:
+        grid.away = {3}
+
+    ours = strategy(sampling="full", answers=0.9, retries=1)
+    result = ours.start(grid, start(), 1, timeout=0.5, evaluate_fn=evaluate)
+    assert (4, messages.HELLO) in grid.asked
+    assert result.train_metrics_clientapp[1]["answered"] == 3
+
+
+def test_a_client_that_comes_late_is_met_while_a_stranger_says_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def fault(client: int, message: Message) -> str | None:
+        return "silent" if client == 4 else None
+
+    grid = LocalGrid([*apps(), apps()[0]], fault)
+    looks, see = itertools.count(), grid.get_node_ids
+
+    def later() -> list[int]:
+        grid.away = {3} if next(looks) < 2 else set()
+        return see()
+
+    monkeypatch.setattr(grid, "get_node_ids", later)
+    result = strategy(sampling="full").start(grid, start(), 1)
+    assert result.train_metrics_clientapp[1]["answered"] == 4
+
+
+def test_why_nobody_came_is_said() -> None:
+    def broken(context: Context) -> Any:
+        raise RuntimeError("no disk")
+
+    app = client_app(model, broken, losses.cross_entropy)
+    with pytest.raises(FedShuffleError, match=r"0 of 4 clients .*3 more was refused.*no disk"):
+        strategy().start(LocalGrid([app] * 4), start(), 1, timeout=0.1)
+    with pytest.raises(FedShuffleError, match=r"client 0 is missing. Start it, or another\.$"):
+        strategy(sizes=SIZES).start(LocalGrid([]), start(), 1, timeout=0.1)
+
+
+@pytest.mark.parametrize("nodes", [{1: 0, 2: 0}, {1: 4}, {1: -1}, {"a": 1}])
+def test_impossible_nodes_are_refused(nodes: Any) -> None:
+    with pytest.raises(FedShuffleError, match="nodes "):
+        strategy(nodes=nodes)
 
 
 def test_server_and_clients_must_have_the_same_model() -> None:
@@ -841,9 +934,12 @@ def test_a_run_goes_on_bit_for_bit(name: str, tmp_path: Path) -> None:
 
 
 def test_a_run_goes_on_only_as_it_began(tmp_path: Path) -> None:
+    nobody = LocalGrid([])  # who is not waited for
+    with pytest.raises(FedShuffleError, match="holds no run to go on with"):
+        strategy(out=tmp_path / "run", resume=True).start(nobody, start(), 1)
     strategy(out=tmp_path / "run").start(LocalGrid(apps()), start(), 1)
     with pytest.raises(FedShuffleError, match="holds a run already"):
-        strategy(out=tmp_path / "run").start(LocalGrid(apps()), start(), 2)
+        strategy(out=tmp_path / "run").start(nobody, start(), 2)
     with pytest.raises(FedShuffleError, match="seed 3, not 4"):
         strategy(out=tmp_path / "run", resume=True, seed=4).start(LocalGrid(apps()), start(), 2)
     with pytest.raises(FedShuffleError, match="other probabilities to answer"):

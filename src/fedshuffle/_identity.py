@@ -93,6 +93,11 @@ def frozen(model: nn.Module) -> str:
     return _digest([*fixed, *model.named_buffers()])
 
 
+def tensor(values: Tensor) -> str:
+    """A digest of a tensor."""
+    return hashlib.sha256(_kind(values) + _bytes(values)).hexdigest()
+
+
 def _digest(tensors: Iterable[tuple[str, Tensor]]) -> str:
     digest = hashlib.sha256()
     for name, tensor in tensors:

@@ -96,6 +96,16 @@ class RunFolder:
         self._forget_after(state.round)
         return state
 
+    def check(self, resume: bool) -> None:
+        """Refuse a folder without a run to go on with, or with one where none may be."""
+        if resume:
+            self.settings()
+        elif (self.path / "run.json").exists():
+            raise FedShuffleError(
+                f"{str(self.path)!r} holds a run already. To go on, {self.how_to_resume}; to begin"
+                " anew, choose another folder."
+            )
+
     def shelf(self, width: int, dtype: torch.dtype) -> Shelf:
         """Where the clients of this run keep their rows; the rows of all checkpoints are pinned.
 
@@ -112,12 +122,8 @@ class RunFolder:
         return known
 
     def _begin_anew(self, settings: Mapping[str, Any], start: State) -> None:
+        self.check(resume=False)
         made = self.path / "run.json"
-        if made.exists():
-            raise FedShuffleError(
-                f"{str(self.path)!r} holds a run already. To go on, {self.how_to_resume}; to begin"
-                " anew, choose another folder."
-            )
         if any(_round(path) > start.round for path in self._checkpoints.glob("*")):
             raise FedShuffleError(
                 f"{str(self._checkpoints)!r} holds checkpoints of a run without its run.json. Put"

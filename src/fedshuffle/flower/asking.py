@@ -33,6 +33,8 @@ class Asking:
         self.round = round
         self.request = request
         self.withheld = withheld
+        self.group = str(round + 1)
+        """By what an answer is known to be one to this round."""
         self._steps: dict[int, int] = {}
         self._last: tuple[tuple[Tensor | None, ...], ArrayRecord] | None = None
         if isinstance(request, Walk):
@@ -56,14 +58,13 @@ class Asking:
 
     def write(self, client: int, node: int, ttl: float) -> Message:
         """The message to a client at a node."""
-        group = str(self.round + 1)
         if isinstance(self.request, Probe):
             question = messages.Question(client, self.round)
             content = messages.content(question, self._points)
-            return Message(content, node, messages.PROBE, ttl=ttl, group_id=group)
+            return Message(content, node, messages.PROBE, ttl=ttl, group_id=self.group)
         order = self._orders[client]
         content = messages.content(self._task(order), self._arrays(self.request.start, order))
-        return Message(content, node, messages.WALK, ttl=ttl, group_id=group)
+        return Message(content, node, messages.WALK, ttl=ttl, group_id=self.group)
 
     def read(self, client: int, reply: Message) -> tuple[int, Tensor]:
         """The steps done and the array of an answer; one that cannot be right is refused."""

@@ -34,7 +34,8 @@ class Client:
 
     Args:
         number: its number among all clients, from 0 on; the strategy samples by it.
-        model: any module; its parameters are overwritten by those of the server.
+        model: any module. What it trains is overwritten by the server's values; the rest must have
+            them already.
         data: its examples, a tuple of arrays or tensors with a row each, or a torch dataset.
         loss: ``loss(model, *fields)``, the mean over a minibatch.
         test: held-out examples for evaluation; the training data if there are none.
@@ -85,14 +86,16 @@ class Client:
     def _hello(self, message: Message) -> RecordDict:
         mine, model = self.problem.parameters, self.problem.model
         first = {id(p): name for name, p in mine.items()}
-        every = model.named_parameters(remove_duplicate=False)
+        every = dict(model.named_parameters(remove_duplicate=False))
+        tied = {k: first[id(p)] for k, p in every.items() if id(p) in first and k not in mine}
+        rest = every | dict(model.named_buffers(remove_duplicate=False))
         return messages.content(
             messages.Hello(
                 self.number,
                 {name: list(p.shape) for name, p in mine.items()},
                 str(self.problem.dtype).removeprefix("torch."),
-                _identity.frozen(model),
-                {k: first[id(p)] for k, p in every if id(p) in first and k not in mine},
+                {k: _identity.tensor(p) for k, p in rest.items() if k not in {*mine, *tied}},
+                tied,
                 self.size if self.share_size else None,
             )
         )
@@ -192,7 +195,8 @@ def client_app(
     """A ready ``ClientApp`` for :class:`~fedshuffle.flower.FedShuffleStrategy`.
 
     Args:
-        model: makes the model; its values are overwritten by the server's.
+        model: makes the model. What it trains is overwritten by the server's values; the rest
+            (frozen parameters, buffers) must have them already.
         data: gives this client's examples: a tuple of arrays or tensors, or a torch dataset.
         loss: ``loss(model, *fields)``, the mean over a minibatch.
         test: gives held-out examples for evaluation.

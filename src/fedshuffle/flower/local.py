@@ -283,14 +283,16 @@ class Deployment:
     def _environment(self, home: str) -> dict[str, str]:
         """The user's environment, but with nothing in it that would change Flower's ways."""
         kept = {name: value for name, value in os.environ.items() if not name.startswith("FLWR_")}
-        away = [HOST, "localhost", *filter(None, [os.environ.get("NO_PROXY")])]
+        known = [os.environ.get(name, "") for name in ("NO_PROXY", "no_proxy")]
+        direct = ",".join([HOST, "localhost", *filter(None, known)])
         return {
             **kept,
             **self.environment,
             "FLWR_HOME": str(self.folder / home),  # each site has a Flower home of its own
             "FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION": "1",
             "FLWR_SUPEREXEC_TASK_POLL_INTERVAL": "0.1",  # 1 s if not set: once a message
-            "NO_PROXY": ",".join(away),
+            "NO_PROXY": direct,
+            "no_proxy": direct,
             "PATH": os.pathsep.join([scripts(), os.environ.get("PATH", os.defpath)]),
             "PYTHONUNBUFFERED": "1",
             MARK: str(self.folder),

@@ -45,8 +45,8 @@ class Hello:
     parameters: Mapping[str, Sequence[int]]
     """Names and shapes of what it trains, in order."""
     dtype: str
-    frozen: str
-    """A digest of the rest of its model."""
+    frozen: Mapping[str, str]
+    """Digests of the rest of its model: all that it does not train, by name."""
     tied: Mapping[str, str]
     """Further names of what it trains, and the first."""
     size: int | None = None

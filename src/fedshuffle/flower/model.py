@@ -13,6 +13,7 @@ import torch
 from flwr.app import Array, ArrayRecord
 from torch import Tensor
 
+from fedshuffle import _identity
 from fedshuffle.errors import FedShuffleError
 
 
@@ -25,6 +26,7 @@ class Model:
         trained: names and shapes of those that clients train, in their order.
         dtype: what clients compute in, such as ``"float32"``.
         tied: further names of those that are trained, and the first.
+        frozen: digests of what else clients have, which must be as it is here.
     """
 
     def __init__(
@@ -33,6 +35,7 @@ class Model:
         trained: Mapping[str, Sequence[int]],
         dtype: str,
         tied: Mapping[str, str],
+        frozen: Mapping[str, str],
     ) -> None:
         self.trained = {name: tuple(shape) for name, shape in trained.items()}
         self.dtype = getattr(torch, dtype, None)
@@ -55,6 +58,12 @@ class Model:
                     f"parameter {name!r} has shape {found} on the server and {shape} on clients."
                     " Build the same model on both sides."
                 )
+        for name, array in self._rest.items():
+            if name not in tied and frozen.get(name) != _digest(array):
+                raise FedShuffleError(
+                    f"{name!r} is not trained, and has other values on the server than on clients."
+                    " Give both sides the same, such as the same file of pretrained weights."
+                )
 
     def digest(self) -> str:
         """By what a run knows its model again."""
@@ -76,3 +85,7 @@ class Model:
         return ArrayRecord(
             {name: trained.get(first) or self._rest[name] for name, first in self._names.items()}
         )
+
+
+def _digest(array: Array) -> str:
+    return _identity.tensor(torch.from_numpy(np.require(array.numpy(), requirements="W")))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
@@ -28,7 +29,9 @@ from fedshuffle.state import State
 
 _log = logging.getLogger("flwr.fedshuffle")
 IN_VAIN = 3
-"""After so many rounds in a row without any answer, the run stops."""
+"""After so many rounds in a row without any answer, the run stops,"""
+BY_CHANCE = 1e-6
+"""unless that is likelier than this by the stated probabilities to answer."""
 
 _Args = ParamSpec("_Args")
 _Result = TypeVar("_Result")
@@ -73,7 +76,8 @@ class Session:
         self._asking: Asking | None = None
         self._asked: dict[int, int] = {}
         self._missing: dict[int, str] = {}
-        self._in_vain = 0
+        self._in_vain: list[float] = []
+        """The stated probabilities of the last rounds, if nobody answered in them."""
 
     def arrays(self) -> ArrayRecord:
         """The model now."""
@@ -86,9 +90,9 @@ class Session:
             self._ask(grid, request)
         return self._end()
 
-    def orders(self, grid: Grid, arrays: ArrayRecord) -> list[Message]:
+    def orders(self, grid: Grid, arrays: ArrayRecord, round: int) -> list[Message]:
         """The first half of a round in somebody else's loop: the messages of the walk."""
-        self.state = replace(self.state, x=self.model.flat(arrays))
+        self.state = replace(self.state, x=self.model.flat(arrays), round=round)
         request = self._until_walk(grid)
         self._asking = None
         if isinstance(request, State):
@@ -112,6 +116,8 @@ class Session:
                     client = self._asked.pop(reply.metadata.src_node_id, None)
                     if client is None:
                         raise FedShuffleError("its node was not asked, or answers twice.")
+                    if reply.metadata.group_id != asking.group:
+                        raise FedShuffleError(f"client {client} answers to another round.")
                     answer = asking.read(client, reply)
                 except FedShuffleError as error:
                     _log.warning("round %d: an answer is no good: %s", self.state.round + 1, error)
@@ -141,9 +147,8 @@ class Session:
             return {name: float(value) for name, value in numbers.items()}
 
         keep, places = found.__setitem__, partial(self.roster.nodes, grid)
-        missing = ask(
-            grid, self.roster.hellos, places, write, read, keep, timeout=self.terms.timeout
-        )
+        connected = self.roster.connected(grid)
+        missing = ask(grid, connected, places, write, read, keep, timeout=self.terms.timeout)
         self._log_missing(missing, "evaluation")
         if not found:
             return None
@@ -230,13 +235,16 @@ class Session:
         return not surprising and (repaired or not len(unfinished))
 
     def _give_up_if_in_vain(self, asked: Participants, answered: Participants) -> None:
-        """A round in which nobody answers changes nothing; some in a row are no accident."""
-        self._in_vain = self._in_vain + 1 if len(asked.clients) > len(answered.clients) == 0 else 0
-        if self._in_vain >= IN_VAIN:
+        """A round in which nobody answers changes nothing; some in a row may be no accident."""
+        if len(answered.clients) or not len(asked.clients):
+            self._in_vain = []
+            return
+        self._in_vain.append(math.prod(1 - self.terms.answers[asked.clients]))
+        if len(self._in_vain) >= IN_VAIN and math.prod(self._in_vain) < BY_CHANCE:
             client, why = next(iter(self._missing.items()))
             raise FedShuffleError(
-                f"nobody answered in {IN_VAIN} rounds in a row, in the last of them because client"
-                f" {client} {why}. Put that right, and go on from the last checkpoint."
+                f"nobody answered in {len(self._in_vain)} rounds in a row, in the last because"
+                f" client {client} {why}. Put that right, and go on from the last checkpoint."
             )
 
     def _log_missing(self, missing: dict[int, str], stage: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import logging
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -43,7 +44,8 @@ class FedShuffleStrategy(Strategy):  # type: ignore[misc]  # Flower is untyped h
     moves the model by :math:`\sum_i a_i (y_i - x)` over those who answered, with the method's own
     weights: for FedShuffle :math:`a_i = w_i / (p_i r_i)`, where :math:`p_i` is the probability that
     client i is sampled and :math:`r_i` that it answers when asked. Nothing is divided by the sum
-    over whoever answered. The same seed gives the same trajectory as in the simulator.
+    over whoever answered, unless the method itself does so, as FedAvg. The same seed gives the same
+    trajectory as in the simulator.
 
     Args:
         clients: how many there are in all; they are numbered from 0 on.
@@ -60,7 +62,7 @@ class FedShuffleStrategy(Strategy):  # type: ignore[misc]  # Flower is untyped h
         answers: the dropout model: the probability that a client answers when asked, ``retries``
             included, one for all or one each, independently of its data and of all else. With 1, a
             round in which somebody does not answer is biased, and is logged as such.
-        timeout: seconds to wait for the answers to one exchange.
+        timeout: seconds to wait for the answers to one exchange, and for clients at the start.
         retries: how often a client that fails or is away is asked again before time is up.
         out: a folder for metrics and checkpoints (see :mod:`fedshuffle.runs`).
         resume: go on with the run in ``out``.
@@ -117,11 +119,15 @@ class FedShuffleStrategy(Strategy):  # type: ignore[misc]  # Flower is untyped h
             self.folder = RunFolder(Path(out), count(keep, "keep"), again)
         elif resume:
             raise FedShuffleError("resume=True needs the folder of the run: give it as out.")
-        if not all(isinstance(n, int) for pair in (nodes or {}).items() for n in pair):
-            raise FedShuffleError("nodes says which client each node is: nodes={NODE_ID: 0, ...}.")
+        _check_nodes(nodes or {}, self.clients)
         _check(self.method, self.work, self.sampling, self.withheld)
         self._run()  # what is wrong with the settings is said now
         self._session: Session | None = None
+
+    @property
+    def asked(self) -> bool:
+        """Whether clients are asked for their sizes."""
+        return isinstance(self.sizes, str) and self.sizes == "asked"
 
     @property
     def withheld(self) -> bool:
@@ -193,9 +199,11 @@ class FedShuffleStrategy(Strategy):  # type: ignore[misc]  # Flower is untyped h
         """The orders of the next round, for a loop of one's own; probes are sent from here."""
         if self.folder:
             raise FedShuffleError("metrics and checkpoints are written by start: leave out out.")
+        if self.retries:
+            raise FedShuffleError("clients are asked again by start: leave out retries.")
         if self._session is None or server_round == 1:
             self._session = self._begin(grid, arrays, server_round)
-        return self._session.orders(grid, arrays)
+        return self._session.orders(grid, arrays, server_round - 1)
 
     def aggregate_train(
         self, server_round: int, replies: Iterable[Message]
@@ -239,11 +247,13 @@ class FedShuffleStrategy(Strategy):  # type: ignore[misc]  # Flower is untyped h
 
     def _begin(self, grid: Grid, arrays: ArrayRecord, rounds: int) -> Session:
         """Meet the clients, and take up the state to start from."""
+        if self.folder:
+            self.folder.check(self.resume)  # before anybody is waited for
         roster = Roster(self.clients, self.timeout, self.nodes)
-        roster.wait_for(grid, self.clients if self.sizes == "asked" else 1)
+        roster.wait_for(grid, self.clients if self.asked else 1)
         run = self._run(roster)
         hello = next(iter(roster.hellos.values()))
-        model = Model(arrays, hello.parameters, hello.dtype, hello.tied)
+        model = Model(arrays, hello.parameters, hello.dtype, hello.tied, hello.frozen)
         state = run.start(model.flat(arrays))
         if self.folder:
             begun_with = self.folder.settings().get("rounds", rounds) if self.resume else rounds
@@ -253,7 +263,7 @@ class FedShuffleStrategy(Strategy):  # type: ignore[misc]  # Flower is untyped h
                 "parameters": len(state.x),
                 "dtype": str(model.dtype),
                 "model_sha256": model.digest(),
-                "frozen_sha256": hello.frozen,
+                "frozen_sha256": hashlib.sha256(json.dumps(hello.frozen).encode()).hexdigest(),
                 "answers_sha256": hashlib.sha256(self.answers.tobytes()).hexdigest(),
                 "rounds": rounds,
             }
@@ -264,7 +274,7 @@ class FedShuffleStrategy(Strategy):  # type: ignore[misc]  # Flower is untyped h
 
     def _run(self, roster: Roster | None = None) -> Run:
         sizes: Any = self.sizes
-        if self.sizes == "asked" and roster is not None:
+        if self.asked and roster is not None:
             sizes = roster.sizes()
         elif isinstance(sizes, str):  # as if everybody had one minibatch: a step is then an epoch
             sizes = np.ones(self.clients, np.int64)
@@ -317,6 +327,19 @@ def _check(method: Method, work: LocalWork, drawn: str | Sampling, withheld: boo
             f"{method.name} needs the clients' numbers of steps, which follow from their sizes. Use"
             " fedshuffle (or NAME+fedshuffle), whose clients can scale their steps themselves."
         )
+
+
+def _check_nodes(nodes: Mapping[int, int], clients: int) -> None:
+    if not all(isinstance(n, int) for pair in nodes.items() for n in pair):
+        raise FedShuffleError("nodes says which client each node is: nodes={NODE_ID: 0, ...}.")
+    given = sorted(nodes.values())
+    for client, following in zip(given, [*given[1:], -1]):
+        if not 0 <= client < clients:
+            raise FedShuffleError(
+                f"nodes has client {client}, but there are clients 0 to {clients - 1} only."
+            )
+        if client == following:
+            raise FedShuffleError(f"nodes has two nodes for client {client}: give each its own.")
 
 
 def _population(clients: int | None, sizes: Sequence[int] | str) -> int:
