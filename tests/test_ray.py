@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
+import shutil
 import signal
 import stat
 import subprocess
@@ -199,18 +200,24 @@ def test_a_loss_that_equals_everything_is_still_its_own() -> None:
 # On two nodes -----------------------------------------------------------------------------------
 
 
-def on_both(nodes: Nodes, loss: Callable[..., Tensor] = losses.cross_entropy) -> RayEngine:
-    """An engine with a worker on each of the two nodes."""
-    engine = make("ray:2", problem(loss))
+def on_both(
+    nodes: Nodes, loss: Callable[..., Tensor] = losses.cross_entropy, wanted: str = "ray:2"
+) -> RayEngine:
+    """An engine with as many workers on each of the two nodes."""
+    engine = make(wanted, problem(loss))
     assert isinstance(engine, RayEngine)
     ready(engine)
-    assert len({place.rpartition(" ")[2] for place in engine.places}) == 2
+    found = [place.rpartition(" ")[2] for place in engine.places]
+    assert sorted(map(found.count, set(found))) == [engine.workers / 2] * 2
     return engine
 
 
 def ready(engine: RayEngine) -> None:
-    """Let it work until both workers are there."""
-    wait_for(lambda: len(played(engine, rounds=1)) > 0 and len(engine.places) == 2, "no workers")
+    """Let it work until all workers are there."""
+    wait_for(
+        lambda: len(played(engine, rounds=1)) > 0 and len(engine.places) == engine.workers,
+        "all workers",
+    )
 
 
 def test_two_nodes_give_bit_for_bit_what_two_workers_give_here(nodes: Nodes) -> None:
@@ -244,6 +251,18 @@ def test_other_kinds_precisions_and_places_of_data(nodes: Nodes, tmp_path: Path)
     have, want = (after(short, name, federation=in_memory) for name in ("ray:2:lanes", "lanes:2"))
     assert have.dtype == torch.bfloat16
     assert torch.equal(have, want)
+
+
+def test_a_store_that_is_another_for_workers_is_named(nodes: Nodes, tmp_path: Path) -> None:
+    federation().save(tmp_path / "people")
+    engine = make(
+        "ray:1", Problem(network(), losses.cross_entropy, Federation.open(tmp_path / "people"))
+    )
+    shutil.rmtree(tmp_path / "people")
+    federation(SIZES[::-1]).save(tmp_path / "people")
+    with pytest.raises(FedShuffleError, match=r"people' holds other data for a worker"):
+        played(engine)
+    engine.close()  # type: ignore[attr-defined]
 
 
 def test_the_number_of_workers_found_is_recorded_and_used_again(
@@ -294,12 +313,17 @@ def test_a_killed_worker_is_replaced_and_its_clients_done_again(
 def test_a_lost_node_changes_nothing(
     nodes: Nodes, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
+    """Also if it had so many workers that the share of one is given up after their deaths."""
     armed, reached, second = tmp_path / "armed", tmp_path / "reached", nodes.second
 
     def waits(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
         if armed.exists() and ray.get_runtime_context().get_node_id() == second:
-            reached.touch()
-            time.sleep(PATIENCE)  # it is killed before
+            try:
+                reached.touch(exist_ok=False)  # one works, and the others are idle
+            except FileExistsError:
+                pass
+            else:
+                time.sleep(PATIENCE)  # it is killed before
         return losses.cross_entropy(model, x, y)
 
     def lose() -> None:
@@ -309,7 +333,7 @@ def test_a_lost_node_changes_nothing(
     def plain(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
         return losses.cross_entropy(model, x, y)
 
-    engine = on_both(nodes, waits)
+    engine = on_both(nodes, waits, "ray:6:lean:cpus=0.3")
     armed.touch()
     thread = threading.Thread(target=lose)
     thread.start()
@@ -319,7 +343,7 @@ def test_a_lost_node_changes_nothing(
     nodes.add()
     assert reached.exists()
     assert f"node {second[:8]}) was lost" in caplog.text
-    assert torch.equal(have, played(make("lean:2", problem(plain))))
+    assert torch.equal(have, played(make("lean:6", problem(plain))))
 
 
 def test_clients_that_kill_every_worker_are_named(nodes: Nodes) -> None:
@@ -456,9 +480,10 @@ def clients():
 def loss(model, x, y):
     hold, lines = HERE / "hold", HERE / "out" / "metrics.jsonl"
     while hold.exists() and lines.exists():
-        if lines.read_text().count(chr(10)) < int(hold.read_text()):
+        wanted = hold.read_text()
+        if not wanted or lines.read_text().count(chr(10)) < int(wanted):
             break
-        (HERE / "held").write_text(hold.read_text())
+        (HERE / "held").write_text(wanted)
         time.sleep(0.02)
     return losses.cross_entropy(model, x, y)
 """
@@ -506,6 +531,13 @@ def children(pid: int) -> set[int]:
     return found
 
 
+def environment(pid: int) -> list[bytes]:
+    try:
+        return Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+    except OSError:  # it has ended
+        return []
+
+
 def wait_until_gone(pids: set[int]) -> None:
     wait_for(lambda: not any(map(alive, pids)), "processes of the cluster live on")
 
@@ -534,7 +566,7 @@ def test_a_run_survives_whatever_happens_to_it(project: Path) -> None:
     heard = listening(all_of_it)
     assert len(heard) > 3
     assert {address for address, _ in heard} <= LOOPBACK
-    environments = [Path(f"/proc/{pid}/environ").read_bytes().split(b"\0") for pid in all_of_it]
+    environments = [environment(pid) for pid in all_of_it]
     name = b"RAY_AUTH_TOKEN_PATH="
     tokens = {entry for variables in environments for entry in variables if entry.startswith(name)}
     (token,) = (Path(entry.partition(b"=")[2].decode()) for entry in tokens)

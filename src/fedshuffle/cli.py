@@ -250,7 +250,7 @@ def run(
     if as_json:
         print(json.dumps(summary(result)))
     else:
-        print_run(console, result)
+        print_run(console, result, address)
 
 
 @contextmanager

@@ -31,6 +31,18 @@ _ANSWERS_WITHIN = 10.0
 _made: ExitStack | None = None
 """How to leave the cluster, if it was joined here and not by the program itself."""
 _members = 0
+_joined: str | None = None
+"""Which cluster that is."""
+_lock = threading.RLock()
+
+
+def identity() -> str | None:
+    """Which cluster this program is connected to; None if to none."""
+    ray = library()
+    if not ray.is_initialized():
+        return None
+    context = ray.get_runtime_context()
+    return f"{context.gcs_address} {context.get_job_id()}"
 
 
 def library() -> Any:
@@ -52,15 +64,21 @@ def join(address: str | None, cpus: float) -> Callable[[], None]:
     (``RAY_ADDRESS`` counts, too) one with so many CPUs, or all of this machine, is started here.
     The last member to leave shuts down what was started here.
     """
+    with _lock:
+        return _join(address, cpus)
+
+
+def _join(address: str | None, cpus: float) -> Callable[[], None]:
     global _made, _members
     ray = library()
     wanted = address or os.environ.get("RAY_ADDRESS") or "local"
+    if identity() != _joined:
+        _leave_all()  # the program has shut it down in the meantime
     if ray.is_initialized():
         _refuse_another(ray, address)
         if _made is None:
             return lambda: None
     else:
-        _leave_all()  # the program has shut it down in the meantime
         with ExitStack() as undo:
             if wanted == "local":
                 _start(ray, undo, cpus)
@@ -73,11 +91,12 @@ def join(address: str | None, cpus: float) -> Callable[[], None]:
     def leave() -> None:
         global _members
         nonlocal left
-        if not left and mine is _made:
-            _members -= 1
-            if not _members:
-                _leave_all()
-        left = True
+        with _lock:
+            if not left and mine is _made:
+                _members -= 1
+                if not _members:
+                    _leave_all()
+            left = True
 
     return leave
 
@@ -87,6 +106,22 @@ def _leave_all() -> None:
     made, _made, _members = _made, None, 0
     if made is not None:
         made.close()
+
+
+def _initialise(ray: Any, undo: ExitStack, *words: Any, **options: Any) -> None:
+    """Start or join a cluster, and note which it is: only that one is ended here."""
+    global _joined
+    began = False
+
+    def shutdown() -> None:
+        global _joined
+        if not began or identity() == _joined:  # or else the program has joined another
+            ray.shutdown()
+        _joined = None
+
+    undo.callback(shutdown)
+    ray.init(*words, log_to_driver=False, configure_logging=False, **options)
+    began, _joined = True, identity()
 
 
 def _refuse_another(ray: Any, address: str | None) -> None:
@@ -122,15 +157,14 @@ def _start(ray: Any, undo: ExitStack, cpus: float) -> None:
     undo.callback(_reread_token)
     undo.enter_context(_environment(settings))
     _reread_token()
-    undo.callback(ray.shutdown)
     try:
         with _quietly(), loopback():
-            ray.init(
+            _initialise(
+                ray,
+                undo,
                 "local",
                 num_cpus=max(cores_here(), math.ceil(cpus)),
                 include_dashboard=False,
-                log_to_driver=False,
-                configure_logging=False,
                 _temp_dir=str(home / "ray"),  # Ray lets all users into it, but not into home
             )
     except (OSError, RuntimeError, ValueError) as error:
@@ -162,13 +196,13 @@ def _connect(ray: Any, undo: ExitStack, address: str) -> None:
         # Ray takes loopback for the machine's own address; a cluster may listen on the first only.
         alone = _loopback_host(address) and not _answers(_own_address(), int(port))
     _reread_token()
-    undo.callback(ray.shutdown)
     try:
         with _quietly(), loopback() if alone else contextlib.nullcontext():
-            ray.init(address, log_to_driver=False, configure_logging=False)
+            _initialise(ray, undo, address)
     except (OSError, RuntimeError, ValueError) as error:
         raise FedShuffleError(
-            f"the Ray cluster at {address!r} cannot be joined: {_short(error)}"
+            f"the Ray cluster at {address!r} cannot be joined: {_short(error)} Is it a Ray"
+            f" {ray.__version__}, and do RAY_AUTH_MODE and RAY_AUTH_TOKEN_PATH name its token?"
         ) from error
 
 

@@ -7,6 +7,7 @@ answers follows from the task alone, so a task whose worker is lost is simply gi
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import logging
 import math
 import os
@@ -21,6 +22,7 @@ from typing import Any, NamedTuple, final
 import torch
 from torch import Tensor
 
+from fedshuffle import _identity
 from fedshuffle._arrays import count, expect, number
 from fedshuffle.engines import cluster
 from fedshuffle.engines.lanes import LanesEngine
@@ -126,7 +128,7 @@ class Ray:
 
 
 class _Member:
-    """A worker, seen from here. It is ready once it has said hello."""
+    """A worker, seen from here. It is ready if it has a place, and no word of it is waited for."""
 
     def __init__(self, number: int, actor: Any, hello: Any, again: int) -> None:
         self.number = number
@@ -159,6 +161,7 @@ class RayEngine(Workers):
         self._ray = cluster.library()
         task = _sent(problem)
         leave = cluster.join(wanted.address, (wanted.workers or 1) * wanted.cpus)
+        self._cluster = cluster.identity()
         self._members: list[_Member | None] = []
         self._held: list[Any] = []
         mine = os.getpid(), self._ray, self._members, self._held, leave
@@ -206,7 +209,7 @@ class RayEngine(Workers):
             ) from error
 
     def _answers(self, what: str, requests: Sequence[list[Any]]) -> list[list[Tensor]]:
-        if not self._close.alive or not self._ray.is_initialized():
+        if not self._close.alive or cluster.identity() != self._cluster:
             raise FedShuffleError("the engine's Ray cluster was shut down: make a new engine.")
         if not self._members:
             self._members += [self._enlisted(k) for k in range(self.workers)]
@@ -272,7 +275,7 @@ class _Round:
         idle = {
             member.number: member
             for member in self.members
-            if member and member.place and member.number not in occupied
+            if member and member.place and not member.hello and member.number not in occupied
         }
         for share in [*self.waiting]:
             if idle:
@@ -290,10 +293,13 @@ class _Round:
             if ok:
                 _check_versions(found)
         except self.ray.exceptions.RayTaskError as error:
-            raise _broken(error) from error
+            ok, found = False, _broken(error)
+        except FedShuffleError as error:
+            ok, found = False, error
         except self.ray.exceptions.RayError as error:
             self.stillborn = _last_line(error)
-            self._replace(member, f"did not come to life ({type(error).__name__})")
+            what = "is gone, too" if member.place else "did not come to life"
+            self._replace(member, f"{what} ({type(error).__name__})")
             return
         if ok:
             member.place = found
@@ -322,6 +328,7 @@ class _Round:
                     stage=whose.stage,
                 ) from error
             self.waiting.insert(0, share)
+            self._doubt(member)
             clients = whose.clients.removeprefix("one of ")
             self._replace(
                 member,
@@ -334,6 +341,15 @@ class _Round:
         device = self.engine.problem.device
         # The cluster's memory cannot be written to, and the others are added to the first.
         self.found[share] = [flat.tensor().to(device, copy=share == 0) for flat in found]
+
+    def _doubt(self, lost: _Member) -> None:
+        """Perhaps the whole machine is lost: those of it get no work until they are heard of."""
+        occupied = {member.number for member, _ in self.busy.values()}
+        for other in self.members:
+            if other is None or other is lost or other.number in occupied or other.hello:
+                continue
+            if other.place and lost.place and other.place.node == lost.place.node:
+                other.hello = other.actor.here.remote()
 
     def _replace(self, member: _Member, why: str) -> None:
         with contextlib.suppress(Exception):
@@ -359,7 +375,8 @@ class _Round:
         return FedShuffleError(
             f"no worker came to life on the Ray cluster within {PATIENCE:g} seconds. Each needs"
             f" {wanted.cpus:g} CPUs{gpus}, and {free.get('CPU', 0):g} CPUs and"
-            f" {free.get('GPU', 0):g} GPUs are free: make room, or ask for less."
+            f" {free.get('GPU', 0):g} GPUs are free: make room, such as by closing other engines of"
+            " this program, or ask for less."
         )
 
 
@@ -393,16 +410,24 @@ class _Worker:
         try:
             torch.set_num_threads(threads)
             device = _device(gpus)
-            model, loss, federation, (dtype, precision) = _loaded(task)
+            model, loss, stored, (dtype, precision) = _loaded(task)
             torch.set_default_dtype(dtype)
             torch.set_float32_matmul_precision(precision)
             if bare is not None and fields is not None:
                 federation = replace(bare, fields=tuple(field.tensor() for field in fields))
+            else:
+                federation, stamp = stored
+                _check_same(federation, stamp)
             self._problem = Problem(model.to(device), loss, federation)
             self._engine = _KINDS[kind](self._problem)
         except Exception as error:
             return False, _sendable(error, str(place))
+        self._place = place
         return True, place
+
+    def here(self) -> tuple[bool, Any]:
+        """That it is still there."""
+        return True, self._place
 
     def answer(self, what: str, parcel: Parcel, shared: Tensors) -> tuple[bool, Any]:
         """What a share gives."""
@@ -418,12 +443,11 @@ def _sent(problem: Problem) -> bytes:
     """The model and the loss, and the data if they lie on disk, where workers find them, too."""
     from ray import cloudpickle
 
-    federation = problem.federation if _stored(problem) else None
+    federation = problem.federation
+    stored = (federation, _stamp(federation)) if _stored(problem) else None
     settings = torch.get_default_dtype(), torch.get_float32_matmul_precision()
     try:
-        task: bytes = cloudpickle.dumps(
-            (problem.replica().cpu(), problem.loss, federation, settings)
-        )
+        task: bytes = cloudpickle.dumps((problem.replica().cpu(), problem.loss, stored, settings))
     except Exception as error:
         raise FedShuffleError(
             f"the model or the loss cannot be sent to workers: {error}. Make them in a module, of"
@@ -451,6 +475,20 @@ def _loaded(task: bytes) -> Any:
 
 def _stored(problem: Problem) -> bool:
     return problem.federation.path is not None
+
+
+def _stamp(federation: Federation) -> str:
+    """By what a store is known to be the same on another machine."""
+    sizes = hashlib.sha256(federation.sizes.tobytes()).hexdigest()
+    return f"{_identity.data(federation)} {sizes}"
+
+
+def _check_same(federation: Federation, stamp: str) -> None:
+    if _stamp(federation) != stamp:
+        raise FedShuffleError(
+            f"the store {str(federation.path)!r} holds other data for a worker than for the run."
+            " Copy it to every machine of the cluster once more."
+        )
 
 
 def _device(gpus: float) -> torch.device:
@@ -508,10 +546,10 @@ def _last_line(error: Exception) -> str:
 
 
 def _broken(error: Exception) -> FedShuffleError:
-    return FedShuffleError(
-        f"a worker of Ray cannot be used: {_last_line(error).rstrip('.')}. Install the same"
-        " fedshuffle on every machine of the cluster."
-    )
+    why = f"a worker of Ray cannot be used: {_last_line(error).rstrip('.')}."
+    if isinstance(getattr(error, "cause", None), ImportError | AttributeError):
+        why += " Install the same fedshuffle on every machine of the cluster."
+    return FedShuffleError(why)
 
 
 def _dismiss(ray: Any, members: list[_Member | None]) -> None:

@@ -26,8 +26,10 @@ def summary(result: Result) -> dict[str, Any]:
     }
 
 
-def print_run(console: Console, result: Result) -> None:
-    """How far a run came, how well, where it lies, and how to use it."""
+def print_run(console: Console, result: Result, address: str | None = None) -> None:
+    """How far a run came, how well, where it lies, and how to use it and go on: on the Ray cluster
+    at an address, if it was there.
+    """
     found = summary(result)
     lines = [f"{found['rounds']} rounds are done."]
     for name, value in found["metrics"].items():
@@ -36,7 +38,7 @@ def print_run(console: Console, result: Result) -> None:
         f"Metrics, checkpoints and the config are in {found['out']}. To load the model:",
         f"  model.load_state_dict(safetensors.torch.load_file({found['model']!r}))",
         "For more rounds:",
-        f"  {command(Path(found['out']))} --rounds {2 * found['rounds']}",
+        f"  {command(Path(found['out']), address)} --rounds {2 * found['rounds']}",
     ]
     for line in lines:
         console.print(escape(line), highlight=False, soft_wrap=True)
