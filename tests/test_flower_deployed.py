@@ -105,6 +105,7 @@ def test_flowers_own_simulator_gives_the_same(task: Any, tmp_path: Path) -> None
         "FLWR_DISABLE_UPDATE_CHECK": "1",
         "FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION": "1",
         "FLWR_LOCAL_SUPERLINK_HTTP_API_PORT": str(free_port()),
+        "RAY_ADDRESS": "local",  # or it would join another cluster of this machine
         "RAY_USAGE_STATS_ENABLED": "0",
         "RAY_AUTH_MODE": "token",
         "RAY_AUTH_TOKEN_PATH": str(tmp_path / "token"),

@@ -436,6 +436,25 @@ def test_a_client_that_is_asked_again_changes_nothing() -> None:
     assert len(failed) == 3 * 2 * 2
 
 
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("fedavg", "does not go by the probability"),
+        ("fednova", "does not go by the probability"),
+        ("fedshuffle-mvr", "those that walk are among"),
+        ("fedshuffle-gen", ""),
+    ],
+)
+def test_what_dropout_does_to_a_method_is_said_at_the_start(
+    name: str, said: str, log: pytest.LogCaptureFixture
+) -> None:
+    strategy(method=name).summary()
+    assert not warnings(log)
+    strategy(method=name, answers=0.9).summary()
+    assert said in warnings(log)
+    assert bool(said) == bool(warnings(log))
+
+
 def test_a_silent_client_is_not_waited_for_beyond_the_timeout(tmp_path: Path) -> None:
     grid = LocalGrid(apps(), walking("silent", 0))
     ours = strategy(sampling="full", out=tmp_path / "run", answers=0.9)

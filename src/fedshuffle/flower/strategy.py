@@ -24,7 +24,12 @@ from fedshuffle.flower.roster import Roster
 from fedshuffle.flower.session import Session, Terms
 from fedshuffle.local_work import LocalWork
 from fedshuffle.methods import Method
-from fedshuffle.methods.averaging import objective_weight, own_steps, weight_per_share_done
+from fedshuffle.methods.averaging import (
+    InclusionProbability,
+    objective_weight,
+    own_steps,
+    weight_per_share_done,
+)
 from fedshuffle.rounds import Run
 from fedshuffle.runs import FACTS, RunFolder
 from fedshuffle.sampling import Optimal, Sampling
@@ -236,7 +241,15 @@ class FedShuffleStrategy(Strategy):  # type: ignore[misc]  # Flower is untyped h
             self.seed,
             "" if self.answers.min() == 1 else f"; answers {self.answers.min():g} and more",
         )
-        if self.method.direction.needs_joint and self.answers.min() < 1:
+        if self.answers.min() == 1:
+            return
+        if not isinstance(self.method.averaging.normaliser, InclusionProbability):
+            _log.warning(
+                "%s does not go by the probability that a client takes part, so clients that drop"
+                " out bias its mean round. Use fedshuffle-gen (or NAME+fedshuffle-gen).",
+                self.method.name,
+            )
+        if self.method.direction.needs_joint:
             _log.warning(
                 "The mean round of %s is biased if clients drop out: those that walk are among"
                 " those whose gradients steer. Its estimate of the gradient is not.",
