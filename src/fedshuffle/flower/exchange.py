@@ -103,7 +103,7 @@ def push(grid: Grid, notes: Sequence[Message]) -> list[str | None]:
     """Send messages; the id of each, or None if the SuperLink did not take it."""
     taken = set(grid.push_messages(notes))  # grids differ in what stands there for the others
     ids = [note.metadata.message_id for note in notes]
-    return [id if id in taken else None for id in ids]
+    return [id if id and id in taken else None for id in ids]
 
 
 def expired(reply: Message) -> bool:
