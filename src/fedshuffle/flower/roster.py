@@ -155,8 +155,8 @@ class Roster:
         came = f"{len(self._hellos)} of {wanted} clients came within {self.timeout:g} seconds"
         if self._refused:
             node, why = next(reversed(self._refused.items()))
-            others = f", and {len(self._refused) - 1} more" if len(self._refused) > 1 else ""
-            return f"{came}. Node {node}{others} was refused: it {why}"
+            others = f" (as {len(self._refused) - 1} more)" if len(self._refused) > 1 else ""
+            return f"{came}. Node {node} was refused{others}: it {why}"
         absent = next(c for c in range(self.clients) if c not in self._hellos)
         start = f"{came}; client {absent} is missing. Start it"
         if wanted == 1:

@@ -343,7 +343,7 @@ def _check(method: Method, work: LocalWork, drawn: str | Sampling, withheld: boo
 
 
 def _check_nodes(nodes: Mapping[int, int], clients: int) -> None:
-    if not all(isinstance(n, int) for pair in nodes.items() for n in pair):
+    if not all(isinstance(n, int | np.integer) for pair in nodes.items() for n in pair):
         raise FedShuffleError("nodes says which client each node is: nodes={NODE_ID: 0, ...}.")
     given = sorted(nodes.values())
     for client, following in zip(given, [*given[1:], -1]):
