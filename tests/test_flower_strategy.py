@@ -184,6 +184,33 @@ def test_a_loop_of_ones_own_may_begin_at_any_round_but_takes_no_old_answers(
         orders(strategy(retries=1), 1, grid)
 
 
+def test_clients_that_are_slow_to_introduce_themselves_are_waited_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def slow() -> LocalGrid:
+        """One introduction arrives at a time, and only at every second look."""
+        grid, looks, look = LocalGrid(apps()), itertools.count(), LocalGrid.pull_messages
+
+        def pull(ids: Any) -> list[Message]:
+            asked = dict(zip(map(str, itertools.count(1)), grid.asked))
+            hellos = [id for id in ids if asked[id][1] == messages.HELLO]
+            if hellos and next(looks) % 2 == 0:
+                return []
+            return look(grid, hellos[:1] or ids)
+
+        monkeypatch.setattr(grid, "pull_messages", pull)
+        return grid
+
+    monkeypatch.setattr("fedshuffle.flower.roster._PAUSE", 0.0)
+    known: dict[str, Any] = {"sampling": "full", "sizes": SIZES}
+    grid, ours = slow(), strategy(**known)
+    assert len(list(ours.configure_train(1, start(), ConfigRecord(), grid))) == len(SIZES)
+    result = strategy(**known, evaluate_every=1).start(slow(), start(), 1)
+    assert result.train_metrics_clientapp[1]["answered"] == len(SIZES)
+    result = strategy(sizes=SIZES, sampling="one", evaluate_every=1).start(slow(), start(), 1)
+    assert result.evaluate_metrics_clientapp[1]["clients"] == len(SIZES)
+
+
 def test_what_is_not_trained_must_be_the_same_on_the_server() -> None:
     def half() -> nn.Module:
         made = model()

@@ -82,11 +82,18 @@ class Roster:
         return found if unsure else dict.fromkeys(clients) | found
 
     def connected(self, grid: Grid) -> list[int]:
-        """The clients that are known to be there."""
+        """The clients that are there, once those who came since have said who they are."""
+        self.settle(grid)
         online = set(grid.get_node_ids())
-        if self.registered is None:
-            self.meet(grid, online)
         return sorted(client for client, node in self._nodes.items() if node in online)
+
+    def settle(self, grid: Grid) -> None:
+        """Wait until all who are there have said who they are, or have not in time."""
+        if self.registered is None:
+            self.meet(grid, set(grid.get_node_ids()))
+            while self._asked:
+                time.sleep(_PAUSE)
+                self.meet(grid, set(grid.get_node_ids()))
 
     def wait_for(self, grid: Grid, clients: int) -> None:
         """Wait until so many clients have introduced themselves, or time is up."""

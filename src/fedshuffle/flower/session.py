@@ -99,6 +99,9 @@ class Session:
             return []
         self._asking = asking = Asking(self.run, self.state.round, request, self.terms.withheld)
         nodes = self.roster.nodes(grid, asking.clients)
+        if len(nodes) < len(asking.clients):
+            self.roster.settle(grid)
+            nodes = self.roster.nodes(grid, asking.clients)
         self._asked = {node: client for client, node in nodes.items() if node is not None}
         return [
             asking.write(client, node, self.terms.timeout) for node, client in self._asked.items()
