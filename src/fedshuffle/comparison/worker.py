@@ -8,7 +8,6 @@ has saved by then is enough to go on.
 from __future__ import annotations
 
 import json
-import math
 import os
 import queue
 import shutil
@@ -27,11 +26,9 @@ from fedshuffle.comparison.plan import end
 from fedshuffle.comparison.settings import SHORT
 from fedshuffle.config import Config, load, running
 from fedshuffle.config.running import Task
+from fedshuffle.divergence import has_diverged, watched_loss
 from fedshuffle.errors import DivergedError, FedShuffleError
 from fedshuffle.evaluation import Evaluation, Evaluations
-
-HOPELESS = 10.0
-"""A loss so many times that of the start is beyond hope."""
 
 
 class HopelessError(FedShuffleError):
@@ -42,21 +39,19 @@ def watched(config: Config, task: Task) -> Task:
     """The task of a run that ends early when its loss tells that it is lost."""
     evaluate = task.evaluate
     assert isinstance(evaluate, Evaluation | Evaluations)
-    told = [name for name in ("train_loss", "loss") if name in evaluate.names]
-    if not told:
+    name = watched_loss(evaluate.names)
+    if name is None:
         return task
-    start = evaluate(running.model(config))[told[0]]
-    return replace(task, evaluate=_watch(evaluate, told[0], start))
+    start = evaluate(running.model(config))[name]
+    return replace(task, evaluate=_watch(evaluate, name, start))
 
 
 def _watch(
     evaluate: Callable[[nn.Module], Mapping[str, float]], name: str, start: float
 ) -> Callable[[nn.Module], Mapping[str, float]]:
-    limit = HOPELESS * start if start > 0 else math.inf
-
     def watch(model: nn.Module) -> Mapping[str, float]:
         found = evaluate(model)
-        if not found[name] <= limit:
+        if has_diverged(found[name], start):
             raise HopelessError(f"the {name} is {found[name]:.4g}, at the start {start:.4g}.")
         return found
 
