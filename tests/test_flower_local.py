@@ -314,7 +314,7 @@ def test_ctrl_c_is_heeded_from_the_moment_that_it_is_promised(
         raise KeyboardInterrupt
 
     monkeypatch.setattr(Deployment, "_start", lambda deployment: None)
-    monkeypatch.setattr("fedshuffle.cli._show", impatient)
+    monkeypatch.setattr("fedshuffle.cli.flower._show", impatient)
     assert command(monkeypatch, "flower", "up", "--dir", str(tmp_path)) == 0
 
 

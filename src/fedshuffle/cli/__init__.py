@@ -1,0 +1,58 @@
+"""The command line. Each command parses its words, calls the library, and prints."""
+
+from __future__ import annotations
+
+import sys
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+
+from fedshuffle import __version__
+from fedshuffle.cli import audit, compare, data, experiments, flower, methods, new, run
+from fedshuffle.errors import FedShuffleError
+
+app = typer.Typer(
+    help="Federated learning that optimises the objective you meant.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+app.command()(audit.audit)
+app.command()(run.run)
+app.command()(run.advise)
+app.command(name="methods")(methods.list_methods)
+app.command()(methods.conformance)
+app.command()(experiments.reproduce)
+app.command()(compare.compare)
+app.command()(experiments.demo)
+app.add_typer(data.app, name="data")
+app.add_typer(new.app, name="new")
+app.add_typer(flower.app, name="flower")
+
+
+def main() -> None:
+    """Run the command; what the user can put right is said in one line, without a traceback."""
+    try:
+        app()
+    except FedShuffleError as error:
+        Console(stderr=True).print(
+            f"[bold red]error:[/] {escape(str(error))}", highlight=False, soft_wrap=True
+        )
+        sys.exit(2)
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        print(__version__)
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    pass

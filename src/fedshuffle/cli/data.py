@@ -1,0 +1,110 @@
+"""The commands about data."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.markup import escape
+
+from fedshuffle.cli.shared import AsJson, console
+from fedshuffle.errors import FedShuffleError
+
+app = typer.Typer(help="Populations on disk: import them, look at them.", no_args_is_help=True)
+
+
+@app.command(name="import")
+def import_data(
+    source: Annotated[Path, typer.Argument(help="A file, or a folder of files.")],
+    out: Annotated[Path, typer.Option(help="Folder for the store; made at the end.")],
+    client: Annotated[
+        str | None, typer.Option(help="For tables: the column that says whose row it is.")
+    ] = None,
+    fields: Annotated[
+        str | None, typer.Option(help="Fields a,b in the order in which the loss takes them.")
+    ] = None,
+    inputs: Annotated[
+        str | None,
+        typer.Option("--input", help="Columns a,b that form one input; all other numbers if none."),
+    ] = None,
+    label: Annotated[str | None, typer.Option(help="The column of the label.")] = None,
+    format: Annotated[
+        str | None, typer.Option(help="parquet, csv, tsv, leaf or hdf5; by the suffix if none.")
+    ] = None,
+    dtype: Annotated[
+        str | None, typer.Option(help="What to store fields as: input=float64,label=int32.")
+    ] = None,
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="Replace the store that is there.")
+    ] = False,
+) -> None:
+    """Import examples and their clients into a store that training maps instead of reading."""
+    from fedshuffle.populations import import_file, open_store
+    from fedshuffle.report.population import print_store
+
+    with warnings.catch_warnings(record=True) as notes:
+        warnings.simplefilter("always")
+        import_file(
+            source,
+            out,
+            client=client,
+            fields=_names(fields),
+            input=_names(inputs),
+            label=label,
+            dtype=_dtypes(dtype),
+            format=format,
+            overwrite=overwrite,
+            progress=True,
+        )
+    for note in notes:
+        console.print(f"[bold yellow]![/] {escape(str(note.message))}", highlight=False)
+    print_store(console, open_store(out))
+
+
+@app.command(name="get")
+def get_data(
+    name: Annotated[str, typer.Argument(help="shakespeare, cifar100 or femnist.")],
+    data: Annotated[
+        Path | None,
+        typer.Option(help="Folder of data sets; that of FEDSHUFFLE_DATA, or a cache, if none."),
+    ] = None,
+) -> None:
+    """Download a data set, or go on with it after an interruption; check it if it is there."""
+    from fedshuffle import datasets
+
+    folder = datasets.get(name, data, progress=True)
+    for file, holds in datasets.SOURCES[name].files.items():
+        what = "clients" if file.endswith(".h5") else "images"
+        print(f"{folder / file}: {holds:,} {what}")
+
+
+@app.command(name="show")
+def show_data(
+    folder: Annotated[Path, typer.Argument(help="The folder of a store.")], as_json: AsJson = False
+) -> None:
+    """Say what a store holds: clients, examples, fields, and how the sizes are spread."""
+    from fedshuffle.populations import open_store
+    from fedshuffle.report.population import describe, print_store
+
+    store = open_store(folder)
+    if as_json:
+        print(json.dumps(describe(store)))
+    else:
+        print_store(console, store)
+
+
+def _names(text: str | None) -> list[str] | None:
+    return None if text is None else [word.strip() for word in text.split(",")]
+
+
+def _dtypes(text: str | None) -> dict[str, str]:
+    pairs = [word.partition("=") for word in _names(text) or []]
+    for name, _, kind in pairs:
+        if not (name and kind):
+            raise FedShuffleError(
+                f"--dtype: cannot read {text!r}. Write input=float64,label=int32."
+            )
+    return {name: kind for name, _, kind in pairs}

@@ -1,0 +1,62 @@
+"""The commands that run what the project brings: the paper's experiments, and the demo."""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from fedshuffle.cli.compare import do
+from fedshuffle.cli.shared import Jobs, Out, console
+from fedshuffle.errors import unknown
+
+
+def reproduce(
+    experiment: Annotated[
+        str,
+        typer.Argument(help="quadratic (the toy figures), theory, shakespeare or cifar100."),
+    ],
+    out: Out,
+    rounds: Annotated[int, typer.Option(help="Rounds of training, for quadratic.")] = 1000,
+    scale: Annotated[
+        str, typer.Option(help="paper, laptop or smoke, for shakespeare and cifar100.")
+    ] = "laptop",
+    data: Annotated[
+        Path | None,
+        typer.Option(help="Folder of data sets; that of FEDSHUFFLE_DATA, or a cache, if none."),
+    ] = None,
+    jobs: Jobs = None,
+) -> None:
+    """Run an experiment of the paper; what was done before an interruption stays done."""
+    known = ["quadratic", "theory", "shakespeare", "cifar100"]
+    if experiment not in known:
+        raise unknown("experiment", experiment, known)
+    if experiment == "quadratic":
+        from fedshuffle.experiments.quadratic import reproduce as reproduce_quadratic
+
+        reproduce_quadratic(out, rounds)
+        return
+    if experiment == "theory":
+        from fedshuffle.experiments.theory import reproduce as reproduce_theory
+
+        reproduce_theory(out)
+        return
+    from fedshuffle.experiments import real
+
+    words = ["fedshuffle", "reproduce", experiment, "--scale", scale, "--out", str(out)]
+    words += ["--data", str(data)] if data else []
+    do(real.load(experiment, scale, out, data), out, jobs, shlex.join(words))
+
+
+def demo(
+    out: Out = Path("fedshuffle-demo"),
+    rounds: Annotated[int, typer.Option(help="Rounds of training.")] = 400,
+    seed: Annotated[int, typer.Option(help="Seed of the split and of the training.")] = 0,
+) -> None:
+    """Audit and train three methods on real data, and write a one-page report."""
+    from fedshuffle.experiments.demo import demo as run_demo
+    from fedshuffle.report.demo import print_summary
+
+    print_summary(console, run_demo(out, rounds=rounds, seed=seed))

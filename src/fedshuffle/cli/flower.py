@@ -1,0 +1,69 @@
+"""The commands about Flower."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.markup import escape
+
+from fedshuffle.cli.shared import console
+from fedshuffle.errors import FedShuffleError
+
+app = typer.Typer(help="Flower: real clients, on this machine for now.", no_args_is_help=True)
+
+
+@app.command()
+def up(
+    clients: Annotated[int, typer.Option(help="How many SuperNodes to start.")] = 3,
+    app_folder: Annotated[
+        Path | None,
+        typer.Option("--app", metavar="DIR", help="Run this app, and end with its exit status."),
+    ] = None,
+    settings: Annotated[
+        list[str] | None,
+        typer.Option("--set", help="With --app: another value for a key, such as num-rounds=5."),
+    ] = None,
+    folder: Annotated[
+        Path | None,
+        typer.Option("--dir", help="For keys and logs; temporary, gone at a good end, if none."),
+    ] = None,
+    port: Annotated[int | None, typer.Option(help="Of the SuperLink; a free one if none.")] = None,
+) -> None:
+    """Bring up a SuperLink and SuperNodes on this machine only, with TLS and node keys."""
+    from fedshuffle.config import setting
+    from fedshuffle.flower import local
+    from fedshuffle.flower.processes import ended_by_signals
+
+    changes = dict(setting(text) for text in settings or [])
+    if app_folder is None and settings:
+        raise FedShuffleError("--set changes nothing without --app: leave it out.")
+    if app_folder is not None and "clients" in local.app_config(app_folder, changes):
+        changes = {"clients": clients, **changes}
+    deployment = local.Deployment(clients, folder, port=port, progress=_say)
+    try:
+        with ended_by_signals(), deployment:
+            _say(f"logs in {deployment.logs}")
+            if app_folder is None:
+                with suppress(KeyboardInterrupt):  # from the moment on that it is promised
+                    command = deployment.command("DIR")
+                    _show(f"\nTo run an app here:\n\n    {command}\n\nCtrl-C ends it.\n")
+                    deployment.wait()
+                _say("stopping")
+                return
+            run = deployment.run(app_folder, changes, show=_show)
+            _say(f"the run is {run.status} {run.details}".rstrip())
+            if not run.completed:
+                raise typer.Exit(1)
+    except KeyboardInterrupt:
+        raise typer.Exit(130) from None
+
+
+def _say(line: str) -> None:
+    console.print(f"[dim]·[/] {escape(line)}", highlight=False, soft_wrap=True)
+
+
+def _show(text: str) -> None:
+    print(text, end="", flush=True)
