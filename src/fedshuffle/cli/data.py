@@ -31,6 +31,23 @@ def import_data(
         typer.Option("--input", help="Columns a,b that form one input; all other numbers if none."),
     ] = None,
     label: Annotated[str | None, typer.Option(help="The column of the label.")] = None,
+    standardise: Annotated[
+        bool,
+        typer.Option(
+            "--standardise",
+            "--standardize",
+            help="Give every input column mean 0 and standard deviation 1.",
+        ),
+    ] = False,
+    standardise_like: Annotated[
+        Path | None,
+        typer.Option(
+            "--standardise-like",
+            "--standardize-like",
+            metavar="STORE",
+            help="For held-out rows: scale them as the training rows in this store.",
+        ),
+    ] = None,
     format: Annotated[
         str | None, typer.Option(help="parquet, csv, tsv, leaf or hdf5; by the suffix if none.")
     ] = None,
@@ -45,6 +62,8 @@ def import_data(
     from fedshuffle.populations import import_file, open_store
     from fedshuffle.report.population import print_store
 
+    if standardise and standardise_like is not None:
+        raise FedShuffleError("give either --standardise or --standardise-like, not both.")
     with warnings.catch_warnings(record=True) as notes:
         warnings.simplefilter("always")
         import_file(
@@ -54,6 +73,7 @@ def import_data(
             fields=_names(fields),
             input=_names(inputs),
             label=label,
+            standardise=standardise if standardise_like is None else standardise_like,
             dtype=_dtypes(dtype),
             format=format,
             overwrite=overwrite,

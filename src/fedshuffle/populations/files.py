@@ -24,6 +24,7 @@ def import_file(
     fields: Sequence[str] | None = None,
     input: Sequence[str] | None = None,
     label: str | None = None,
+    standardise: bool | str | Path = False,
     dtype: Mapping[str, DTypeLike] | None = None,
     format: str | None = None,
     overwrite: bool = False,
@@ -41,11 +42,12 @@ def import_file(
     if kind in TABLES:
         if client is None:
             raise FedShuffleError("say which column of the table holds the client: client.")
-        return import_table(
-            source, out, client=client, fields=fields, input=input, label=label, format=kind, **rest
-        )
+        rest |= {"fields": fields, "input": input, "label": label, "standardise": standardise}
+        return import_table(source, out, client=client, format=kind, **rest)
     if client is not None:
         raise FedShuffleError(f"{kind} files name the clients themselves: leave client out.")
+    if standardise is not False:
+        raise FedShuffleError(f"only the columns of tables can be standardised, not {kind} files.")
     if fields is None and (input or label):
         fields = [*(input or ()), *([] if label is None else [label])]
     importer = import_hdf5 if kind == "hdf5" else import_leaf

@@ -22,6 +22,7 @@ from fedshuffle.populations.arrow import (
     owners_of,
 )
 from fedshuffle.populations.draft import checked_dtype
+from fedshuffle.populations.scaling import KEY, Scaling
 from fedshuffle.populations.sources import FORMATS, distinct, files, guess, optional
 from fedshuffle.populations.writing import Id, StoreWriter
 
@@ -39,6 +40,7 @@ def import_table(
     fields: Sequence[str] | None = None,
     input: Sequence[str] | None = None,
     label: str | None = None,
+    standardise: bool | str | Path = False,
     dtype: Mapping[str, DTypeLike] | None = None,
     format: str | None = None,
     overwrite: bool = False,
@@ -58,6 +60,8 @@ def import_table(
         fields: columns that become a field each, in the order in which the loss takes them.
         input: columns that form the input; all other columns of numbers if not given.
         label: the column of the label.
+        standardise: give every input column mean 0 and standard deviation 1 over these rows; or the
+            store of the training rows, by whose means and deviations held-out rows are scaled.
         dtype: what to store a field as, by its name. By default a matrix is float32, one whole
             number a row is int64, and all else is as in the file; real numbers that the file gives
             as text are float32.
@@ -76,6 +80,10 @@ def import_table(
     dataset = open_files(paths, base, format, _types(schema, columns, client, told))
     _check_types(dataset.schema, client, columns)
     kinds = _kinds(dataset.schema, columns, format) | told
+    scaling = None
+    if standardise is not False:
+        scaling = _scaling(standardise, dataset, columns, paths)
+        kinds.setdefault("input", np.dtype(np.float32))
     total = count_rows(dataset, paths) if progress and format == "parquet" else None
     names = list(columns)
     with StoreWriter(
@@ -89,12 +97,29 @@ def import_table(
             columns=columns,
             left_out=[name for name in schema.names if name not in used],
         )
+        if scaling is not None:
+            store.source[KEY] = scaling.to_dict()
         store.settle = None if format == "parquet" else whole_numbers
         for batch in batches(dataset, [client, *_flat(columns)], paths):
             clients, owners = owners_of(batch.column(client), client, store.rows)
             arrays = [array_of(batch, column, store.rows) for column in columns.values()]
+            if scaling is not None:
+                arrays[0] = scaling(arrays[0])  # the input comes first
             store.add_rows(clients, owners, *arrays)
     return Federation.open(out)
+
+
+def _scaling(
+    standardise: bool | str | Path, dataset: Any, columns: Columns, paths: Sequence[Path]
+) -> Scaling:
+    """The scaling of the input: that of these rows, or of another store."""
+    if "input" not in columns:
+        raise FedShuffleError("standardise scales the input: say label, and perhaps input.")
+    column = columns["input"]
+    if not isinstance(standardise, bool):
+        return Scaling.of(standardise, column)
+    found = batches(dataset, _flat({"input": column}), paths)
+    return Scaling.fitted(array_of(batch, column, 0) for batch in found)
 
 
 def whole_numbers(ids: list[Id]) -> list[Id]:

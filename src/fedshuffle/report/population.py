@@ -74,6 +74,8 @@ def print_store(console: Console, store: Store) -> None:
         cells = [escape(field["name"]), field["dtype"], shape]
         table.add_row(*cells, *([_listed(columns.get(field["name"], []))] if columns else []))
     console.print(table)
+    if "standardised" in store.source:
+        console.print("[dim]the input is standardised: federation.json holds means, deviations[/]")
     if store.source.get("left_out"):
         console.print(f"[dim]columns left out: {_listed(store.source['left_out'])}[/]")
     spread = facts["sizes"]
