@@ -11,8 +11,11 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+
+import pytest
 
 PROGRAM = (
     shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
@@ -163,3 +166,13 @@ class Browser:
         self._process.wait()
         os.close(self._read)
         os.close(self._write)
+
+
+@pytest.fixture(scope="session")
+def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
+    """One browser for all tests that look at a page."""
+    if PROGRAM is None:
+        pytest.skip("no chromium on this machine")
+    found = Browser(tmp_path_factory.mktemp("profile"))
+    yield found
+    found.close()

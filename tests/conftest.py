@@ -14,6 +14,7 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 
 from hypothesis import settings
 
+from tests.chromium import browser  # noqa: F401  one for all files
 from tests.flower_deployment import deployment  # noqa: F401  one for all files
 
 # No test may depend on timing. In CI the examples are always the same; elsewhere they vary.

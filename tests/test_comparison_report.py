@@ -9,7 +9,6 @@ import json
 import math
 import re
 import statistics
-from collections.abc import Iterator
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -25,7 +24,6 @@ from fedshuffle.report import comparison_tables as tables
 from fedshuffle.report.comparison_details import audits, histogram, tuning
 from fedshuffle.report.comparison_numbers import Compared, higher_is_better
 from fedshuffle.report.look import colour
-from tests import chromium
 from tests.chromium import Browser
 
 pytestmark = pytest.mark.xdist_group("comparison report")  # what they share is made once
@@ -568,15 +566,6 @@ def test_there_is_a_report_of_little(found: dict[str, Any], tmp_path: Path) -> N
 
 
 # The page in a browser
-
-
-@pytest.fixture(scope="module")
-def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
-    if chromium.PROGRAM is None:
-        pytest.skip("no chromium on this machine")
-    found = Browser(tmp_path_factory.mktemp("profile"))
-    yield found
-    found.close()
 
 
 @pytest.fixture

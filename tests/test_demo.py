@@ -7,6 +7,7 @@ import io
 import json
 import re
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -31,6 +32,8 @@ from fedshuffle.experiments.demo import (
     split,
 )
 from fedshuffle.report import demo as report
+from fedshuffle.report.look import luminance
+from tests.chromium import Browser
 
 pytestmark = pytest.mark.xdist_group("demo")  # what they share is made once
 
@@ -168,8 +171,8 @@ def test_page_is_self_contained_and_escaped(short: Summary) -> None:
     assert "://" not in page
     assert "<script" not in page
     assert "<link" not in page
-    sources = re.findall(r'src="([^"]*)"', page)
-    assert len(sources) == len(report.PICTURES)
+    sources = re.findall(r'src(?:set)?="([^"]*)"', page)
+    assert len(set(sources)) == 2 * len(report.PICTURES)  # one for light, one for dark pages
     assert all(source.startswith("data:image/svg+xml;base64,") for source in sources)
     assert "a <b>" not in page
     assert "a &lt;b&gt;" in page
@@ -239,6 +242,32 @@ def with_reached(summary: Summary, *means: float, std: float = 0.0) -> Summary:
     for k, mean in enumerate(means):
         summary = change(summary, k, reached=Spread(mean, std))
     return summary
+
+
+def test_the_headline_follows_the_digits_of_small_clients(short: Summary) -> None:
+    def read(*shares: float, std: float = 0.0) -> str:
+        found = with_reached(short, 0.3, 0.2, 0.1)
+        for k, share in enumerate(shares):
+            found = change(found, k, accuracy_rare=Spread(share, std))
+        return report.headline(found)
+
+    assert "86% right with FedAvgRR, 95% with FedShuffle" in read(0.856, 0.947, 0.947)
+    assert "70% right with FedNovaRR, 90% with FedShuffle" in read(0.8, 0.7, 0.9)
+    assert "no method reads them better than FedShuffle" in read(0.9, 0.9, 0.8)
+    assert "no method reads them better" in read(0.86, 0.9, 0.9, std=0.03)
+    assert "which objective" in report.headline(dataclasses.replace(short, rare_digits=()))
+
+
+def test_the_reason_is_what_the_small_clients_count(short: Summary) -> None:
+    results = json.loads(short.files.results.read_text())
+    small = np.array(results["federation"]["small"])
+    sizes = np.array(results["federation"]["sizes"])
+    assert short.small_weight == pytest.approx(sizes[small].sum() / sizes.sum())
+    for method, found in zip(short.methods, results["methods"], strict=True):
+        weights = np.array(found["audit"]["effective_weights"])
+        assert method.small_weight == pytest.approx(weights[small].sum())
+    assert short.methods[2].small_weight == pytest.approx(short.small_weight)
+    assert report.percent(short.small_weight) in report.reason(short)
 
 
 def test_the_answer_names_whoever_came_closest(short: Summary) -> None:
@@ -316,3 +345,50 @@ def test_summary_prints_every_method_and_file(short: Summary) -> None:
         assert report.number(method.predicted) in text
     assert str(short.files.page) in text
     assert report.verdict(short)[:40] in text
+    assert text.startswith(report.headline(short)[:60])
+
+
+# The page in a browser
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("width", [420, 1200])
+@pytest.mark.parametrize("dark", [False, True])
+def test_the_page_fits_and_can_be_read(
+    browser: Browser, short: Summary, width: int, dark: bool
+) -> None:
+    browser.window(width, 800, dark=dark, phone=width == 420)
+    browser.open(short.files.page)
+    assert browser.complaints() == []
+    assert browser.run("document.documentElement.scrollWidth") <= width
+    # The message and a bar for every method and the optimum stand on the first screen.
+    bottoms = browser.run(
+        "[...document.querySelectorAll('.bar')].map(b => b.getBoundingClientRect().bottom)"
+    )
+    assert len(bottoms) == len(short.methods) + 1
+    assert max(bottoms) <= 800
+    assert browser.run("document.querySelector('h1').textContent") == report.headline(short)
+    # Ink and page differ as people with weak eyes need it (WCAG AA).
+    parts = "getComputedStyle(document.querySelector('{}')).{}"
+    ink, page = (
+        contrast_part(browser.run(parts.format(*where)))
+        for where in (("p.quiet", "color"), ("main", "backgroundColor"))
+    )
+    assert (max(ink, page) + 0.05) / (min(ink, page) + 0.05) >= 4.5
+    assert (page < 0.1) == dark
+    # Headings go down one level at a time.
+    levels = browser.run(
+        "[...document.querySelectorAll('h1,h2,h3,h4')].map(h => Number(h.tagName[1]))"
+    )
+    assert levels[0] == 1
+    assert levels.count(1) == 1
+    assert all(after <= before + 1 for before, after in pairwise(levels))
+    # Pictures follow the colour scheme.
+    shown = browser.run("[...document.images].map(i => i.currentSrc)")
+    other = browser.run("[...document.querySelectorAll('source')].map(s => s.srcset)")
+    assert (shown == other) == dark
+
+
+def contrast_part(colour: str) -> float:
+    """The relative luminance of ``rgb(r, g, b)``."""
+    return luminance(np.array([int(part) for part in re.findall(r"\d+", colour)[:3]]))

@@ -299,6 +299,7 @@ class Outcome:
             clients=len(self.digits.federation),
             sampling=self.settings.sampling,
             rare_digits=tuple(self.digits.rare_digits.tolist()),
+            small_weight=float(self.digits.federation.weights[small].sum()),
             best_accuracy=float(self.best_correct.mean()),
             best_accuracy_rare=float(self.best_correct[rare].mean()),
             best_accuracy_other=float(self.best_correct[~rare].mean()),
@@ -307,6 +308,7 @@ class Outcome:
                     method=trial.method,
                     total_variation=trial.audit.total_variation,
                     largest_ratio=trial.audit.largest_ratio,
+                    small_weight=float(trial.audit.effective_weights[small].sum()),
                     consistent=trial.audit.consistent,
                     findings=tuple(f"{f.what} {f.fix}" for f in trial.audit.findings),
                     step_size=trial.step_size,
@@ -382,6 +384,8 @@ class MethodSummary:
     total_variation: float
     """The share of the objective that is in the wrong place."""
     largest_ratio: float
+    small_weight: float
+    """How much the small clients count together."""
     consistent: bool | None
     findings: tuple[str, ...]
     """What is wrong and what to change."""
@@ -428,6 +432,8 @@ class Summary:
     clients: int
     sampling: str
     rare_digits: tuple[int, ...]
+    small_weight: float
+    """How much the small clients were meant to count together: their share of the examples."""
     best_accuracy: float
     """Test accuracy of the optimum of the objective meant."""
     best_accuracy_rare: float
@@ -452,7 +458,7 @@ def demo(out: Path, *, rounds: int = ROUNDS, seed: int = 0, progress: bool = Tru
     with one_thread(), _Bars(progress) as bars:
         outcome = experiment(settings, bars)
     summary = outcome.summary(files)
-    report.write_picture(outcome, files.picture)
+    report.write_picture(outcome, summary, files.picture)
     report.write_page(outcome, summary, files.page)
     files.results.write_text(json.dumps(outcome.to_dict(), indent=1) + "\n", encoding="utf-8")
     return summary

@@ -46,12 +46,10 @@ from fedshuffle.report.comparison_numbers import (
     value_text,
     where_lost,
 )
+from fedshuffle.report.look import DARK, on_dark
 
 _POINTS = 400
 """A curve of the page has at most so many points; the CSV has all."""
-
-_DARK = "#16191d"
-"""The page at night, on which every colour must be seen."""
 
 
 def write(results: Mapping[str, Any], out: Path) -> list[Path]:
@@ -215,7 +213,7 @@ def render_page(
         trial_heading=tables.metric_heading(comparison, judged) if judged else "Value",
         markers=MARKERS,
         dark={method.name: on_dark(method.colour) for method in comparison.methods},
-        night=_DARK,
+        night=DARK.page,
         pictures=pictures,
         weights=weights,
         audits=found,
@@ -338,25 +336,3 @@ def _thin(points: int) -> Any:
 def _round(values: Any) -> list[float]:
     """Six digits that count, so that the page stays small."""
     return [float(f"{value:.6g}") for value in values]
-
-
-def on_dark(colour: str) -> str:
-    """The colour, lightened until it stands out from a dark page.
-
-    >>> on_dark("#E69F00"), on_dark("#332288")
-    ('#e69f00', '#9d95c6')
-    """
-    parts = np.array([int(colour[k : k + 2], 16) for k in (1, 3, 5)], np.float64)
-    ground = _luminance(np.array([int(_DARK[k : k + 2], 16) for k in (1, 3, 5)], np.float64))
-    for share in np.linspace(0, 1, 51):
-        mixed = np.round(parts + share * (255 - parts))
-        if (_luminance(mixed) + 0.05) / (ground + 0.05) >= 6:
-            break
-    return "#" + "".join(f"{int(part):02x}" for part in mixed)
-
-
-def _luminance(parts: Any) -> float:
-    """The relative luminance of a colour, as WCAG defines contrast by."""
-    shares = parts / 255
-    linear = np.where(shares <= 0.04045, shares / 12.92, ((shares + 0.055) / 1.055) ** 2.4)
-    return float(linear @ [0.2126, 0.7152, 0.0722])

@@ -23,15 +23,13 @@ from rich.table import Table
 from rich.text import Text
 
 from fedshuffle.auditing import Audit
-from fedshuffle.report.look import colour, label
+from fedshuffle.report.look import DARK, LIGHT, Theme, colour, label, on_dark
 
 if TYPE_CHECKING:
     from fedshuffle.experiments.demo import MethodSummary, Outcome, Spread, Summary
 
 _NEAR = 1.5
 """Levels within this factor of each other count as the same."""
-
-_INK, _GREY = "#222222", "#8a8f98"
 
 # Numbers --------------------------------------------------------------------------------------
 
@@ -72,6 +70,41 @@ def audit_line(audits: Sequence[Audit]) -> str:
 def same_objective(method: MethodSummary) -> str:
     """Whether a method minimises the objective meant, in a word."""
     return {True: "yes", False: "no", None: "cannot tell"}[method.consistent]
+
+
+def headline(summary: Summary) -> str:
+    """The demo in one line: what becomes of the digits that mostly small clients hold."""
+    if not summary.rare_digits:
+        return "When clients differ in size, which objective does federated training minimise?"
+    worst, best = furthest_apart(summary)
+    first, last = worst.accuracy_rare, best.accuracy_rare
+    if worst is best or first.mean >= last.mean or _within_spread(first, last):
+        return (
+            "The digits of small clients: no method reads them better than"
+            f" {label(worst.method)} ({first.mean:.0%})"
+        )
+    return (
+        f"The digits of small clients: {first.mean:.0%} right with {label(worst.method)},"
+        f" {last.mean:.0%} with {label(best.method)}"
+    )
+
+
+def furthest_apart(summary: Summary) -> tuple[MethodSummary, MethodSummary]:
+    """The method that reads the digits of small clients worst, and the one nearest the optimum."""
+    worst = min(summary.methods, key=lambda method: method.accuracy_rare.mean)
+    return worst, min(summary.methods, key=lambda method: method.reached.mean)
+
+
+def reason(summary: Summary) -> str:
+    """How much the small clients count, beside what was meant."""
+    worst, best = furthest_apart(summary)
+    text = f"You meant the small clients to count {percent(summary.small_weight)}."
+    if worst is best:
+        return f"{text} With {label(best.method)} they count {percent(best.small_weight)}."
+    return (
+        f"{text} With {label(worst.method)} they count {percent(worst.small_weight)}, with"
+        f" {label(best.method)} {percent(best.small_weight)}."
+    )
 
 
 def verdict(summary: Summary) -> str:
@@ -187,7 +220,7 @@ def early_and_late(summary: Summary) -> str:
 # Pictures -------------------------------------------------------------------------------------
 
 
-def draw_federation(figure: FigureBase, outcome: Outcome) -> None:
+def draw_federation(figure: FigureBase, outcome: Outcome, theme: Theme) -> None:
     """Sizes of the clients, and under each the digits it holds."""
     digits = outcome.digits
     order = np.argsort(-digits.federation.sizes, kind="stable")
@@ -197,8 +230,8 @@ def draw_federation(figure: FigureBase, outcome: Outcome) -> None:
     shades = np.where(digits.small[order], "#9db4c0", "#5c6b73")
     top.bar(np.arange(len(sizes)), sizes, color=shades, width=0.8)
     top.set_ylabel("examples")
-    _calm(top)
-    image = bottom.imshow(mix, aspect="auto", cmap="Greys", vmin=0, vmax=1, origin="lower")
+    top.grid(axis="y")
+    image = bottom.imshow(mix, aspect="auto", cmap=theme.greys, vmin=0, vmax=1, origin="lower")
     bottom.set_yticks(range(0, len(mix), 3))
     bottom.set_ylabel("digit")
     bottom.set_xlabel("client, from the largest to the smallest")
@@ -207,30 +240,30 @@ def draw_federation(figure: FigureBase, outcome: Outcome) -> None:
     bar.outline.set_visible(False)
 
 
-def draw_weights(figure: FigureBase, outcome: Outcome) -> None:
+def draw_weights(figure: FigureBase, outcome: Outcome, theme: Theme) -> None:
     """How many times too much each client counts."""
     axes = figure.subplots()
     sizes = outcome.digits.federation.sizes
-    axes.axhline(1, color=_GREY, linewidth=1)
+    axes.axhline(1, color=theme.axis, linewidth=1)
     for trial in outcome.trials:
-        axes.plot(sizes, trial.audit.ratios, **_dots(trial.method))
+        axes.plot(sizes, trial.audit.ratios, **_dots(trial.method, theme))
     axes.set(xscale="log", yscale="log", xlabel="examples of the client")
     axes.set_ylabel("counts … times what you meant")
     ratios = np.concatenate([trial.audit.ratios for trial in outcome.trials])
     _plain_ticks(axes, "x", sizes)
     _plain_ticks(axes, "y", ratios)
     axes.legend(frameon=False)
-    _calm(axes)
+    axes.grid(axis="y")
 
 
-def draw_training(figure: FigureBase, outcome: Outcome) -> None:
+def draw_training(figure: FigureBase, outcome: Outcome, theme: Theme) -> None:
     """``f(x^r) - f*`` over the rounds, with the levels that the audit predicts."""
     axes = figure.subplots()
     lowest = min(float(trial.suboptimality.min()) for trial in outcome.trials)
     # A level far below every curve would only squeeze the curves.
     bottom = max(min([t.predicted for t in outcome.trials if t.predicted] + [lowest]), lowest / 30)
     for trial in outcome.trials:
-        shade, runs = colour(trial.method), trial.suboptimality
+        shade, runs = theme.colour(trial.method), trial.suboptimality
         axes.fill_between(outcome.rounds, runs.min(0), runs.max(0), color=shade, alpha=0.18, lw=0)
         axes.plot(outcome.rounds, runs.mean(0), color=shade, lw=1.8, label=label(trial.method))
         if trial.predicted >= bottom:
@@ -245,47 +278,39 @@ def draw_training(figure: FigureBase, outcome: Outcome) -> None:
                 va="top" if below else "bottom",
                 color=shade,
                 fontsize="small",
-                bbox={"facecolor": "white", "alpha": 0.7, "linewidth": 0, "pad": 1},
+                bbox={"facecolor": theme.page, "alpha": 0.7, "linewidth": 0, "pad": 1},
             )
     axes.set_yscale("log")
     axes.set_ylim(bottom=bottom / 2.5)
     axes.set(xlabel="round", ylabel="$f(x) - f^*$, what is left to gain")
     axes.legend(frameon=False)
-    _calm(axes)
+    axes.grid(axis="y")
 
 
-def draw_payers(figure: FigureBase, outcome: Outcome) -> None:
+def draw_payers(figure: FigureBase, outcome: Outcome, theme: Theme) -> None:
     """Each client's loss beside its loss at the optimum."""
     axes = figure.subplots()
     sizes = outcome.digits.federation.sizes
-    axes.axhline(0, color=_GREY, linewidth=1)
+    axes.axhline(0, color=theme.axis, linewidth=1)
     for trial in outcome.trials:
-        axes.plot(sizes, trial.excess.mean(0), **_dots(trial.method))
+        axes.plot(sizes, trial.excess.mean(0), **_dots(trial.method, theme))
     axes.set(xscale="log", xlabel="examples of the client")
     axes.set_ylabel("loss above that at the optimum")
     _plain_ticks(axes, "x", sizes)
     axes.legend(frameon=False)
-    _calm(axes)
+    axes.grid(axis="y")
 
 
-def _dots(method: str) -> dict[str, Any]:
+def _dots(method: str, theme: Theme) -> dict[str, Any]:
     return {
         "linestyle": "none",
         "marker": "o",
         "markersize": 5,
         "alpha": 0.75,
         "markeredgewidth": 0,
-        "color": colour(method),
+        "color": theme.colour(method),
         "label": label(method),
     }
-
-
-def _calm(axes: Axes) -> None:
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.spines[["left", "bottom"]].set_color(_GREY)
-    axes.tick_params(colors=_INK, which="both", length=3)
-    axes.grid(axis="y", color="#e6e8eb", linewidth=0.8)
-    axes.set_axisbelow(True)
 
 
 def _plain_ticks(axes: Axes, which: str, values: Any) -> None:
@@ -298,7 +323,7 @@ def _plain_ticks(axes: Axes, which: str, values: Any) -> None:
     axis.set_minor_locator(NullLocator())
 
 
-Drawing = Callable[[FigureBase, "Outcome"], None]
+Drawing = Callable[[FigureBase, "Outcome", Theme], None]
 
 PICTURES: dict[str, tuple[str, Drawing]] = {
     "federation": ("Who holds what", draw_federation),
@@ -309,23 +334,24 @@ PICTURES: dict[str, tuple[str, Drawing]] = {
 """Title and drawing of each picture; the page shows them one by one, the PNG all together."""
 
 
-def write_picture(outcome: Outcome, path: Path) -> None:
+def write_picture(outcome: Outcome, summary: Summary, path: Path) -> None:
     """All pictures on one sheet."""
-    sheet = Figure(figsize=(12, 8.8), layout="constrained")
-    sheet.suptitle("Does federated training minimise the objective you meant?", fontsize="x-large")
-    parts = np.ravel(np.asarray(sheet.subfigures(2, 2, wspace=0.04, hspace=0.04)))
-    for part, (title, draw) in zip(parts, PICTURES.values(), strict=True):
-        part.suptitle(title, fontsize="large", color=_INK)
-        draw(part, outcome)
-    # No software version in the file: the same numbers give the same bytes.
-    sheet.savefig(path, dpi=130, metadata={"Software": None})
+    with matplotlib.rc_context(LIGHT.parameters):
+        sheet = Figure(figsize=(12, 8.8), layout="constrained")
+        sheet.suptitle(headline(summary), fontsize="x-large")
+        parts = np.ravel(np.asarray(sheet.subfigures(2, 2, wspace=0.04, hspace=0.04)))
+        for part, (title, draw) in zip(parts, PICTURES.values(), strict=True):
+            part.suptitle(title, fontsize="large")
+            draw(part, outcome, LIGHT)
+        # No software version in the file: the same numbers give the same bytes.
+        sheet.savefig(path, dpi=130, metadata={"Software": None})
 
 
-def _data_uri(draw: Drawing, outcome: Outcome) -> str:
-    figure = Figure(figsize=(5.6, 3.7), layout="constrained")
-    draw(figure, outcome)
+def _data_uri(draw: Drawing, outcome: Outcome, theme: Theme) -> str:
     drawn = io.BytesIO()
-    with matplotlib.rc_context({"svg.hashsalt": "fedshuffle"}):
+    with matplotlib.rc_context({"svg.hashsalt": "fedshuffle", **theme.parameters}):
+        figure = Figure(figsize=(5.6, 3.7), layout="constrained")
+        draw(figure, outcome, theme)
         figure.savefig(drawn, format="svg", metadata={"Date": None})
     return "data:image/svg+xml;base64," + base64.b64encode(drawn.getvalue()).decode("ascii")
 
@@ -335,12 +361,15 @@ def _data_uri(draw: Drawing, outcome: Outcome) -> str:
 
 def write_page(outcome: Outcome, summary: Summary, path: Path) -> None:
     """The report: one file that needs no other."""
-    pictures = {name: _data_uri(draw, outcome) for name, (_, draw) in PICTURES.items()}
+    pictures = {
+        name: (_data_uri(draw, outcome, LIGHT), _data_uri(draw, outcome, DARK))
+        for name, (_, draw) in PICTURES.items()
+    }
     path.write_text(render_page(outcome, summary, pictures), encoding="utf-8")
 
 
-def render_page(outcome: Outcome, summary: Summary, pictures: dict[str, str]) -> str:
-    """The text of the page, with the pictures given as data URIs."""
+def render_page(outcome: Outcome, summary: Summary, pictures: dict[str, tuple[str, str]]) -> str:
+    """The text of the page, with each picture as two data URIs: for light and for dark."""
     environment = Environment(
         loader=PackageLoader("fedshuffle", "report"),
         autoescape=True,
@@ -349,7 +378,7 @@ def render_page(outcome: Outcome, summary: Summary, pictures: dict[str, str]) ->
         lstrip_blocks=True,
     )
     environment.filters.update(
-        number=number, percent=percent, label=label, colour=colour, joined=_and
+        number=number, percent=percent, label=label, colour=colour, joined=_and, on_dark=on_dark
     )
     settings, digits = outcome.settings, outcome.digits
     sizes, small = digits.federation.sizes, digits.small
@@ -366,12 +395,15 @@ def render_page(outcome: Outcome, summary: Summary, pictures: dict[str, str]) ->
         steps=(int(steps.min()), int(steps.max())),
         small=int(small.sum()),
         large=int((~small).sum()),
-        small_share=float(sizes[small].sum() / sizes.sum()),
         pilots=[
             (trial.method, trial.step_size, list(zip(settings.step_sizes, trial.pilots.tolist())))
             for trial in outcome.trials
         ],
         at_edge=[m.method for m in summary.methods if m.step_size in edge],
+        headline=headline(summary),
+        reason=reason(summary),
+        night=DARK,
+        order={m.method: k for k, m in enumerate(summary.methods)},
         verdict=verdict(summary),
         answer=answer(summary),
         foretold=foretold(summary),
@@ -444,6 +476,9 @@ def print_summary(console: Console, summary: Summary) -> None:
         percent(summary.best_accuracy_other),
     )
 
+    console.print(Text(headline(summary), style="bold"))
+    console.print(Text(reason(summary)))
+    console.print()
     console.print(audits)
     for method in summary.methods:
         for finding in method.findings:

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import Any, final
+
+import numpy as np
+
 from fedshuffle.methods import Method
 
 _LABELS = {
@@ -97,3 +102,64 @@ def colour(method: str | Method) -> str:
     """The colour of a method in a figure."""
     name = method if isinstance(method, str) else method.name
     return _COLOURS.get(name, "#000000")
+
+
+# Light and dark pages
+
+
+@final
+@dataclass(frozen=True)
+class Theme:
+    """The colours of a figure, for a light or a dark page."""
+
+    page: str
+    ink: str
+    axis: str
+    grid: str
+    greys: str
+    """matplotlib's colour map from nothing to all."""
+
+    def colour(self, method: str | Method) -> str:
+        """The colour of a method, readable on this page."""
+        return colour(method) if self is LIGHT else on_dark(colour(method))
+
+    @property
+    def parameters(self) -> dict[Any, Any]:
+        """What matplotlib needs to know, for ``matplotlib.rc_context``."""
+        inks = ("text.color", "axes.labelcolor", "xtick.color", "ytick.color")
+        pages = ("figure.facecolor", "axes.facecolor", "savefig.facecolor")
+        return {
+            **dict.fromkeys(inks, self.ink),
+            **dict.fromkeys(pages, self.page),
+            "axes.edgecolor": self.axis,
+            "axes.spines.top": False,
+            "axes.spines.right": False,
+            "axes.axisbelow": True,
+            "grid.color": self.grid,
+        }
+
+
+LIGHT = Theme(page="#ffffff", ink="#222222", axis="#8a8f98", grid="#e6e8eb", greys="Greys")
+DARK = Theme(page="#16191d", ink="#e4e7eb", axis="#6d7681", grid="#2d333b", greys="Greys_r")
+
+
+def on_dark(colour: str) -> str:
+    """The colour, lightened until it stands out from a dark page.
+
+    >>> on_dark("#E69F00"), on_dark("#332288")
+    ('#e69f00', '#9d95c6')
+    """
+    parts = np.array([int(colour[k : k + 2], 16) for k in (1, 3, 5)], np.float64)
+    ground = luminance(np.array([int(DARK.page[k : k + 2], 16) for k in (1, 3, 5)], np.float64))
+    for share in np.linspace(0, 1, 51):
+        mixed = np.round(parts + share * (255 - parts))
+        if (luminance(mixed) + 0.05) / (ground + 0.05) >= 6:
+            break
+    return "#" + "".join(f"{int(part):02x}" for part in mixed)
+
+
+def luminance(parts: Any) -> float:
+    """The relative luminance of a colour, as WCAG defines contrast by."""
+    shares = parts / 255
+    linear = np.where(shares <= 0.04045, shares / 12.92, ((shares + 0.055) / 1.055) ** 2.4)
+    return float(linear @ [0.2126, 0.7152, 0.0722])
