@@ -60,7 +60,7 @@ class Settings:
     cohort: int = 10
     batch_size: int = 32
     l2: float = 0.01
-    step_sizes: tuple[float, ...] = (0.2, 0.4, 0.8, 1.6, 3.2)
+    step_sizes: tuple[float, ...] = (0.2, 0.4, 0.8, 1.6, 3.2, 6.4, 12.8)
     """Each method gets the one that serves it best."""
     pilots: int = 2
     """Runs per step size to choose among them; they are not shown."""
