@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import math
 import time
 import warnings
@@ -136,7 +135,7 @@ def train(
     board = Board(tensorboard)
     console = Console(stderr=True, markup=False, highlight=False, soft_wrap=True)
     run = Run(federation, method, sampling, work, step_size, server_step_size, seed)
-    problem = Problem(copy.deepcopy(model), loss, run.federation)
+    problem = Problem(model, loss, run.federation)
     _warn_of_evaluation_mode(model)
     if isinstance(evaluate, Evaluation | Evaluations):
         evaluate = evaluate.with_loss(loss)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import math
 from dataclasses import dataclass, field
 from typing import final
@@ -15,7 +14,7 @@ from fedshuffle import losses
 from fedshuffle._arrays import FloatArray, IntArray
 from fedshuffle.config.settings import Config, Scheduled
 from fedshuffle.engines import LeanEngine, Loss, Problem
-from fedshuffle.engines.base import PROBE_ROWS, gradients, named
+from fedshuffle.engines.base import gradients, named
 from fedshuffle.errors import DivergedError, FedShuffleError
 from fedshuffle.federation import Federation
 from fedshuffle.methods import Method
@@ -215,7 +214,7 @@ def know(
 ) -> Known | Measured:
     """The constants of the problem; known where the losses are recognised, else measured."""
     work, decay = config.work, config.work.weight_decay
-    problem = Problem(copy.deepcopy(model), loss, federation)
+    problem = Problem(model, loss, federation)
     found = recognised(model, loss, federation)
     if isinstance(found, Kind):
         values, slope = _look(problem, np.arange(len(federation)), federation.weights, decay)
@@ -260,12 +259,9 @@ def _look(
     x, parameters = problem.start, list(problem.parameters.values())
     values, slope = np.zeros(len(clients)), decay * x
     for k, (i, weight) in enumerate(zip(clients.tolist(), weights.tolist(), strict=True)):
-        m = int(problem.federation.sizes[i])
-        for begin in range(0, m, PROBE_ROWS):
-            positions = np.arange(begin, min(begin + PROBE_ROWS, m))
+        for rows, share in problem.pieces(i):
             with named(problem, i, 0, "first look at the loss"):
-                loss = problem.loss_at(x, problem.batch(problem.rows(i, positions)))
-            share = len(positions) / m
+                loss = problem.loss_at(x, problem.batch(rows))
             values[k] += share * float(loss.detach())
             flat = [piece.reshape(-1) for piece in gradients(loss, parameters)]
             slope = slope + weight * share * torch.cat(flat).detach()

@@ -15,9 +15,6 @@ from fedshuffle.engines.problem import Problem, forked
 from fedshuffle.errors import DivergedError, FedShuffleError, TrainingError
 from fedshuffle.kernel import Order, Probe, Walk
 
-PROBE_ROWS = 1024
-"""Full gradients are computed in pieces of at most so many examples."""
-
 
 class Engine(Protocol):
     """Answers many requests at once, so that runs in lockstep can share the work."""

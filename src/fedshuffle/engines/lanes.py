@@ -16,7 +16,6 @@ from torch.func import functional_call, vmap
 
 from fedshuffle._arrays import FloatArray, IntArray
 from fedshuffle.engines.base import (
-    PROBE_ROWS,
     Stopped,
     check_probe,
     first_look,
@@ -24,7 +23,7 @@ from fedshuffle.engines.base import (
     not_finite,
 )
 from fedshuffle.engines.machine import flushed_denormals, keep_freed_memory
-from fedshuffle.engines.problem import Loss, Problem
+from fedshuffle.engines.problem import PROBE_ROWS, Loss, Problem
 from fedshuffle.engines.stack import Stack
 from fedshuffle.errors import FedShuffleError
 from fedshuffle.kernel import Order, Probe, Walk
@@ -254,18 +253,16 @@ class LanesEngine:
 
     def _pieces(self, probes: Sequence[Probe]) -> Iterator[_Piece]:
         """Every piece of every client's data, once for each of the points."""
-        offsets = self.problem.federation.offsets
         point = answer = 0
         for probe in probes:
             count = len(probe.points)
             end = answer + count * probe.weights.shape[1]
             for client, weights in zip(probe.clients.tolist(), probe.weights, strict=True):
-                rows = np.arange(offsets[client], offsets[client + 1])
-                for begin in range(0, len(rows) if weights.any() else 0, PROBE_ROWS):
-                    some = rows[begin : begin + PROBE_ROWS]
-                    shares = weights * (len(some) / len(rows))
+                for rows, share in self.problem.pieces(client) if weights.any() else ():
                     for j in range(count):
-                        yield _Piece(some, point + j, slice(answer + j, end, count), shares)
+                        yield _Piece(
+                            rows, point + j, slice(answer + j, end, count), weights * share
+                        )
             point, answer = point + count, end
 
 

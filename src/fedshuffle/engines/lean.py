@@ -22,7 +22,6 @@ from torch import Tensor, nn
 
 from fedshuffle import kernel
 from fedshuffle.engines.base import (
-    PROBE_ROWS,
     Stopped,
     check_probe,
     counted,
@@ -182,7 +181,7 @@ class LeanEngine:
             yield zip(*(field.split_with_sizes(lengths) for field in fields), strict=True)
 
     def _probe(self, probe: Probe) -> Tensor:
-        here, layout, offsets = self._here, self._here.layout, self.problem.federation.offsets
+        here, layout = self._here, self._here.layout
         own = self._gathered = self._gathered or self._replica()
         points = layout.arrange(torch.stack(list(probe.points)))
         sums = points.new_zeros(probe.weights.shape[1], *points.shape)
@@ -190,12 +189,10 @@ class LeanEngine:
             here.flat.copy_(point)
             for client, weights in zip(probe.clients.tolist(), probe.weights, strict=True):
                 counts = counted(weights)
-                rows = torch.arange(int(offsets[client]), int(offsets[client + 1]))
                 own.flat.zero_()
                 with named(self.problem, client, probe.round, "probe"):
-                    for piece in torch.split(rows, PROBE_ROWS) if counts else ():
-                        batch = here.ready(self.problem.batch(piece))
-                        here.descend(batch, len(piece) / len(rows), own)
+                    for rows, share in self.problem.pieces(client) if counts else ():
+                        here.descend(here.ready(self.problem.batch(rows)), share, own)
                 for k, weight in counts:
                     sums[k, j].add_(own.flat, alpha=weight)
         return check_probe(self.problem, probe, layout.restore(sums))

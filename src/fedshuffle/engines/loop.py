@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from fedshuffle import kernel
+from fedshuffle._arrays import IntArray
 from fedshuffle.engines.base import (
-    PROBE_ROWS,
     check_probe,
     counted,
     gradients,
@@ -55,11 +55,14 @@ class LoopEngine:
         with named(self.problem, client, order.minibatches.round, "local training"):
             seed = order.minibatches.model_seed() if self.problem.random else 0
             for k, positions in enumerate(order.minibatches):
-                batch: tuple[Tensor, ...] = ()
-                if steering.alpha or steering.beta:  # else nobody looks at it
-                    batch = self.problem.batch(self.problem.rows(client, positions))
-                gradient = self._adjusted(y, batch, seed + k, order) if steering.alpha else nothing
-                anchor = self._adjusted(x, batch, seed + k, order) if steering.beta else None
+                rows = self.problem.rows(client, positions)
+                gradient, anchor = nothing, None
+                if steering.alpha:
+                    gradient, y = self._gradient(y, rows, seed + k)
+                    gradient = kernel.adjusted(gradient, y, order.clip, order.weight_decay)
+                if steering.beta:
+                    anchor, _ = self._gradient(x, rows, seed + k)
+                    anchor = kernel.adjusted(anchor, x, order.clip, order.weight_decay)
                 y = kernel.step(
                     y,
                     x,
@@ -77,28 +80,26 @@ class LoopEngine:
     def _probe(self, probe: Probe) -> Tensor:
         points = torch.stack(list(probe.points))
         sums = points.new_zeros(probe.weights.shape[1], *points.shape)
-        offsets = self.problem.federation.offsets
         for client, weights in zip(probe.clients.tolist(), probe.weights, strict=True):
             counts = counted(weights)
-            rows = torch.arange(int(offsets[client]), int(offsets[client + 1]))
             with named(self.problem, client, probe.round, "probe"):
-                for piece in torch.split(rows, PROBE_ROWS) if counts else ():
-                    batch = self.problem.batch(piece)
+                for rows, share in self.problem.pieces(client) if counts else ():
                     for j, point in enumerate(points):
-                        gradient = self._gradient(point, batch, seed=0) * len(piece) / len(rows)
+                        gradient, _ = self._gradient(point, rows, seed=0)
                         for k, weight in counts:
-                            sums[k, j] += weight * gradient
+                            sums[k, j] += weight * share * gradient
         return check_probe(self.problem, probe, sums)
 
-    def _adjusted(
-        self, point: Tensor, batch: tuple[Tensor, ...], seed: int, order: Order
-    ) -> Tensor:
-        gradient = self._gradient(point, batch, seed)
-        return kernel.adjusted(gradient, point, order.clip, order.weight_decay)
+    def _gradient(self, point: Tensor, rows: IntArray, seed: int) -> tuple[Tensor, Tensor]:
+        """The gradient of the loss over some examples; the seed rules the model's own randomness.
 
-    def _gradient(self, point: Tensor, batch: tuple[Tensor, ...], seed: int) -> Tensor:
-        """The gradient of the minibatch loss; the seed rules the model's own randomness."""
+        And the point as the model leaves it: some layers change their own parameters, such as
+        ``nn.Embedding(max_norm=...)``. The examples are gathered anew each time, as the model may
+        change them, too.
+        """
+        parameters = list(self.problem.parameters.values())
         with model_randomness(self.problem, seed):
-            loss = self.problem.loss_at(point, batch)
-        parts = gradients(loss, list(self.problem.parameters.values()))
-        return torch.cat([part.reshape(-1) for part in parts])
+            loss = self.problem.loss_at(point, self.problem.batch(rows))
+        parts = gradients(loss, parameters)
+        left = torch.cat([parameter.detach().reshape(-1) for parameter in parameters])
+        return torch.cat([part.reshape(-1) for part in parts]), left

@@ -4,19 +4,24 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, final
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.loss import _Loss
-from torch.nn.parameter import UninitializedParameter
-from torch.nn.utils import vector_to_parameters
+from torch.nn.parameter import is_lazy
+from torch.nn.utils.weight_norm import WeightNorm
 
-from fedshuffle._arrays import expect
+from fedshuffle import losses
+from fedshuffle._arrays import IntArray, expect
 from fedshuffle.errors import FedShuffleError
 from fedshuffle.federation import Federation
+
+PROBE_ROWS = 1024
+"""Full gradients are computed in pieces of at most so many examples."""
 
 Loss = Callable[..., Tensor]
 """``loss(model, *fields)``: the mean loss over the examples of a minibatch, a scalar tensor."""
@@ -25,6 +30,9 @@ Loss = Callable[..., Tensor]
 @final
 class Problem:
     """A module and a loss over a federation, with the model's parameters as one flat vector.
+
+    The module is a copy: the one given stays as it is. A client's objective is the loss over all
+    its examples at once.
 
     >>> from fedshuffle import losses
     >>> federation = Federation.from_arrays(torch.eye(4), torch.arange(4), sizes=[1, 3])
@@ -36,11 +44,11 @@ class Problem:
         expect(model, nn.Module, "model")
         expect(federation, Federation, "federation")
         _check_loss(loss)
-        self.model = model
+        _check_made(model)
+        self.model = _copied(model)
         self.loss = loss
         self.federation = federation
-        self.parameters = {k: p for k, p in model.named_parameters() if p.requires_grad}
-        _check_made(self.parameters)
+        self.parameters = {k: p for k, p in self.model.named_parameters() if p.requires_grad}
         if not self.parameters:
             raise FedShuffleError("the model has no trainable parameters.")
         kinds = {(p.dtype, p.device) for p in self.parameters.values()}
@@ -57,7 +65,8 @@ class Problem:
         self.fields = fields if self._stored else tuple(self._ready(field) for field in fields)
         flat = [p.detach().reshape(-1) for p in self.parameters.values()]
         self.start = torch.cat(flat)
-        self._untouched = copy.deepcopy(model)
+        self._untouched = copy.deepcopy(self.model)
+        self._shares: dict[int, list[float]] = {}
 
     def _ready(self, field: Tensor) -> Tensor:
         """Examples on the model's device, and floating-point ones in its precision."""
@@ -66,8 +75,11 @@ class Problem:
         return field.to(self.device)
 
     def load(self, x: Tensor) -> nn.Module:
-        """The module with the parameters ``x``."""
-        vector_to_parameters(x, self.parameters.values())
+        """The module with the parameters ``x``, in memory of its own."""
+        parts = torch.split(x, [p.numel() for p in self.parameters.values()])
+        with torch.no_grad():
+            for parameter, part in zip(self.parameters.values(), parts, strict=True):
+                parameter.copy_(part.view_as(parameter))
         return self.model
 
     def loss_at(self, x: Tensor, batch: tuple[Tensor, ...]) -> Tensor:
@@ -80,8 +92,9 @@ class Problem:
         model = self.replica()
         with forked(self.device):
             before = _random_state(self.device)
-            self.loss(model, *self.few())
+            loss = self.loss(model, *self.few())
             after = _random_state(self.device)
+        _refuse_sparse_gradients(loss, model)
         buffers = dict(self._untouched.named_buffers())
         for name, buffer in model.named_buffers():
             if name in buffers and not torch.equal(buffer, buffers[name]):
@@ -102,6 +115,39 @@ class Problem:
     def rows(self, client: Any, positions: Any) -> Any:
         """Positions among a client's examples as rows of the packed layout."""
         return positions + self.federation.offsets[client]
+
+    def pieces(
+        self, client: int, positions: IntArray | None = None
+    ) -> list[tuple[IntArray, float]]:
+        """A client's examples, or those at some positions, as rows in pieces, and the share of each
+        piece's loss in the loss over all of them at once.
+
+        A piece counts by the number of values that its mean is taken over (see
+        :mod:`fedshuffle.losses`). A piece in which nothing counts is left out.
+        """
+        whole = positions is None
+        if positions is None:
+            positions = np.arange(int(self.federation.sizes[client]))
+        rows = self.rows(client, positions)
+        parts = [rows[k : k + PROBE_ROWS] for k in range(0, len(rows), PROBE_ROWS)]
+        if len(parts) == 1:
+            return [(rows, 1.0)]
+        shares = self._shares.get(client) if whole else None
+        if shares is None:
+            shares = self._counted(parts)
+        if whole:  # for the next round
+            self._shares[client] = shares
+        return [(part, share) for part, share in zip(parts, shares, strict=True) if share]
+
+    def _counted(self, parts: Sequence[IntArray]) -> list[float]:
+        """How the losses of these parts count in the loss over all of them."""
+        weights = [float(len(part)) for part in parts]
+        if losses.tells_counts(self.loss):
+            model = self.replica()
+            with torch.no_grad(), forked(self.device):
+                weights = [losses.counted(self.loss, model, self.batch(part)) for part in parts]
+        total = sum(weights)
+        return [weight / total if total else 0.0 for weight in weights]
 
     def batch(self, rows: Any) -> tuple[Tensor, ...]:
         """The examples at these rows."""
@@ -124,18 +170,41 @@ def _check_loss(loss: Loss) -> None:
         )
 
 
-def _check_made(parameters: Mapping[str, nn.Parameter]) -> None:
-    for name, parameter in parameters.items():
-        if isinstance(parameter, UninitializedParameter):
+def _check_made(model: nn.Module) -> None:
+    """Refuse a model that has no values yet, or that cannot be copied as it is."""
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        if is_lazy(tensor):
             raise FedShuffleError(
                 f"parameter {name!r} is lazy and has no shape yet. Run the model on an example"
                 " before you train it."
             )
-        if parameter.device.type == "meta":
+        if tensor.device.type == "meta":
             raise FedShuffleError(
                 f"parameter {name!r} is on the meta device and has no values. Move the model with"
                 " to_empty and initialise it before you train it."
             )
+        if tensor._backward_hooks or tensor._post_accumulate_grad_hooks:
+            raise FedShuffleError(
+                f"parameter {name!r} has a gradient hook (register_hook), which copies of the model"
+                " do not have. Do the same in the model's forward or in the loss, and remove it."
+            )
+    for name, module in model.named_modules():
+        if any(isinstance(hook, WeightNorm) for hook in module._forward_pre_hooks.values()):
+            raise FedShuffleError(
+                f"layer {name!r} uses torch.nn.utils.weight_norm, with which a model cannot be"
+                " copied. Use torch.nn.utils.parametrizations.weight_norm."
+            )
+
+
+def _copied(model: nn.Module) -> nn.Module:
+    try:
+        return copy.deepcopy(model)
+    except Exception as error:
+        reason = str(error).split("\n")[0].split(".  ")[0]
+        raise FedShuffleError(
+            f"the model cannot be copied ({type(error).__name__}: {reason.rstrip('.')}). It may"
+            " keep an activation or something open: let it keep only what it was made of."
+        ) from error
 
 
 def forked(device: torch.device) -> AbstractContextManager[None]:
@@ -148,6 +217,19 @@ def _random_state(device: torch.device) -> Tensor:
     if device.type == "cpu":
         return state
     return torch.cat([state, torch.get_device_module(device).get_rng_state(device)])
+
+
+def _refuse_sparse_gradients(loss: Tensor, model: nn.Module) -> None:
+    if not isinstance(loss, Tensor) or loss.ndim or not loss.requires_grad:
+        return  # which is said where gradients are needed
+    trained = {k: p for k, p in model.named_parameters() if p.requires_grad}
+    found = torch.autograd.grad(loss, list(trained.values()), allow_unused=True)
+    for name, gradient in zip(trained, found, strict=True):
+        if gradient is not None and gradient.layout != torch.strided:
+            raise FedShuffleError(
+                f"parameter {name!r} has sparse gradients, which are not averaged here. Make its"
+                " layer with sparse=False."
+            )
 
 
 def _refuse_running_statistics(model: nn.Module) -> None:

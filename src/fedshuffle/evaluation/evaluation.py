@@ -16,7 +16,7 @@ from fedshuffle.errors import FedShuffleError
 from fedshuffle.evaluation import metrics as named
 from fedshuffle.evaluation.metrics import Metric, shape
 from fedshuffle.federation import Federation
-from fedshuffle.losses import predict
+from fedshuffle.losses import counted, predict, tells_counts
 
 
 @final
@@ -149,10 +149,7 @@ class Evaluation:
             own, parts = segment_sums(self._values(model, batch), offsets, begin)
             sums[..., own] += parts
         for k, client in np.argwhere(sums[:, 1] == 0).tolist():
-            raise FedShuffleError(
-                f"client {self.data.ids[client]!r} has no target that counts for metric"
-                f" {self._distinct[k].name!r}. Leave it out of the evaluation."
-            )
+            raise self._nothing_counts(client, self._distinct[k].name)
         return list(sums[:, 0] / sums[:, 1])
 
     def _values(self, model: nn.Module, batch: Sequence[Tensor]) -> FloatArray:
@@ -165,31 +162,46 @@ class Evaluation:
     def _by_loss(self, model: nn.Module) -> tuple[FloatArray, FloatArray]:
         """Weights, and means of a loss that knows only the mean over a batch.
 
-        No batch then holds examples of two clients, unless only the mean over all is asked for.
+        No batch then holds examples of two clients, unless only the mean over all is asked for
+        and is a mean over examples.
         """
         offsets, weights = self.data.offsets, self.data.weights
         means = np.zeros_like(weights)
         if self._opaque is None:
             return weights, means
         by_size = np.allclose(weights, self.data.sizes / offsets[-1], rtol=1e-12, atol=0)
-        if by_size and not self.per_client:
+        if by_size and not self.per_client and not tells_counts(self._opaque):
             offsets, weights, means = offsets[[0, -1]], np.ones(1), np.zeros(1)
+        counts = np.zeros_like(means)
         for k, size in enumerate(np.diff(offsets).tolist()):
             first = int(offsets[k])
             for begin in range(first, first + size, self.batch_size):
                 end = min(begin + self.batch_size, first + size)
-                value = _one_number(self._opaque(model, *self._batch(model, begin, end)))
-                means[k] += value * (end - begin) / size
-        return weights, means
+                batch = self._batch(model, begin, end)
+                times = counted(self._opaque, model, batch)
+                if times:
+                    means[k] += times * _one_number(self._opaque(model, *batch))
+                    counts[k] += times
+        for client in np.flatnonzero(counts == 0).tolist():
+            raise self._nothing_counts(client, "loss")
+        return weights, means / counts
+
+    def _nothing_counts(self, client: int, metric: str) -> FedShuffleError:
+        return FedShuffleError(
+            f"client {self.data.ids[client]!r} has no target that counts for metric {metric!r}."
+            " Leave it out of the evaluation."
+        )
 
     def _batch(self, model: nn.Module, begin: int, end: int) -> list[Tensor]:
-        """Examples on the model's device, and floating-point ones in its precision."""
+        """Examples on the model's device, and floating-point ones in its precision.
+
+        They are copies, as a model may change what it is given.
+        """
         like = next((p for p in model.parameters() if p.is_floating_point()), None)
         batch = []
         for field in self.data.fields:
-            rows = field[begin:end]
-            if not isinstance(rows, Tensor):
-                rows = torch.from_numpy(np.array(rows))  # read now, where the array is on disk
+            part = field[begin:end]  # what lies on disk is read now
+            rows = part.clone() if isinstance(part, Tensor) else torch.from_numpy(np.array(part))
             if like is not None:
                 rows = rows.to(like.device, like.dtype if rows.is_floating_point() else None)
             batch.append(rows)

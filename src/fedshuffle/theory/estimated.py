@@ -19,7 +19,6 @@ order, and u is not free of the sampling itself), and so is the variance of grad
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
@@ -175,7 +174,7 @@ def problem_constants(
     >>> round(found.L.value, 5), round(found.L_objective.value, 5), round(found.delta.value, 5)
     (1.0, 0.5, 0.5)
     """
-    problem = Problem(copy.deepcopy(model), loss, federation)
+    problem = Problem(model, loss, federation)
     if first_look(problem):
         raise FedShuffleError(
             "the model or the loss draws random numbers, so its constants are not defined. Call"

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from fedshuffle._arrays import FloatArray, IntArray
-from fedshuffle.engines.base import PROBE_ROWS, gradients, named
+from fedshuffle.engines.base import gradients, named
 from fedshuffle.engines.problem import Problem
 from fedshuffle.errors import FedShuffleError
 from fedshuffle.randomness import Purpose, generator
@@ -279,15 +279,12 @@ class Oracle:
         one: Callable[[tuple[Tensor, ...]], Tensor],
         price: int,
     ) -> Tensor:
-        if positions is None:
-            positions = np.arange(int(self.problem.federation.sizes[client]))
         total = torch.zeros_like(self.problem.start)
-        for begin in range(0, len(positions), PROBE_ROWS):
-            piece = positions[begin : begin + PROBE_ROWS]
+        for rows, share in self.problem.pieces(client, positions):
             with named(self.problem, client, 0, "estimating constants"):
-                part = one(self.problem.batch(self.problem.rows(client, piece)))
-            total += part * (len(piece) / len(positions))
-            self._cost.add(price * len(piece))
+                part = one(self.problem.batch(rows))
+            total += part * share
+            self._cost.add(price * len(rows))
         if not torch.isfinite(total).all():
             raise FedShuffleError(
                 f"the derivatives of client {self.problem.federation.ids[client]!r} are not finite"

@@ -1,0 +1,233 @@
+"""A client's objective is its loss over all its examples at once, whatever counts in it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.nn.utils import parameters_to_vector
+
+from fedshuffle import Evaluation, Federation, FedShuffleError, LocalWork, losses, train
+from fedshuffle.engines import Loss, Problem, make
+from fedshuffle.engines import problem as problems
+from fedshuffle.kernel import Probe
+from fedshuffle.theory.estimated import problem_constants
+
+ENGINES = ["loop", "lean", "lanes", "lean:2", "lanes:2", "lean:2:processes"]
+SIZES = [3, 40, 25]
+PAD = 6
+
+
+class Tagger(nn.Module):
+    """A class for every token."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(7, 4)
+        self.out = nn.Linear(4, 7)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        logits: Tensor = self.out(self.embedding(tokens).tanh())
+        return logits.transpose(1, 2)
+
+
+def text(pad: int, seed: int = 0) -> Federation:
+    """Sequences of 5 tokens with 0 to 5 labels that count: more of them at a client's end."""
+    rng = np.random.default_rng(seed)
+    tokens = rng.integers(6, size=(sum(SIZES), 6))
+    lengths = np.concatenate([np.sort(rng.integers(6, size=size)) for size in SIZES])
+    labels = np.where(np.arange(5) < lengths[:, None], tokens[:, 1:], pad)
+    return Federation.from_arrays(tokens[:, :-1], labels, sizes=SIZES)
+
+
+def tagger() -> nn.Module:
+    torch.manual_seed(0)
+    return Tagger().double()
+
+
+class Padded:
+    """A loss of one's own that says how many labels count."""
+
+    def __call__(self, model: nn.Module, tokens: Tensor, labels: Tensor) -> Tensor:
+        return functional.cross_entropy(model(tokens), labels, ignore_index=PAD)
+
+    def counted(self, model: nn.Module, tokens: Tensor, labels: Tensor) -> Tensor:
+        return (labels != PAD).sum()
+
+
+def each_token(outputs: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    values = functional.cross_entropy(outputs, labels, reduction="none", ignore_index=PAD)
+    return values, 0.5 * (labels != PAD)
+
+
+@dataclass(frozen=True)
+class Case:
+    loss: Loss
+    pad: int
+
+
+CASES = {
+    "cross_entropy": Case(losses.cross_entropy, losses.IGNORED),
+    "of one's own": Case(Padded(), PAD),
+    "value by value": Case(losses.MeanLoss(each_token), PAD),
+}
+
+
+def at_once(loss: Loss, federation: Federation, client: int) -> tuple[float, Tensor]:
+    """The loss over all the client's examples at once, and its gradient."""
+    model = tagger()
+    begin, end = federation.offsets[client : client + 2]
+    value = loss(model, *(field[begin:end] for field in federation.tensors()))
+    parts = torch.autograd.grad(value, list(model.parameters()))
+    return float(value.detach()), torch.cat([part.reshape(-1) for part in parts])
+
+
+@pytest.fixture
+def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in ("problem", "lanes"):
+        monkeypatch.setattr(f"fedshuffle.engines.{module}.PROBE_ROWS", 7)
+
+
+@pytest.mark.usefixtures("small_pieces")
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("name", CASES)
+def test_a_full_gradient_is_that_of_all_examples_at_once(name: str, engine: str) -> None:
+    case = CASES[name]
+    federation = text(case.pad)
+    problem = Problem(tagger(), case.loss, federation)
+    probe = Probe((problem.start,), np.arange(3), np.eye(3), 0)
+    for _ in range(2):  # the shares are remembered
+        (have,) = make(engine, problem).probe([probe])
+        want = torch.stack([at_once(case.loss, federation, k)[1] for k in range(3)])
+        torch.testing.assert_close(have[:, 0], want, rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.parametrize("engine", ["loop", "lean", "lanes"])
+@pytest.mark.parametrize("method", ["fedshuffle-mvr", "mime", "fedlin", "scaffold-i"])
+def test_pieces_do_not_change_a_trajectory(
+    method: str, engine: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Padded text, with methods that need full gradients: in pieces and in one."""
+
+    def trained() -> Tensor:
+        model = train(
+            tagger(),
+            text(losses.IGNORED),
+            loss=losses.cross_entropy,
+            rounds=3,
+            method=method,
+            sampling="uniform:2",
+            work=LocalWork(batch_size=4),
+            engine=engine,
+        ).model
+        return parameters_to_vector(model.parameters()).detach()
+
+    want = trained()
+    for module in ("problem", "lanes"):
+        monkeypatch.setattr(f"fedshuffle.engines.{module}.PROBE_ROWS", 7)
+    torch.testing.assert_close(trained(), want, rtol=1e-12, atol=1e-14)
+
+
+def test_pieces_are_of_1024_examples() -> None:
+    federation = Federation.from_arrays(np.zeros((1500, 2)), np.arange(1500) % 3, sizes=[1500])
+    problem = Problem(nn.Linear(2, 3), losses.cross_entropy, federation)
+    assert [(len(rows), share) for rows, share in problem.pieces(0)] == [
+        (1024, 1024 / 1500),
+        (476, 476 / 1500),
+    ]
+
+
+@pytest.mark.parametrize("per_client", [True, False])
+@pytest.mark.parametrize("batch_size", [7, 1000])
+@pytest.mark.parametrize("name", CASES)
+def test_evaluation_gives_the_same_objective(name: str, batch_size: int, per_client: bool) -> None:
+    case = CASES[name]
+    federation = text(case.pad)
+    want = np.array([at_once(case.loss, federation, k)[0] for k in range(3)])
+    evaluation = Evaluation(
+        federation, ["loss"], loss=case.loss, batch_size=batch_size, per_client=per_client
+    )
+    found = evaluation(tagger())
+    assert found["loss"] == pytest.approx(float(federation.weights @ want), rel=1e-12)
+    if per_client:
+        assert found["loss_mean"] == pytest.approx(want.mean(), rel=1e-12)
+
+
+@pytest.mark.usefixtures("small_pieces")
+def test_constants_are_those_of_the_same_objective() -> None:
+    federation = text(losses.IGNORED)
+    found = problem_constants(tagger(), federation, losses.cross_entropy, clients=3)
+    slope = sum(
+        w * at_once(losses.cross_entropy, federation, k)[1]
+        for k, w in enumerate(federation.weights.tolist())
+    )
+    assert isinstance(slope, Tensor)
+    assert float(found.gradient[0]) == pytest.approx(float(slope.square().sum()), rel=1e-9)
+
+
+@settings(deadline=None, max_examples=30)
+@given(st.lists(st.integers(0, 4), min_size=1, max_size=30), st.integers(1, 9))
+def test_shares_put_the_mean_together(lengths: list[int], rows: int) -> None:
+    """For any numbers of labels that count: sum of share times mean is the mean of all."""
+    labels = np.where(np.arange(4) < np.array(lengths)[:, None], 1, losses.IGNORED)
+    values = np.random.default_rng(0).normal(size=labels.shape)
+    federation = Federation.from_arrays(values, labels, sizes=[len(lengths)])
+    problem = Problem(nn.Linear(4, 2), losses.cross_entropy, federation)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(problems, "PROBE_ROWS", rows)
+        pieces = problem.pieces(0)
+    mean = sum(
+        share * values[rows][labels[rows] == 1].mean()
+        for rows, share in pieces
+        if len(pieces) > 1 or (labels == 1).any()
+    )
+    want = values[labels == 1].mean() if (labels == 1).any() else 0.0
+    assert mean == pytest.approx(want, abs=1e-12)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("loss", [losses.cross_entropy, CASES["value by value"].loss])
+def test_a_minibatch_in_which_nothing_counts_has_no_gradient(loss: Loss, engine: str) -> None:
+    tokens = torch.zeros(4, 3, dtype=torch.int64)
+    nothing = losses.IGNORED if loss is losses.cross_entropy else PAD
+    labels = torch.full((4, 3), nothing)
+    assert float(loss(tagger(), tokens, labels).detach()) == 0
+    federation = Federation.from_arrays(tokens, labels, sizes=[3, 1])
+    result = train(tagger(), federation, loss=loss, rounds=2, engine=engine, method="mime")
+    have, want = (parameters_to_vector(m.parameters()) for m in (result.model, tagger()))
+    assert torch.equal(have, want)
+    with pytest.raises(FedShuffleError, match="no target that counts"):
+        Evaluation(federation, ["loss"], loss=loss)(tagger())
+
+
+@pytest.mark.parametrize("number", [-1.0, float("nan")])
+def test_counts_that_are_no_counts_are_refused(number: float) -> None:
+    class Odd(Padded):
+        def counted(self, *_: object) -> Tensor:
+            return torch.tensor(number)
+
+    with pytest.raises(FedShuffleError, match="counted"):
+        Evaluation(text(PAD), ["loss"], loss=Odd())(tagger())
+
+
+def test_the_mean_is_torchs_bit_for_bit() -> None:
+    torch.manual_seed(0)
+    check: Callable[[Tensor, Tensor], Tensor] = functional.cross_entropy
+    for outputs, targets in (
+        (torch.randn(9, 4), torch.randint(4, (9,))),
+        (torch.randn(9, 4, 3), torch.randint(4, (9, 3)).index_fill_(0, torch.arange(5), -100)),
+        (torch.randn(9, 4), torch.rand(9, 4)),
+    ):
+        outputs.requires_grad_()
+        have = losses.cross_entropy(nn.Identity(), outputs, targets)
+        want = check(outputs, targets)
+        assert torch.equal(have, want)
+        slopes = (torch.autograd.grad(value, outputs)[0] for value in (have, want))
+        assert torch.equal(*slopes)
