@@ -9,6 +9,7 @@ import gzip
 import json
 import os
 import pickle
+import re
 import shutil
 import subprocess
 import sys
@@ -17,7 +18,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from decimal import Decimal
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import h5py
 import numpy as np
@@ -29,7 +30,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from pyarrow import parquet
 
-from fedshuffle import EpochRange, Federation, FedShuffleError, LocalWork, cli, losses
+from fedshuffle import EpochRange, Federation, FedShuffleError, LocalWork, _files, cli, losses
 from fedshuffle.populations import (
     StoreWriter,
     draft,
@@ -39,6 +40,7 @@ from fedshuffle.populations import (
     import_leaf,
     import_table,
     open_store,
+    store,
     writing,
 )
 from fedshuffle.randomness import Purpose, generator
@@ -126,9 +128,9 @@ def test_memory_holds_a_block_and_never_the_data(
 def test_a_store_holds_nothing_but_its_files(tmp_path: Path) -> None:
     x, y, owners = people()
     import_chunks(rows_of(x, y, owners), tmp_path / "people", names=["x", "y"])
-    files = sorted(file.name for file in (tmp_path / "people").iterdir())
-    assert files == [
-        "federation.json",
+    folder = tmp_path / "people"
+    assert sorted(file.name for file in folder.iterdir()) == ["arrays-1", "federation.json"]
+    assert sorted(file.name for file in (folder / "arrays-1").iterdir()) == [
         "field0.npy",
         "field1.npy",
         "id_offsets.npy",
@@ -136,7 +138,7 @@ def test_a_store_holds_nothing_but_its_files(tmp_path: Path) -> None:
         "sizes.npy",
     ]
     facts = json.loads((tmp_path / "people" / "federation.json").read_text())
-    assert facts["version"] == 1
+    assert facts["version"] == 2
     assert facts["clients"] == 7
     assert facts["examples"] == 40
     assert facts["fields"] == [
@@ -289,12 +291,126 @@ import_chunks(chunks(), sys.argv[1])
     assert subprocess.run([sys.executable, "-c", code, tmp_path / "p"]).returncode == 9
     with pytest.raises(FedShuffleError, match="no federation"):
         Federation.open(tmp_path / "p")
-    with pytest.raises(FedShuffleError, match="no federation"):
-        Federation.open(tmp_path / "p.draft")
-    with pytest.raises(FedShuffleError, match=r"left by an import that was killed.*delete it"):
-        import_chunks([("a", [1.0])], tmp_path / "p")
-    import_chunks([("a", [1.0])], tmp_path / "p", overwrite=True)
-    assert [file.name for file in tmp_path.iterdir()] == ["p"]
+    assert [file.name for file in (tmp_path / "p").iterdir()] != []
+    import_chunks([("b", [1.0])], tmp_path / "p")
+    assert Federation.open(tmp_path / "p").ids[0] == "b"
+    assert names_in(tmp_path / "p") == ["arrays-1", "federation.json"]
+
+
+IMPORTER = """
+import sys
+from fedshuffle.populations import import_chunks
+def chunks():
+    yield "first", [1.0] * 1000
+    print("begun", flush=True)
+    sys.stdin.read()
+    yield "first", [2.0]
+import_chunks(chunks(), sys.argv[1], overwrite=True)
+"""
+
+
+@pytest.mark.parametrize("there", [False, True])
+def test_a_second_import_into_the_same_store_is_refused(tmp_path: Path, there: bool) -> None:
+    place = tmp_path / "p"
+    if there:
+        import_chunks([("old", [0.0])], place)
+    words = [sys.executable, "-c", IMPORTER, str(place)]
+    with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as first:
+        assert first.stdout is not None
+        assert first.stdout.readline() == b"begun\n"
+        for overwrite in (False, True) if not there else (True,):
+            with pytest.raises(FedShuffleError, match=f"written by process {first.pid}") as error:
+                import_chunks([("second", [3.0])], place, overwrite=overwrite)
+            assert "\n" not in str(error.value)
+        if there:
+            assert list(Federation.open(place).ids) == ["old"]  # until the new one is whole
+    assert first.returncode == 0
+    assert Federation.open(place).sizes.tolist() == [1001]
+    assert names_in(place) == [f"arrays-{1 + there}", "federation.json"]
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="has no fork")
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+@pytest.mark.parametrize(
+    ("stop", "there", "within"),
+    [
+        ("interrupted", True, "finish replace"),
+        *(
+            pytest.param(stop, there, "", marks=pytest.mark.slow)
+            for stop in ("killed", "interrupted")
+            for there in (False, True)
+        ),
+    ],
+)
+def test_wherever_an_overwrite_stops_a_whole_store_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stop: str, there: bool, within: str
+) -> None:
+    """A child process stops at its k-th line of the code that writes, for every k."""
+    monkeypatch.setattr(os, "fsync", lambda file: None)  # it is no power cut
+    place, new = tmp_path / "p", [("d", [3.0]), ("c", [4.0])]
+    seen: set[str] = set()
+    points = 0
+    while True:
+        points += 1
+        shutil.rmtree(place, ignore_errors=True)
+        if there:
+            import_chunks([("b", [1.0]), ("a", [2.0])], place)
+        if (child := os.fork()) == 0:
+            stopped_at(points, stop, within, lambda: import_chunks(new, place, overwrite=True))
+        code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        assert code in (0, 9)
+        if (place / "federation.json").exists():
+            whole = Federation.open(place)
+            found = (list(whole.ids), whole.fields[0].tolist())
+            assert found in ((["a", "b"], [2.0, 1.0]), (["c", "d"], [4.0, 3.0]))
+            seen.add(str(found[0][0]))
+        else:
+            assert not there
+            seen.add("none")
+        import_chunks([("e", [5.0])], place, overwrite=True)  # whatever was left
+        assert Federation.open(place).fields[0].tolist() == [5.0]
+        assert len(names_in(place)) == 2
+        assert names_in(tmp_path) == ["p"]
+        if code == 0:
+            break
+    assert points > 20
+    assert seen == {"a" if there else "none", "c"}
+
+
+def stopped_at(point: int, stop: str, within: str, work: Callable[[], Any]) -> NoReturn:
+    """End this process at the point-th line of the code that writes: 9, or 0 if it never came.
+
+    Count only the lines of the functions named in ``within``, if any is.
+    """
+    files = (draft.__file__, writing.__file__, _files.__file__, shutil.__file__)
+    left = point
+
+    def trace(frame: Any, event: str, _: Any) -> Any:
+        nonlocal left
+        if frame.f_code.co_filename not in files:
+            return None
+        left -= event == "line" and (not within or frame.f_code.co_name in within.split())
+        if left == 0:
+            if stop == "killed":
+                os._exit(9)
+            left = -1
+            raise KeyboardInterrupt
+        return trace
+
+    code = 1
+    try:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
+        sys.settrace(trace)
+        work()
+        code = 0
+    except KeyboardInterrupt:
+        code = 9
+    finally:
+        os._exit(code)
+
+
+def names_in(folder: Path) -> list[str]:
+    return sorted(file.name for file in folder.iterdir())
 
 
 def test_a_store_is_overwritten_only_when_told(tmp_path: Path) -> None:
@@ -323,11 +439,41 @@ def test_what_is_no_store_is_never_overwritten(tmp_path: Path) -> None:
         import_chunks([("a", [1.0])], tmp_path / "file" / "p")
     (tmp_path / "empty").mkdir()
     assert len(import_chunks([("a", [1.0])], tmp_path / "empty")) == 1
-    (tmp_path / "p.draft").mkdir()  # not ours: it has no mark
-    (tmp_path / "p.draft" / "dear.txt").write_text("dear")
-    with pytest.raises(FedShuffleError, match=r"p\.draft' was left by an import"):
-        import_chunks([("a", [1.0])], tmp_path / "p", overwrite=True)
-    assert (tmp_path / "p.draft" / "dear.txt").exists()
+    import_chunks([("a", [1.0])], tmp_path / "p")
+    facts = (tmp_path / "p" / "federation.json").rename(tmp_path / "copy.json")
+    with pytest.raises(FedShuffleError, match="no federation"):  # only that file is lost
+        import_chunks([("b", [1.0])], tmp_path / "p", overwrite=True)
+    facts.rename(tmp_path / "p" / "federation.json")
+    assert Federation.open(tmp_path / "p").ids[0] == "a"
+
+
+def test_a_broken_store_stays_until_another_takes_its_place(tmp_path: Path) -> None:
+    import_chunks([("a", [1.0])], tmp_path / "p")
+    facts = (tmp_path / "p" / "federation.json").read_text()
+    (tmp_path / "p" / "federation.json").write_text(facts[:-9])
+    with pytest.raises(FedShuffleError, match="NaN"):
+        import_chunks([("b", [np.nan])], tmp_path / "p", overwrite=True)
+    (tmp_path / "p" / "federation.json").write_text(facts)
+    assert Federation.open(tmp_path / "p").ids[0] == "a"
+    (tmp_path / "p" / "federation.json").write_text(facts[:-9])
+    import_chunks([("b", [1.0])], tmp_path / "p", overwrite=True)
+    assert names_in(tmp_path / "p") == ["arrays-2", "federation.json"]
+
+
+def test_a_store_that_is_replaced_while_it_is_opened(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import_chunks([("a", [1.0])], tmp_path / "p")
+    mapped = store._mapped
+    left = [("b", [2.0])]
+
+    def late(*args: Any) -> Any:
+        if left:
+            import_chunks([left.pop()], tmp_path / "p", overwrite=True)
+        return mapped(*args)
+
+    monkeypatch.setattr(store, "_mapped", late)
+    assert list(Federation.open(tmp_path / "p").ids) == ["b"]
 
 
 def test_a_disk_that_takes_no_more_is_named(
@@ -373,9 +519,9 @@ def test_a_federation_comes_back_as_it_was_saved(tmp_path: Path) -> None:
         assert_same(again, federation)
         assert type(again.weights) is np.ndarray
         assert repr(again) == repr(federation)
-    assert not (tmp_path / "2" / "ids.npy").exists()
-    assert (tmp_path / "3" / "weights.npy").exists()
-    assert not (tmp_path / "0" / "weights.npy").exists()
+    assert not (tmp_path / "2" / "arrays-1" / "ids.npy").exists()
+    assert (tmp_path / "3" / "arrays-1" / "weights.npy").exists()
+    assert not (tmp_path / "0" / "arrays-1" / "weights.npy").exists()
 
 
 def test_saving_what_was_opened_keeps_the_names(tmp_path: Path) -> None:
@@ -419,8 +565,8 @@ def test_a_store_may_be_larger_than_the_memory(tmp_path: Path) -> None:
     import_chunks([(0, np.zeros(1, np.uint8))], tmp_path / "p")
     facts = json.loads((tmp_path / "p" / "federation.json").read_text())
     (tmp_path / "p" / "federation.json").write_text(json.dumps(facts | {"examples": rows}))
-    np.save(tmp_path / "p" / "sizes.npy", [rows])
-    with (tmp_path / "p" / "field0.npy").open("wb") as file:
+    np.save(tmp_path / "p" / "arrays-1" / "sizes.npy", [rows])
+    with (tmp_path / "p" / "arrays-1" / "field0.npy").open("wb") as file:
         header = {"descr": "|u1", "fortran_order": False, "shape": (rows,)}
         np.lib.format.write_array_header_1_0(file, header)
         try:
@@ -500,7 +646,11 @@ def test_a_client_by_its_number_and_by_its_id(tmp_path: Path) -> None:
 
 
 def broken(name: str, change: Callable[[bytes], bytes]) -> Callable[[Path], None]:
-    return lambda store: (store / name).write_bytes(change((store / name).read_bytes()))  # type: ignore[return-value]
+    def harm(store: Path) -> None:
+        file = store / name if name == "federation.json" else store / "arrays-1" / name
+        file.write_bytes(change(file.read_bytes()))
+
+    return harm
 
 
 def facts(**changes: Any) -> Callable[[Path], None]:
@@ -514,15 +664,19 @@ def facts(**changes: Any) -> Callable[[Path], None]:
     [
         (lambda store: shutil.rmtree(store), "no federation.*is missing"),
         (lambda store: (store / "federation.json").unlink(), "no federation"),
-        (lambda store: (store / "sizes.npy").unlink(), "sizes.npy is missing"),
-        (lambda store: (store / "field1.npy").unlink(), "field1.npy is missing"),
-        (lambda store: (store / "id_offsets.npy").unlink(), "id_offsets.npy is missing"),
-        (lambda store: (store / "weights.npy").unlink(), "weights.npy is missing"),
+        (lambda store: (store / "arrays-1" / "sizes.npy").unlink(), "sizes.npy is missing"),
+        (lambda store: (store / "arrays-1" / "field1.npy").unlink(), "field1.npy is missing"),
+        (
+            lambda store: (store / "arrays-1" / "id_offsets.npy").unlink(),
+            "id_offsets.npy is missing",
+        ),
+        (lambda store: (store / "arrays-1" / "weights.npy").unlink(), "weights.npy is missing"),
         (broken("federation.json", lambda data: data[:-9]), "is broken"),
         (broken("federation.json", lambda data: b"[1]"), "does not describe"),
         (broken("federation.json", lambda data: b'{"format": "fedshuffle federation"}'), "version"),
         (facts(format="other"), "does not describe"),
-        (facts(version=2), "its version is 2, and this fedshuffle reads 1"),
+        (facts(version=1), "its version is 1, and this fedshuffle reads 2"),
+        (facts(arrays="../arrays-1"), "speaks of arrays in"),
         (facts(clients="x"), "is broken"),
         (facts(clients=6), r"sizes.npy holds int64 \(7,\) instead of int64 \(6,\)"),
         (facts(examples=41), "adds up to 40 examples instead of 41"),
@@ -537,12 +691,26 @@ def facts(**changes: Any) -> Callable[[Path], None]:
         (broken("field0.npy", lambda data: b""), "field0.npy is no array"),
         (broken("field0.npy", lambda data: b"x" * len(data)), "field0.npy is no array"),
         (broken("ids.npy", lambda data: data[:-1]), "ids.npy is 1 bytes too short"),
-        (lambda store: np.save(store / "sizes.npy", [40, 0, 0, 0, 0, 0, 0]), "client 1 has 0"),
-        (lambda store: np.save(store / "weights.npy", np.full(7, 1.0)), "adds up to 7"),
-        (lambda store: np.save(store / "weights.npy", np.full(7, np.nan)), "client 0 has nan"),
-        (lambda store: np.save(store / "id_offsets.npy", np.arange(8)[::-1]), "does not ascend"),
         (
-            lambda store: np.save(store / "field0.npy", np.asfortranarray(np.ones((40, 3), "f4"))),
+            lambda store: np.save(store / "arrays-1" / "sizes.npy", [40, 0, 0, 0, 0, 0, 0]),
+            "client 1 has 0",
+        ),
+        (
+            lambda store: np.save(store / "arrays-1" / "weights.npy", np.full(7, 1.0)),
+            "adds up to 7",
+        ),
+        (
+            lambda store: np.save(store / "arrays-1" / "weights.npy", np.full(7, np.nan)),
+            "client 0 has nan",
+        ),
+        (
+            lambda store: np.save(store / "arrays-1" / "id_offsets.npy", np.arange(8)[::-1]),
+            "does not ascend",
+        ),
+        (
+            lambda store: np.save(
+                store / "arrays-1" / "field0.npy", np.asfortranarray(np.ones((40, 3), "f4"))
+            ),
             "Fortran",
         ),
     ],
@@ -557,6 +725,21 @@ def test_broken_stores_are_refused_in_one_line(
     with pytest.raises(FedShuffleError, match=message) as error:
         Federation.open(tmp_path / "p")
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("byte", [0, 0x0A, 0x28, 0x31, 0x4C, 0x5C, 0x7B, 0xFF])
+def test_a_damaged_header_of_an_array_is_refused_in_one_line(tmp_path: Path, byte: int) -> None:
+    whole = import_chunks([("a", [[1.0], [2.0]])], tmp_path / "p")
+    file = tmp_path / "p" / "arrays-1" / "field0.npy"
+    data = file.read_bytes()
+    for k in range(len(data) - whole.fields[0].nbytes):
+        file.write_bytes(data[:k] + bytes([byte]) + data[k + 1 :])
+        said = "field0.npy Import it again"
+        try:
+            assert_same(Federation.open(tmp_path / "p"), whole)  # a blank may be another blank
+        except FedShuffleError as error:
+            said = str(error)
+        assert re.fullmatch(".*field0.npy.*Import it again.*", said)  # no dot is a new line
 
 
 # Tables --------------------------------------------------------------------------------------

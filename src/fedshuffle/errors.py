@@ -32,6 +32,15 @@ class DivergedError(TrainingError):
     """Numbers that training needs are no longer finite: the step size was too large."""
 
 
+def one_line(error: BaseException) -> str:
+    r"""What an error says, in one line and without its last full stop.
+
+    >>> one_line(ValueError("spam\n  and eggs."))
+    'spam and eggs'
+    """
+    return " ".join(str(error).split()).rstrip(".")
+
+
 def unknown(kind: str, name: object, known: Iterable[str]) -> FedShuffleError:
     """The error for a name that does not exist, with the nearest ones that do."""
     names = sorted(known)

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedshuffle._arrays import IntArray
-from fedshuffle.errors import FedShuffleError
+from fedshuffle.errors import FedShuffleError, one_line
 from fedshuffle.populations.sources import optional, wide_labels
 from fedshuffle.populations.writing import Id
 
@@ -123,7 +123,7 @@ def _reading(paths: Sequence[Path]) -> Iterator[None]:
         yield
     except (OSError, UnicodeDecodeError, optional("pyarrow").ArrowException) as error:
         where = paths[0] if len(paths) == 1 else paths[0].parent
-        what = " ".join(str(error).split()).rstrip(".")
+        what = one_line(error)
         if "conversion error to int64" in what:  # which is what the file's beginning looked like
             what += ". Say the dtype of that field, such as float32"
         raise FedShuffleError(f"cannot read {str(where)!r}: {what}.") from error

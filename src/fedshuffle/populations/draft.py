@@ -1,6 +1,9 @@
-"""A store's folder while it is being written: beside its place, and moved there when it is whole.
+"""A store while it is being written: one writer at a time, and one rename that makes it the store.
 
-When anything goes wrong the draft is removed, so that there is a whole store or none.
+The arrays are written to a new folder inside that of the store. When all are on the disk, the file
+``federation.json`` that points to them replaces the one before, by one rename. So at any moment the
+store is the old one or the new one, and whole. What no ``federation.json`` points to is removed
+after that, or by the next import if this one was killed.
 """
 
 from __future__ import annotations
@@ -10,7 +13,6 @@ import json
 import math
 import os
 import shutil
-import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self, final
@@ -18,58 +20,71 @@ from typing import Any, Self, final
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
+from fedshuffle import _files
 from fedshuffle._arrays import FloatArray, IntArray
 from fedshuffle.errors import FedShuffleError
-from fedshuffle.populations.store import FACTS, FORMAT, VERSION, Field
+from fedshuffle.populations.store import ARRAYS, FACTS, FORMAT, VERSION, Field
 
 _BLOCK_ROWS, _BLOCK_BYTES = 1 << 16, 1 << 25
 """The most rows and bytes that are moved at a time."""
 _MARK = "draft"
-"""A file that says that a folder is a draft, and may go."""
+"""A file that says that a folder of arrays is a draft, and may go."""
 
 
 @final
 class Draft:
-    """A store's folder before it is whole: fields that grow, then all the rest at once."""
+    """The arrays of a store before it is whole: fields that grow, then all the rest at once."""
 
     def __init__(self, out: str | Path, overwrite: bool = False) -> None:
         self.out = Path(out).absolute()
-        self.path = self.out.with_name(self.out.name + ".draft")
         self.overwrite = overwrite
         self.fields: list[Field] = []
         self.rows = 0
         self._files: list[Any] = []
 
     def __enter__(self) -> Self:
-        if self.out.exists() and not (self.out.is_dir() and not any(self.out.iterdir())):
-            if not (self.out / FACTS).is_file():
-                raise FedShuffleError(
-                    f"{str(self.out)!r} holds something that is no federation. Choose another place"
-                    " for the store."
-                )
-            if not self.overwrite:
-                raise FedShuffleError(
-                    f"{str(self.out)!r} holds a federation already. Choose another folder, or allow"
-                    " it with overwrite."
-                )
-        with writing(self.out):
-            if self.overwrite and (self.path / _MARK).exists():
-                shutil.rmtree(self.path)
-            if self.path.exists():
-                raise FedShuffleError(
-                    f"{str(self.path)!r} was left by an import that was killed, or belongs to one"
-                    " that still runs. If none does, delete it, or allow it with overwrite."
-                )
-            self.path.mkdir(parents=True)
+        self._check()
+        with contextlib.ExitStack() as stack, writing(self.out):
+            stack.enter_context(_files.one_writer(self.out))
+            self._check()  # again: another writer may just have ended
+            stack.callback(self._clean)
+            _sweep(self.out)
+            last = max((int(folder.name[len(ARRAYS) :]) for folder in _arrays(self.out)), default=0)
+            self.path = self.out / f"{ARRAYS}{last + 1}"
+            self.path.mkdir()
             (self.path / _MARK).touch()
+            self._stack = stack.pop_all()
         return self
 
     def __exit__(self, *_: Any) -> None:
-        for file in self._files:
-            with contextlib.suppress(OSError):  # such as a full disk, named before
+        self._stack.close()
+
+    @property
+    def finished(self) -> bool:
+        """Whether it is the store now."""
+        return _live(self.out) == self.path.name
+
+    def _check(self) -> None:
+        """Refuse a place that holds something else, or a store that may not be replaced."""
+        if not self.out.exists():
+            return
+        if not self.out.is_dir() or not ((self.out / FACTS).is_file() or _unused(self.out)):
+            raise FedShuffleError(
+                f"{str(self.out)!r} holds something that is no federation. Choose another place"
+                " for the store."
+            )
+        if (self.out / FACTS).exists() and not self.overwrite:
+            raise FedShuffleError(
+                f"{str(self.out)!r} holds a federation already. Choose another folder, or allow"
+                " it with overwrite."
+            )
+
+    def _clean(self) -> None:
+        with contextlib.suppress(OSError):  # such as a full disk, named before
+            for file in self._files:
                 file.close()
-        if self.path.exists():  # finish would have moved it
-            shutil.rmtree(self.path, ignore_errors=True)
+        with contextlib.suppress(OSError):  # the next import will
+            _sweep(self.out)
 
     def field(self, field: Field) -> None:
         """Begin one more field."""
@@ -114,7 +129,7 @@ class Draft:
         weights: FloatArray | None = None,
         source: Mapping[str, Any] | None = None,
     ) -> None:
-        """Write all but the fields, and move the store to its place; ids None are numbers."""
+        """Write all but the fields, and make it the store; ids None are numbers."""
         kind, arrays = encoded_ids(ids)
         arrays["sizes"] = sizes
         if weights is not None:
@@ -130,6 +145,7 @@ class Draft:
                 {"name": field.name, "dtype": field.dtype.name, "shape": field.shape}
                 for field in self.fields
             ],
+            "arrays": self.path.name,
             "source": dict(source or {}),
         }
         with writing(self.out):
@@ -137,11 +153,12 @@ class Draft:
                 self._close(k)
             for name, array in arrays.items():
                 np.save(self.path / f"{name}.npy", array)
-            (self.path / FACTS).write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
-            (self.path / _MARK).unlink()
             for file in self.path.iterdir():
                 _flush(file)
-            _put(self.path, self.out)
+            _flush_folder(self.path)
+            _files.replace(self.out / FACTS, (json.dumps(facts, indent=2) + "\n").encode())
+            _flush_folder(self.out)  # before the old arrays go
+            (self.path / _MARK).unlink()
 
     def _file(self, k: int) -> Path:
         return self.path / f"field{k}.npy"
@@ -214,14 +231,56 @@ def _flush(file: Path) -> None:
         os.fsync(stream.fileno())
 
 
-def _put(draft: Path, out: Path) -> None:
-    """Move a draft to its place; what was there is removed only after that."""
-    if not out.exists():
-        draft.rename(out)
-        return
-    with tempfile.TemporaryDirectory(prefix=f"{out.name}.old-", dir=out.parent) as away:
-        out.rename(Path(away) / "store")
-        draft.rename(out)
+def _flush_folder(folder: Path) -> None:
+    """The same for the names of the files in it, where the system can."""
+    with contextlib.suppress(OSError):
+        handle = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)
+
+
+def _arrays(out: Path) -> list[Path]:
+    """The folders of arrays in the folder of a store, in use or not."""
+    return [path for path in out.glob(f"{ARRAYS}*") if path.name[len(ARRAYS) :].isdecimal()]
+
+
+def _live(out: Path) -> str | None:
+    """The folder of arrays that a store points to; None if there is no store that can be read."""
+    try:
+        return str(json.loads((out / FACTS).read_bytes())["arrays"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+_SCRAP = f"{FACTS}.draft"
+"""What a killed import may leave of :func:`fedshuffle._files.replace`."""
+
+
+def _is_draft(arrays: Path) -> bool:
+    return (arrays / _MARK).exists() or not any(arrays.iterdir())
+
+
+def _unused(out: Path) -> bool:
+    """Whether a folder holds nothing but what killed imports left."""
+    drafts = {path.name for path in _arrays(out) if _is_draft(path)}
+    return {path.name for path in out.iterdir()} <= {*drafts, _SCRAP, _files.LOCK}
+
+
+def _sweep(out: Path) -> None:
+    """Remove what earlier imports left: drafts, and arrays to which the store does not point."""
+    live = _live(out)
+    for path in _arrays(out):
+        if path.name != live and (live is not None or _is_draft(path)):
+            for file in path.iterdir():
+                if file.name != _MARK:  # which goes last, so that the rest of a draft is one
+                    file.unlink()
+            shutil.rmtree(path)
+    if live is not None:
+        for file in out.glob("*.npy"):  # of version 1, which had its arrays there
+            file.unlink()
+    (out / _SCRAP).unlink(missing_ok=True)
 
 
 @contextlib.contextmanager

@@ -1,13 +1,15 @@
 """A federation on disk: a folder of plain arrays, opened by mapping them, without reading them.
 
-    DIR/federation.json     version, numbers of clients and examples, the fields, where from
-    DIR/sizes.npy           examples of each client
-    DIR/weights.npy         objective weights, only where they are not by size
-    DIR/ids.npy             the clients' ids: whole numbers, or text as UTF-8 end to end,
-    DIR/id_offsets.npy      and then where each begins; neither where ids are the clients' numbers
-    DIR/field0.npy ...      the packed examples, one array a field, sorted by client
+    DIR/federation.json           version, numbers of clients and examples, the fields, where from,
+                                  and which folder holds the arrays
+    DIR/arrays-1/sizes.npy        examples of each client
+    DIR/arrays-1/weights.npy      objective weights, only where they are not by size
+    DIR/arrays-1/ids.npy          the clients' ids: whole numbers, or text as UTF-8 end to end,
+    DIR/arrays-1/id_offsets.npy   and then where each begins; neither where ids are numbers from 0
+    DIR/arrays-1/field0.npy ...   the packed examples, one array a field, sorted by client
 
-A store is written by :mod:`fedshuffle.populations.writing`, which vouches for what opening does not
+Overwriting writes ``arrays-2``, then replaces ``federation.json``, then removes ``arrays-1``. A
+store is written by :mod:`fedshuffle.populations.writing`, which vouches for what opening does not
 look at: that the numbers are finite and lie with their clients.
 """
 
@@ -18,8 +20,11 @@ import math
 import mmap
 import os
 import platform
+import re
 import sys
+import warnings
 from collections.abc import Hashable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, final, overload
@@ -28,11 +33,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedshuffle._arrays import FloatArray, IntArray, counts, positive
-from fedshuffle.errors import FedShuffleError
+from fedshuffle.errors import FedShuffleError, one_line
 
 FORMAT = "fedshuffle federation"
-VERSION = 1
+VERSION = 2
 FACTS = "federation.json"
+ARRAYS = "arrays-"
 
 
 class Field(NamedTuple):
@@ -54,6 +60,8 @@ class Store:
     """An opened store; its fields are mapped, and what is written to them stays off the disk."""
 
     path: Path
+    arrays: Path
+    """The folder of its arrays."""
     sizes: IntArray
     weights: FloatArray | None
     ids: Sequence[Hashable]
@@ -65,7 +73,8 @@ class Store:
     @property
     def bytes(self) -> int:
         """What the files take on disk."""
-        return sum(file.stat().st_size for file in self.path.iterdir())
+        files = [self.path / FACTS, *self.arrays.iterdir()]
+        return sum(file.stat().st_size for file in files)
 
 
 @final
@@ -127,43 +136,52 @@ class _BrokenError(Exception):
 def open_store(path: str | Path) -> Store:
     """Map a store's arrays, after checking that every file is there and of the right length."""
     folder = Path(path).absolute()
-    if not (folder / FACTS).is_file():
-        raise FedShuffleError(f"there is no federation in {str(path)!r}: {FACTS} is missing.")
-    try:
-        return _opened(folder)
-    except (_BrokenError, OSError, KeyError, TypeError, ValueError) as error:
-        what = f"{FACTS} lacks {error}" if isinstance(error, KeyError) else str(error)
-        raise FedShuffleError(
-            f"the federation in {str(path)!r} is broken: {what.rstrip('.')}. Import it again."
-        ) from error
+    while True:
+        if not (folder / FACTS).is_file():
+            raise FedShuffleError(f"there is no federation in {str(path)!r}: {FACTS} is missing.")
+        text = None
+        try:
+            text = (folder / FACTS).read_bytes()
+            return _opened(folder, json.loads(text))
+        except (_BrokenError, OSError, KeyError, TypeError, ValueError) as error:
+            with suppress(OSError):
+                if (folder / FACTS).read_bytes() != text:
+                    continue  # another store took its place while this one was opened
+            what = f"{FACTS} lacks {error}" if isinstance(error, KeyError) else one_line(error)
+            raise FedShuffleError(
+                f"the federation in {str(path)!r} is broken: {what}. Import it again."
+            ) from error
 
 
-def _opened(folder: Path) -> Store:
-    facts = json.loads((folder / FACTS).read_text(encoding="utf-8"))
+def _opened(folder: Path, facts: Any) -> Store:
     if not isinstance(facts, dict) or facts.get("format") != FORMAT:
         raise _BrokenError(f"{FACTS} does not describe a federation")
     if facts["version"] != VERSION:
         raise _BrokenError(
             f"its version is {facts['version']!r}, and this fedshuffle reads {VERSION}"
         )
+    if not re.fullmatch(rf"{ARRAYS}\d+", str(facts["arrays"])):  # and so inside of the store
+        raise _BrokenError(f"{FACTS} speaks of arrays in {facts['arrays']!r}")
+    arrays = folder / facts["arrays"]
     clients, examples = int(facts["clients"]), int(facts["examples"])
-    sizes = counts(_mapped(folder, "sizes", "<i8", (clients,)), "sizes.npy")
+    sizes = counts(_mapped(arrays, "sizes", "<i8", (clients,)), "sizes.npy")
     if int(sizes.sum()) != examples:
         raise _BrokenError(f"sizes.npy adds up to {sizes.sum()} examples instead of {examples}")
     weights = None
     if facts["weights"]:
-        weights = positive(_mapped(folder, "weights", "<f8", (clients,)), clients, "weights.npy")
+        weights = positive(_mapped(arrays, "weights", "<f8", (clients,)), clients, "weights.npy")
         if not abs(float(weights.sum()) - 1) < 1e-6:
             raise _BrokenError(f"weights.npy adds up to {weights.sum():g} instead of 1")
     fields = [
-        _mapped(folder, f"field{k}", field["dtype"], (examples, *field["shape"]))
+        _mapped(arrays, f"field{k}", field["dtype"], (examples, *field["shape"]))
         for k, field in enumerate(facts["fields"])
     ]
     return Store(
         path=folder,
+        arrays=arrays,
         sizes=sizes,
         weights=weights,
-        ids=_ids(folder, facts["ids"], clients),
+        ids=_ids(arrays, facts["ids"], clients),
         names=tuple(str(field["name"]) for field in facts["fields"]),
         fields=tuple(fields),
         source=dict(facts["source"]),
@@ -195,9 +213,11 @@ def _mapped(folder: Path, name: str, dtype: str, shape: tuple[int, ...]) -> NDAr
         try:
             if np.lib.format.read_magic(stream) != (1, 0):
                 raise ValueError("not of version 1.0")
-            header = np.lib.format.read_array_header_1_0(stream)
-        except ValueError as error:
-            raise _BrokenError(f"{file} is no array ({error})") from error
+            with warnings.catch_warnings():  # of Python's parser, and of numpy's second try
+                warnings.simplefilter("ignore")
+                header = np.lib.format.read_array_header_1_0(stream)
+        except Exception as error:  # numpy reads it as Python code, which may go wrong in many ways
+            raise _BrokenError(f"{file} is no array ({one_line(error):.80})") from error
         if header != (shape, False, want):
             found = f"{header[2]} {header[0]}" + " in Fortran's order" * header[1]
             raise _BrokenError(f"{file} holds {found} instead of {want} {shape}")

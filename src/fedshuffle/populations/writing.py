@@ -5,8 +5,8 @@ that is the packed layout already. Where not, every row's place is known once al
 counted, and a second pass puts the rows there, block by block. So memory holds the table of clients
 and one block of rows, never the data.
 
-All this happens in a draft folder beside the store's place, which is moved there when it is whole
-and removed when anything goes wrong.
+All this happens in a draft, which becomes the store when it is whole and is removed when anything
+goes wrong.
 """
 
 from __future__ import annotations
@@ -86,13 +86,16 @@ class StoreWriter:
         self._bar = _Bar(progress, total)
 
     def __enter__(self) -> Self:
-        self.draft.__enter__()
-        self._spilled = self.draft.path / "owners"
-        self._owners = self._spilled.open("wb", buffering=1 << 20)
-        self._bar.start()
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(self.draft)
+            self._spilled = self.draft.path / "owners"
+            with writing(self.draft.out):
+                self._owners = self._spilled.open("wb", buffering=1 << 20)
+            self._bar.start()
+            stack.pop_all()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, *rest: Any) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: Any) -> None:
         try:
             if kind is None:
                 self._finish()
@@ -103,8 +106,9 @@ class StoreWriter:
             self._bar.stop()
             with contextlib.suppress(OSError):  # of what is thrown away
                 self._owners.close()
-            self.draft.__exit__(kind, *rest)
-            if kind is KeyboardInterrupt:
+            kept = self.draft.finished
+            self.draft.__exit__()
+            if kind is KeyboardInterrupt and not kept:
                 Console(stderr=True).print(
                     f"Interrupted: nothing was kept of {self.rows} rows. Import them again."
                 )
