@@ -1,23 +1,30 @@
-# The two commands: `make demo` and `make test`. Both set up what they need in .venv.
+# The commands: `make demo`, `make test` and `make test-slow`. Each installs what it needs in .venv, and no more.
 PYTHON ?= python3
 BIN := .venv/bin
+# What .venv holds: the package alone, with the tools of `make test`, and with Ray and Flower too.
 INSTALLED := .venv/.installed
+TOOLS := .venv/.tools
+CLUSTERS := .venv/.clusters
+PYTEST := $(BIN)/python -m pytest -n 2 --dist loadgroup
 
-.PHONY: demo test lint format figures docs-pictures audit-flower bench bench-peers clean
+.PHONY: demo test test-slow lint format figures docs-pictures audit-flower bench bench-peers clean
 .DELETE_ON_ERROR:
 
 demo: $(INSTALLED)  ## audit and train three methods on real data; leaves a report in out/demo
 	$(BIN)/fedshuffle demo --out out/demo
 
-test: $(INSTALLED) lint  ## lint, types, and all tests
-	$(BIN)/python -m pytest -n 2 --dist loadgroup
+test: lint  ## format, lint, types and the fast tests
+	$(PYTEST) -m "not slow"
 
-lint: $(INSTALLED)  ## format, lint and types
+test-slow: $(CLUSTERS)  ## the tests that take long: Ray, Flower, the browser, killed processes, experiments
+	$(PYTEST) -m slow
+
+lint: $(TOOLS)  ## format, lint and types
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 
-format: $(INSTALLED)  ## put the code in its standard form
+format: $(TOOLS)  ## put the code in its standard form
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
@@ -27,11 +34,10 @@ figures: $(INSTALLED)  ## the paper's toy figures in out/quadratic
 docs-pictures: $(INSTALLED)  ## the pictures and tables of docs/methods
 	$(BIN)/python -m fedshuffle.experiments.method_pictures docs
 
-audit-flower: $(INSTALLED)  ## what the auditor finds for Flower's strategies; installs Flower
-	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[flower]'
+audit-flower: $(CLUSTERS)  ## what the auditor finds for Flower's strategies
 	$(BIN)/python benchmarks/flower_strategies.py --write
 
-bench: $(INSTALLED)  ## engines against a bare loop, and what grows with what; on an idle machine
+bench: $(CLUSTERS)  ## engines against a bare loop, and what grows with what; on an idle machine
 	$(BIN)/python benchmarks/engines.py
 	$(BIN)/python benchmarks/engines.py --works "lstm 2x256" "resnet-18 gn" --engines lean lean:2 --rounds 5
 	$(BIN)/python benchmarks/scaling.py
@@ -43,10 +49,23 @@ bench: $(INSTALLED)  ## engines against a bare loop, and what grows with what; o
 bench-peers: $(INSTALLED)  ## other libraries on the same work, each in an environment of its own
 	$(BIN)/python benchmarks/peers/run.py $(ARGS)
 
-$(INSTALLED): pyproject.toml constraints.txt
+# One command installs it all at once, from whatever is there already: nothing is downloaded twice.
+install = $(BIN)/pip install --quiet --constraint constraints.txt --editable
+
+$(BIN)/pip:
 	$(PYTHON) -m venv .venv
-	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev]'
+
+$(INSTALLED): pyproject.toml constraints.txt | $(BIN)/pip
+	$(install) .
 	touch $@
+
+$(TOOLS): pyproject.toml constraints.txt | $(BIN)/pip
+	$(install) '.[dev]'
+	touch $(INSTALLED) $@
+
+$(CLUSTERS): pyproject.toml constraints.txt | $(BIN)/pip
+	$(install) '.[dev,flower,ray]'
+	touch $(INSTALLED) $(TOOLS) $@
 
 clean:
 	rm -rf .venv .bench out build dist

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import pytest
 
-from fedshuffle.flower.local import Deployment
+if TYPE_CHECKING:
+    from fedshuffle.flower.local import Deployment
 
 CLIENTS = 3
 
@@ -17,5 +19,7 @@ def deployment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]
 
     A test that kills a node restarts it, and waits until all are online again.
     """
+    from fedshuffle.flower.local import Deployment  # fast tests run without Flower
+
     with Deployment(CLIENTS, tmp_path_factory.mktemp("flower") / "deployment") as up:
         yield up

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import json
 import sys
@@ -655,14 +656,15 @@ def test_functions_are_told_what_they_ask_for() -> None:
     assert Function(fedavg, name="mine").name == "mine"
 
 
-# Flower, where it is installed -------------------------------------------------------------------
+# Flower ------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
 def flower() -> Any:
-    return pytest.importorskip("flwr.serverapp.strategy", reason="Flower is not installed")
+    return importlib.import_module("flwr.serverapp.strategy")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sampling", ["full", "uniform:2"])
 def test_flower_averages_as_fedavg(flower: Any, sampling: str) -> None:
     truth = audit(FEDERATION, "fedavg-rr", sampling).effective_weights
@@ -673,6 +675,7 @@ def test_flower_averages_as_fedavg(flower: Any, sampling: str) -> None:
         assert found.traits.form == "by size"
 
 
+@pytest.mark.slow
 def test_flower_momentum_plays(flower: Any) -> None:
     strategy = flower.FedAvgM(server_momentum=0.5)
     found = probe(Flower(strategy, len(FEDERATION)), FEDERATION, "uniform:2", draws=400)
@@ -683,6 +686,7 @@ def test_flower_momentum_plays(flower: Any) -> None:
     assert strategy.momentum_vector is None  # the strategy given is never used itself
 
 
+@pytest.mark.slow
 def test_flower_strategies_that_cannot_be(flower: Any) -> None:
     with pytest.raises(FedShuffleError, match="waits for more than the 2 clients"):
         probe(
@@ -696,6 +700,7 @@ def test_flower_strategies_that_cannot_be(flower: Any) -> None:
         Flower(3, 3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["FedAvg", "FedAdam", "FedMedian", "FedTrimmedAvg, 0.2"])
 def test_the_page_on_flower_says_what_is_measured(flower: Any, name: str) -> None:
     spec = importlib.util.spec_from_file_location(
@@ -709,6 +714,7 @@ def test_the_page_on_flower_says_what_is_measured(flower: Any, name: str) -> Non
     assert line in (ROOT / "docs" / "audit-others.md").read_text(encoding="utf-8").splitlines()
 
 
+@pytest.mark.slow
 def test_command_on_flower(
     flower: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -16,7 +16,17 @@ def name(page: Path) -> str:
     return page.relative_to(ROOT).as_posix()
 
 
-@pytest.mark.parametrize("page", PAGES, ids=name)
+def needs_flower(page: Path) -> bool:
+    return ">>> from fedshuffle.flower" in page.read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize(
+    "page",
+    [
+        pytest.param(page, marks=pytest.mark.slow if needs_flower(page) else (), id=name(page))
+        for page in PAGES
+    ],
+)
 def test_snippets(page: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)  # as one who reads them in a clone
     failed, _ = doctest.testfile(str(page), module_relative=False, optionflags=doctest.ELLIPSIS)

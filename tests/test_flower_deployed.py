@@ -96,7 +96,6 @@ def test_a_server_killed_in_the_middle_goes_on(
 
 @pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="looks into Linux's /proc")
 def test_flowers_own_simulator_gives_the_same(task: Any, tmp_path: Path) -> None:
-    pytest.importorskip("ray")
     out = tmp_path / "out"
     environment = {
         **{name: value for name, value in os.environ.items() if not name.startswith("RAY_")},

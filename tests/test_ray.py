@@ -23,6 +23,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import ray
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import parameters_to_vector
@@ -34,10 +35,7 @@ from fedshuffle.engines.parcels import pack
 from fedshuffle.rounds import Run, simulate
 from tests.processes import LOOPBACK, PATIENCE, alive, listening, wait_for
 
-ray: Any = pytest.importorskip("ray")
-
 pytestmark = [
-    pytest.mark.slow,
     pytest.mark.xdist_group("ray"),
     pytest.mark.filterwarnings("ignore::ResourceWarning"),
     pytest.mark.filterwarnings("ignore::FutureWarning:ray"),

@@ -1,0 +1,52 @@
+"""Settings for all tests, and which of them are slow by where they are."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+# Tests run side by side already: torch's own threads would only fight over the cores.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+# Started in the background of a shell, all would ignore Ctrl-C, by which tests end what they start.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
+from hypothesis import settings
+from tests.chromium import browser  # noqa: F401  one for all files
+from tests.flower_deployment import deployment  # noqa: F401  one for all files
+
+# No test may depend on timing. In CI the examples are always the same; elsewhere they vary.
+settings.register_profile("fedshuffle", deadline=None, derandomize="CI" in os.environ)
+settings.load_profile("fedshuffle")
+
+# Fast tests run where Ray and Flower are not installed. These files import them, so they are slow
+# as a whole, doctests included, and fast tests do not even open them.
+_NEED_RAY_OR_FLOWER = (
+    "src/fedshuffle/flower",
+    "tests/flower_*",
+    "tests/test_flower_*",
+    "tests/test_ray*",
+)
+
+
+def _needs_ray_or_flower(path: Path) -> bool:
+    here = Path(__file__).parent
+    return any(
+        place.is_relative_to(here) and place.relative_to(here).match(pattern)
+        for place in (path, *path.parents)
+        for pattern in _NEED_RAY_OR_FLOWER
+    )
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    fast = config.getoption("markexpr") == "not slow"
+    return True if fast and _needs_ray_or_flower(collection_path) else None
+
+
+def pytest_itemcollected(item: pytest.Item) -> None:
+    if _needs_ray_or_flower(item.path):
+        item.add_marker(pytest.mark.slow)
