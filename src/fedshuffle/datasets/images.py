@@ -161,12 +161,12 @@ def _levels(colour: int) -> NDArray[np.float32]:
 def _written(path: Path) -> Federation:
     with tff.opened(path) as clients:
         ids = sorted(clients)
-        labels = [tff.values(clients, client, "label").reshape(-1) for client in ids]
+        labels = [clients.values(client, "label").reshape(-1) for client in ids]
         sizes = [len(some) for some in labels]
         pixels = np.empty((sum(sizes), 1, 28, 28), dtype=np.float32)
         ends = np.cumsum(sizes)
         for client, size, end in zip(ids, sizes, ends.tolist(), strict=True):
-            images = tff.values(clients, client, "pixels")
+            images = clients.values(client, "pixels")
             if images.shape != (size, 28, 28) or images.dtype.kind != "f":
                 raise FedShuffleError(
                     f"'pixels' of client {client!r} in {str(path)!r} are {images.dtype}"

@@ -85,7 +85,7 @@ def _federation(path: Path, sequence: int) -> tuple[Federation, list[str]]:
     with tff.opened(path) as clients:
         for client in sorted(clients):
             begin = len(parts)
-            snippets = tff.values(clients, client, "snippets")
+            snippets = clients.values(client, "snippets")
             parts += [encoded(text, sequence) for text in _texts(snippets, client, path) if text]
             if len(parts) > begin:
                 ids.append(client)

@@ -9,9 +9,9 @@ from typing import Any
 from numpy.typing import NDArray
 
 from fedshuffle.federation import Federation
-from fedshuffle.populations.hdf5 import opened, values
+from fedshuffle.populations.hdf5 import opened
 
-__all__ = ["federation", "opened", "values"]
+__all__ = ["federation", "opened"]
 
 
 def federation(ids: Sequence[str], sizes: Sequence[int], *fields: NDArray[Any]) -> Federation:
