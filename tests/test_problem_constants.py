@@ -376,7 +376,8 @@ def test_estimates_agree_with_what_is_known(kind: str) -> None:
     assert abs(found.delta.value - exact.delta) <= found.delta.uncertainty + 1e-9
     assert abs(found.mu_objective.value - exact.mu_objective) <= found.mu_objective.residual + 1e-9
     assert abs(found.mu.value - exact.mu) <= found.mu.residual + 1e-9
-    assert found.gradient[0] < 1e-16
+    # Zero there: a difference of squares as large as the variance, so zero to their rounding.
+    assert found.gradient[0] < 1e-13 * found.variance[0]
     if kind == "linear":
         assert np.allclose(found.sigma, exact.sigma)
         pairs = [(found.L, exact.L), (found.L_objective, exact.L_objective)]

@@ -14,6 +14,7 @@ import signal
 import stat
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -49,10 +50,10 @@ WORK = LocalWork(epochs=2, batch_size=4)
 class Nodes:
     """A cluster of two nodes on this machine, with room for one worker each."""
 
-    def __init__(self, home: Path) -> None:
+    def __init__(self) -> None:
         from ray.cluster_utils import Cluster
 
-        self._few = {"num_cpus": 1, "object_store_memory": 150 << 20, "temp_dir": str(home)}
+        self._few = {"num_cpus": 1, "object_store_memory": 150 << 20}
         self._cluster: Any = Cluster(
             initialize_head=True, head_node_args={**self._few, "include_dashboard": False}
         )
@@ -75,7 +76,7 @@ class Nodes:
 
 @pytest.fixture(scope="module")
 def nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nodes]:
-    home = Path(f"/tmp/fs-test-{os.getpid()}")
+    home = clusters.short_folder()
     token = tmp_path_factory.mktemp("ray") / "token"
     token.write_text("5e" * 32)
     token.chmod(0o600)
@@ -83,17 +84,20 @@ def nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nodes]:
         "RAY_AUTH_MODE": "token",
         "RAY_AUTH_TOKEN_PATH": str(token),
         "RAY_USAGE_STATS_ENABLED": "0",
+        # Where `Cluster` notes its address, whatever folder its nodes are given: the usual place
+        # need not exist, and if it does, it may hold the address of another cluster.
+        "RAY_TMPDIR": str(home),
     }
     # A node takes SIGTERM for itself, and would end the tests that send it to themselves.
     with clusters._environment(settings), clusters._signals_kept():
         clusters._reread_token()
         with clusters._quietly(), clusters.loopback():
-            made = Nodes(home)
+            made = Nodes()
         yield made
         ray.shutdown()
         made.shutdown()
     clusters._reread_token()
-    subprocess.run(["rm", "-rf", str(home)], check=True)
+    shutil.rmtree(home, ignore_errors=True)  # its agents may still write
 
 
 def federation(sizes: list[int] = SIZES) -> Federation:
@@ -488,10 +492,15 @@ def loss(model, x, y):
 
 
 @pytest.fixture
-def project(tmp_path: Path) -> Path:
+def project(tmp_path: Path) -> Iterator[Path]:
     (tmp_path / "config.toml").write_text(CONFIG)
     (tmp_path / "parts.py").write_text(PARTS)
-    return tmp_path
+    yield tmp_path
+    assert not NOWHERE.exists()
+
+
+NOWHERE = Path(tempfile.gettempdir(), f"no-ray-{os.getpid()}")
+"""Ray's usual folder as seen by commands: it does not exist, as on a machine without a past."""
 
 
 def command(*words: str | Path, **environment: str) -> subprocess.Popen[str]:
@@ -500,7 +509,9 @@ def command(*words: str | Path, **environment: str) -> subprocess.Popen[str]:
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        env={k: v for k, v in os.environ.items() if not k.startswith("RAY_")} | environment,
+        env={name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
+        | {"RAY_TMPDIR": str(NOWHERE)}
+        | environment,
     )
 
 

@@ -141,10 +141,7 @@ def _refuse_another(ray: Any, address: str | None) -> None:
 def _start(ray: Any, undo: ExitStack, cpus: float) -> None:
     from fedshuffle.engines.auto import cores_here
 
-    place = tempfile.gettempdir()
-    # The names of sockets have at most a hundred letters, and Ray's own take most of them.
-    short = len(place) < 24 or os.name == "nt"
-    home = Path(tempfile.mkdtemp(prefix="fs-", dir=place if short else "/tmp"))
+    home = short_folder()
     undo.callback(shutil.rmtree, home, ignore_errors=True)
     token = home / "token"
     token.touch(mode=0o600)
@@ -175,6 +172,13 @@ def _start(ray: Any, undo: ExitStack, cpus: float) -> None:
                 f"this Ray ({ray.__version__}) listens to other machines, so it was stopped. Start"
                 " a cluster yourself, and give its address."
             )
+
+
+def short_folder() -> Path:
+    """A new temporary folder for Ray, whose sockets' names may have at most about 100 letters."""
+    place = tempfile.gettempdir()
+    short = len(place) < 24 or os.name == "nt"
+    return Path(tempfile.mkdtemp(prefix="fs-", dir=place if short else "/tmp"))
 
 
 def _connect(ray: Any, undo: ExitStack, address: str) -> None:
