@@ -731,3 +731,23 @@ def test_a_log_of_a_few_equal_rounds_proves_nothing(tmp_path: Path) -> None:
         path.write_text("\n".join(["round,client,size,steps,weight", *rows[: 3 * rounds]]))
         found, _ = read_log(path)
         assert found.consistent is sure
+
+
+def test_a_server_may_change_what_it_is_given() -> None:
+    """FedNova that divides its arrays in place is FedNova."""
+
+    def pure(clients: Any, sizes: Any, updates: Any, steps: Any) -> Any:
+        share = sizes / steps
+        return share / share.sum() @ updates
+
+    def in_place(clients: Any, sizes: Any, updates: Any, steps: Any) -> Any:
+        step = pure(clients, sizes, updates, steps)
+        for array in (clients, sizes, updates, steps):
+            array[:] = 1
+        return step
+
+    federation, work = Federation.from_sizes([1, 2, 3]), LocalWork(epochs=[1, 3, 2])
+    want = probe(pure, federation, "uniform:2", work)
+    found = probe(in_place, federation, "uniform:2", work)
+    np.testing.assert_array_equal(found.effective_weights, want.effective_weights)
+    assert found.traits == want.traits

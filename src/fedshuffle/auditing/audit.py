@@ -18,8 +18,7 @@ objective unless every cohort moves equally far (docs/audit.md has the derivatio
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Hashable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, final
@@ -27,7 +26,7 @@ from typing import Any, final
 import numpy as np
 
 from fedshuffle import methods
-from fedshuffle._arrays import FloatArray, IntArray, expect
+from fedshuffle._arrays import FloatArray, IntArray, count, expect
 from fedshuffle.auditing.findings import Finding, differ, find
 from fedshuffle.auditing.quadrature import expected_ratio, probability_of_anybody
 from fedshuffle.auditing.weighed import Weighed
@@ -52,12 +51,14 @@ _BATCHES = 32
 
 
 @final
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Audit(Weighed):
     """The objective that a method really minimises, beside the one that was meant."""
 
     method: Method
     sampling: Sampling
+    client_ids: Sequence[Hashable]
+    sizes: IntArray
     objective_weights: FloatArray
     effective_weights: FloatArray
     inclusion_probabilities: FloatArray
@@ -88,24 +89,12 @@ class Audit(Weighed):
         return True if self.standard_errors is None else None
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data, ready for JSON."""
-        errors = self.standard_errors
+        """Plain data, ready for JSON; null for what is infinite."""
         return {
             "method": self.method.name,
             "momentum": self.method.momentum,
             "sampling": repr(self.sampling),
-            "objective_weights": self.objective_weights.tolist(),
-            "effective_weights": self.effective_weights.tolist(),
-            "inclusion_probabilities": self.inclusion_probabilities.tolist(),
-            "total_variation": self.total_variation,
-            "largest_ratio": self.largest_ratio,
-            "consistent": self.consistent,
-            "exact": self.exact,
-            "how": self.how,
-            "standard_errors": None if errors is None else errors.tolist(),
-            "gaining": self.gaining.tolist(),
-            "losing": self.losing.tolist(),
-            "findings": [dataclasses.asdict(finding) for finding in self.findings],
+            **self._plain(),
         }
 
 
@@ -131,6 +120,7 @@ def audit(
     sampling = resolve(sampling, federation)
     work = LocalWork() if work is None else work
     expect(work, LocalWork, "work")
+    count(draws, "draws")
     workload = method.local_work(work).on(method.clients(federation).sizes)
     method.check(workload, method.sampling(sampling))
     setting = _Setting(federation, method, sampling, workload)
@@ -144,6 +134,8 @@ def audit(
     return Audit(
         method=method,
         sampling=sampling,
+        client_ids=federation.ids,
+        sizes=federation.sizes,
         objective_weights=federation.weights,
         effective_weights=effective,
         inclusion_probabilities=sampling.p,
@@ -376,15 +368,15 @@ def _monte_carlo(setting: _Setting, seed: int, draws: int) -> tuple[FloatArray, 
     pulls = []
     for batch in range(_BATCHES):
         total = _Totals(setting)
-        count = draws // _BATCHES
-        for k in range(count):
-            round = batch * count + k
+        each = draws // _BATCHES
+        for k in range(each):
+            round = batch * each + k
             members = setting.sampling.draw(seed, round)
             if not len(members):
                 continue
             rng = generator(seed, Purpose.MONTE_CARLO, round=round)
             pick = rng.choice(len(chances), size=len(members), p=chances)
-            total.add(members, values[members, pick], seed, round, share=1 / count)
+            total.add(members, values[members, pick], seed, round, share=1 / each)
         pulls.append(_pull(setting, pool(total.mass), pool(total.joint), pool(total.estimate)))
     mean = np.mean(pulls, axis=0)
     if not mean.sum() > 0:

@@ -142,7 +142,7 @@ def _audit(
         name=probing.server.name,
         source=f"sampling {probing.sampling!r}",
         how=how,
-        objective=probing.federation.weights,
+        federation=probing.federation,
         probabilities=probing.sampling.p,
         known=True,
         uneven_steps=None if probing.scaled or low == high else (low, high),
@@ -276,11 +276,12 @@ class _Probing:
         """The server's step where each client of the cohort walks along its gradient."""
         if fresh:
             self.server.reset()
+        # Copies: a server that works in place must not change what the auditor compares with.
         replies = Replies(
             round=round,
-            clients=cohort.clients,
-            sizes=self.federation.sizes[cohort.clients] if sizes is None else sizes,
-            steps=cohort.steps if steps is None else steps,
+            clients=cohort.clients.copy(),
+            sizes=self.federation.sizes[cohort.clients] if sizes is None else sizes.copy(),
+            steps=(cohort.steps if steps is None else steps).copy(),
             probabilities=self.sampling.p[cohort.clients],
             updates=cohort.walked[:, None] * gradients,
         )

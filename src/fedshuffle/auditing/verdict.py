@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any, final
 
 import numpy as np
 
-from fedshuffle._arrays import FloatArray, number
+from fedshuffle._arrays import FloatArray, IntArray, number
 from fedshuffle.auditing.estimation import Estimate
 from fedshuffle.auditing.findings import Finding
 from fedshuffle.auditing.traits import CLOSE, Traits, find_bias, find_traits
 from fedshuffle.auditing.weighed import Weighed
 from fedshuffle.errors import FedShuffleError
+from fedshuffle.federation import Federation
 
 ROUNDING = 1e-8
 """No interval is narrower, against its weight: servers and expectations round."""
@@ -23,13 +25,15 @@ _SURE = 5.0
 
 
 @final
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class BlackBoxAudit(Weighed):
     """The objective that a server really minimises, found by probing it or from its log."""
 
     name: str
     source: str
     """The sampling it was probed with, or the log."""
+    client_ids: Sequence[Hashable]
+    sizes: IntArray
     objective_weights: FloatArray
     effective_weights: FloatArray
     inclusion_probabilities: FloatArray
@@ -67,32 +71,16 @@ class BlackBoxAudit(Weighed):
         return self.traits.facts()
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data, ready for JSON."""
-        errors = self.standard_errors
+        """Plain data, ready for JSON; null for what is infinite."""
         return {
             "name": self.name,
             "source": self.source,
-            "objective_weights": self.objective_weights.tolist(),
-            "effective_weights": self.effective_weights.tolist(),
-            "intervals": [[_plain(x) for x in ends] for ends in self.intervals.tolist()],
-            "confidence": self.confidence,
-            "inclusion_probabilities": self.inclusion_probabilities.tolist(),
-            "total_variation": self.total_variation,
-            "largest_ratio": _plain(self.largest_ratio),
-            "consistent": self.consistent,
-            "exact": self.exact,
-            "how": self.how,
-            "standard_errors": None if errors is None else [_plain(x) for x in errors.tolist()],
-            "gaining": self.gaining.tolist(),
-            "losing": self.losing.tolist(),
-            "traits": {k: _plain(v) for k, v in dataclasses.asdict(self.traits).items()},
-            "findings": [dataclasses.asdict(finding) for finding in self.findings],
+            **self._plain(
+                intervals=self.intervals,
+                confidence=self.confidence,
+                traits=dataclasses.asdict(self.traits),
+            ),
         }
-
-
-def _plain(value: Any) -> Any:
-    """A value that JSON has; infinity is none."""
-    return None if isinstance(value, float) and not np.isfinite(value) else value
 
 
 def conclude(
@@ -102,13 +90,14 @@ def conclude(
     name: str,
     source: str,
     how: str,
-    objective: FloatArray,
+    federation: Federation,
     probabilities: FloatArray,
     known: bool,
     uneven_steps: tuple[int, int] | None,
     confidence: float,
 ) -> BlackBoxAudit:
     """The audit that follows from an estimate; ``known`` says whether the probabilities are."""
+    objective = federation.weights
     told = verdict(found, objective, confidence, traits)
     findings = find_traits(traits)
     if told is False:
@@ -125,6 +114,8 @@ def conclude(
     return BlackBoxAudit(
         name=name,
         source=source,
+        client_ids=federation.ids,
+        sizes=federation.sizes,
         objective_weights=objective,
         effective_weights=found.weights,
         inclusion_probabilities=probabilities,

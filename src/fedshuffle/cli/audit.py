@@ -26,6 +26,13 @@ def audit(
     sizes: Annotated[
         str | None, typer.Option(help="Examples per client: 1,2,3 or @file, one a line.")
     ] = None,
+    data: Annotated[
+        Path | None, typer.Option(help="Audit on the clients of this store instead of --sizes.")
+    ] = None,
+    config: Annotated[
+        Path | None,
+        typer.Option(help="Take data, method, sampling and local work from a run's config."),
+    ] = None,
     method: Annotated[
         str, typer.Option(help="See 'fedshuffle methods'; or module:METHOD.")
     ] = "fedavg-rr",
@@ -70,61 +77,86 @@ def audit(
     draws: Annotated[
         int | None, typer.Option(help="For audits that have to sample: 32000, others' code 2000.")
     ] = None,
+    check: Annotated[
+        bool, typer.Option("--check", help="Exit with 1 if the objective is not the one you meant.")
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
     """Say which objective a method, or other people's code, really minimises."""
-    if flower is not None or function is not None or log is not None:
-        from fedshuffle.auditing import commands
+    from fedshuffle.auditing import commands
 
-        unused = ["method", "momentum"]
-        if log is not None:
-            unused += ["sampling", "epochs", "batch_size", "step_sizes", "seed", "draws"]
-        _unused(context, unused, "--flower, --callable" if log is None else "--log")
-        black_box, federation = commands.audit_others(
-            flower=flower,
-            function=function,
-            log=log,
-            sizes=None if sizes is None else _numbers(sizes, "--sizes"),
-            weights=None if weights is None else _numbers(weights, "--weights"),
-            sampling=lambda federation: _own("fedavg", sampling, federation)[1],
-            work=LocalWork(epochs=_epochs(epochs), batch_size=batch_size),
-            step_sizes=step_sizes,
-            confidence=confidence,
-            seed=seed,
-            draws=draws,
-        )
-        _show_audit(black_box, federation, as_json)
+    others = flower is not None or function is not None or log is not None
+    if log is not None:
+        unused = ["method", "momentum", "sampling", "epochs", "batch_size", "step_sizes"]
+        _unused(context, [*unused, "seed", "draws", "data", "config"], "--log")
+    elif others:
+        _unused(context, ["method", "momentum"], "--flower, --callable")
+    else:
+        _unused(context, ["step_sizes", "confidence"], "--method")
+    objective = None if weights is None else _numbers(weights, "--weights")
+    if log is not None:
+        commands.one_of(flower, function, log)
+        if sizes is not None:
+            raise FedShuffleError("a log tells the sizes itself: leave out --sizes.")
+        _show(commands.audit_log(log, objective, confidence), check, as_json)
         return
-    _unused(context, ["step_sizes", "confidence"], "--method")
-    if sizes is None:
-        raise FedShuffleError("give --sizes, such as --sizes 1,2,3, or --log and a file.")
-    federation = Federation.from_sizes(
-        _numbers(sizes, "--sizes"), None if weights is None else _numbers(weights, "--weights")
-    )
-    chosen, drawn = _own(method, sampling, federation)
-    if momentum is not None:
-        chosen = chosen.with_momentum(methods.parse_momentum(momentum))
-    work = LocalWork(epochs=_epochs(epochs), batch_size=batch_size)
-    result = run_audit(federation, chosen, drawn, work, seed=seed, draws=draws or 32_000)
-    _show_audit(result, federation, as_json)
+    if config is not None:
+        _unused(context, ["sizes", "data", "weights", "epochs", "batch_size"], "--config")
+        given = {"method": method, "sampling": sampling, "momentum": momentum}
+        subject = commands.subject_of_config(
+            config, {key: value for key, value in given.items() if _said(context, key)}
+        )
+    else:
+        federation = commands.clients(
+            None if sizes is None else _numbers(sizes, "--sizes"), data, objective
+        )
+        chosen, drawn = _own(method, sampling, federation)
+        if momentum is not None:
+            chosen = chosen.with_momentum(methods.parse_momentum(momentum))
+        work = LocalWork(epochs=_epochs(epochs), batch_size=batch_size)
+        subject = commands.Subject(federation, chosen, drawn, work)
+    if others:
+        _show(
+            commands.audit_others(
+                subject,
+                flower=flower,
+                function=function,
+                step_sizes=step_sizes,
+                confidence=confidence,
+                seed=seed,
+                draws=2000 if draws is None else draws,
+            ),
+            check,
+            as_json,
+        )
+        return
+    result = run_audit(*subject, seed=seed, draws=32_000 if draws is None else draws)
+    _show(result, check, as_json)
+
+
+def _said(context: typer.Context, name: str) -> bool:
+    """Whether an option stands on the command line."""
+    source = context.get_parameter_source(name)
+    return source is not None and source.name == "COMMANDLINE"
 
 
 def _unused(context: typer.Context, names: list[str], under: str) -> None:
-    """Refuse options that would change nothing, lest somebody thinks that they do."""
+    """Refuse options that would change nothing, so that nobody believes they had an effect."""
     for name in names:
-        source = context.get_parameter_source(name)
-        if source is not None and source.name == "COMMANDLINE":
+        if _said(context, name):
             option = f"--{name.replace('_', '-')}"
             raise FedShuffleError(f"{option} changes nothing under {under}: leave it out.")
 
 
-def _show_audit(result: Audit | BlackBoxAudit, federation: Federation, as_json: bool) -> None:
+def _show(result: Audit | BlackBoxAudit, check: bool, as_json: bool) -> None:
     if as_json:
-        print(json.dumps(result.to_dict()))
-        return
-    from fedshuffle.report.audit import print_audit
+        print(json.dumps(result.to_dict(), allow_nan=False))
+    else:
+        from fedshuffle.report.audit import print_audit
 
-    print_audit(console, result, federation)
+        print_audit(console, result)
+    if check and result.consistent is False:
+        raise typer.Exit(1)
 
 
 def _own(method: str, sampling: str, federation: Federation) -> tuple[Method, str | Sampling]:

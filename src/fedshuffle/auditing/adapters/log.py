@@ -80,7 +80,7 @@ def read_log(
         name=path.name,
         source=f"a log of {len(names)} rounds",
         how=f"{len(rows)} updates in {len(names)} rounds",
-        objective=federation.weights,
+        federation=federation,
         probabilities=taken,
         known=False,
         uneven_steps=spread if uneven(steps * step_size) else None,
