@@ -1,10 +1,11 @@
 # The commands: `make demo`, `make test` and `make test-slow`. Each installs what it needs in .venv, and no more.
 PYTHON ?= python3
-BIN := .venv/bin
+VENV := $(or $(FEDSHUFFLE_VENV),.venv)
+BIN := $(VENV)/bin
 # What .venv holds: the package alone, with the tools of `make test`, and with Ray and Flower too.
-INSTALLED := .venv/.installed
-TOOLS := .venv/.tools
-CLUSTERS := .venv/.clusters
+INSTALLED := $(VENV)/.installed
+TOOLS := $(VENV)/.tools
+CLUSTERS := $(VENV)/.clusters
 PYTEST := $(BIN)/python -m pytest -n 2 --dist loadgroup
 
 .PHONY: demo test test-slow lint format figures docs-pictures audit-flower bench bench-peers clean
@@ -53,7 +54,7 @@ bench-peers: $(INSTALLED)  ## other libraries on the same work, each in an envir
 install = $(BIN)/pip install --quiet --constraint constraints.txt --editable
 
 $(BIN)/pip:
-	$(PYTHON) -m venv .venv
+	$(PYTHON) -m venv $(VENV)
 
 $(INSTALLED): pyproject.toml constraints.txt | $(BIN)/pip
 	$(install) .
