@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import math
 import os
@@ -15,11 +16,16 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from rich.console import Console
 
 from fedshuffle import Evaluation, Federation, FedShuffleError, comparison, losses
 from fedshuffle.comparison import Setting
 from fedshuffle.comparison.crew import claimed
 from fedshuffle.comparison.plan import Plan
+from fedshuffle.comparison.results import _majority
+from fedshuffle.comparison.settings import next_step_size
 from fedshuffle.comparison.showing import Show, print_table, tail
 from fedshuffle.config import Evaluating, Use
 from fedshuffle.config.writing import toml
@@ -189,8 +195,6 @@ def test_the_results_say_it_all(done: tuple[Path, dict[str, Any]]) -> None:
 
 
 def test_the_table(done: tuple[Path, dict[str, Any]], capsys: pytest.CaptureFixture[str]) -> None:
-    from rich.console import Console
-
     print_table(Console(width=100), done[1])
     out = capsys.readouterr().out
     assert "own best" in out
@@ -219,6 +223,172 @@ def test_a_run_with_other_settings_is_not_taken_for_this_one(
     other = comparison.load(done[0].parent / "compare.toml", {"server_step_size": 0.5})
     with pytest.raises(FedShuffleError, match="holds a run with other settings"):
         other.run()
+
+
+# A best value at an edge of the grid
+
+
+def tuned(folder: Path, sizes: list[float], **changes: Any) -> dict[str, Any]:
+    """The results of FedShuffle alone with this grid."""
+    changes = {
+        "compare.methods": ["fedshuffle"],
+        "compare.step_sizes": sizes,
+        "compare.seeds": [0],
+        **{key.replace("__", "."): value for key, value in changes.items()},
+    }
+    text = CONFIG.replace("common_step_sizes = [0.1, 4.0]\n", "")
+    return comparison.load(project(folder, text), changes).run(jobs=1)
+
+
+def trials_of(results: dict[str, Any]) -> dict[float, bool]:
+    """The step sizes that were tried, and whether each was added to the grid."""
+    [curve] = results["curves"]
+    return {entry["step_size"]: entry["added"] for entry in curve["tuning"]}
+
+
+@pytest.mark.parametrize(
+    ("sizes", "added"),
+    [
+        ([0.01, 0.1], [1.0, 10.0]),  # 1 arrives in one step, 10 diverges
+        ([16.0, 64.0], [4.0, 1.0, 0.25]),  # both diverge: below them is something better
+    ],
+)
+def test_the_grid_widens_until_the_best_is_inside(
+    tmp_path: Path, sizes: list[float], added: list[float]
+) -> None:
+    results = tuned(tmp_path, sizes)
+    [curve] = results["curves"]
+    assert curve["step_size"] == 1.0
+    assert trials_of(results) == dict.fromkeys(sizes, False) | dict.fromkeys(added, True)
+    assert curve["runs"][0]["history"][-1]["loss"] == pytest.approx(FLOOR, rel=1e-12)
+    assert results["warnings"] == []
+    stamps = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("outcome.json")}
+    again = comparison.load(tmp_path / "out" / "compare.toml").run(tmp_path / "out", jobs=1)
+    assert again["curves"] == results["curves"]  # all of it is read from the folders
+    assert {p: p.stat().st_mtime_ns for p in tmp_path.rglob("outcome.json")} == stamps
+
+
+def test_the_grid_widens_no_further_than_it_is_allowed(tmp_path: Path) -> None:
+    results = tuned(tmp_path, [0.001, 0.002], compare__tune__widen=4)
+    assert list(trials_of(results)) == [0.001, 0.002, 0.004, 0.008]
+    [warning] = results["warnings"]
+    assert (warning["kind"], warning["method"]) == ("edge", "fedshuffle")
+    assert "0.008" in warning["text"]
+    shown = Console(record=True, width=100, file=io.StringIO())
+    print_table(shown, results)
+    said = shown.export_text()
+    assert said.index("edge") < said.index("own best step size")  # above the table
+    fixed = tuned(tmp_path / "fixed", [0.001, 0.002], compare__tune__widen=1)
+    assert list(trials_of(fixed)) == [0.001, 0.002]
+
+
+def test_all_that_is_varied_is_varied_beyond_the_grid(tmp_path: Path) -> None:
+    compared = comparison.load(
+        project(tmp_path), {"compare.step_sizes": [1, 3], "compare.clip": [5, "none"]}
+    )
+    best = compared.grid[0]
+    assert compared.wider(compared.grid, best) == [
+        Setting(0.33, 0.0, 5.0),
+        Setting(0.33, 0.0, math.inf),
+    ]
+    alone = comparison.load(
+        project(tmp_path), {"compare.step_sizes": [1], "compare.clip": [5, "none"]}
+    )
+    assert alone.wider(alone.grid, alone.grid[0]) == []  # one step size was meant
+
+
+@given(
+    st.lists(st.floats(1e-6, 1e3), min_size=2, max_size=6, unique=True),
+    st.floats(1, 1e6),
+    st.booleans(),
+)
+def test_the_grid_grows_outwards_and_not_for_ever(
+    sizes: list[float], widen: float, down: bool
+) -> None:
+    grid = set(sizes)
+    tried, end = set(grid), min if down else max
+    while (new := next_step_size(grid, tried, end(tried), widen)) is not None:
+        assert (new < min(tried)) if down else (new > max(tried))
+        ratio = min(grid) / new if down else new / max(grid)
+        assert ratio <= 1.06 * widen  # two significant digits
+        tried.add(new)
+    assert len(tried - grid) <= math.log2(widen) + 1e-6
+    assert len(grid) < 3 or next_step_size(grid, tried, sorted(tried)[1], widen) is None
+
+
+def test_a_run_that_failed_widens_nothing(tmp_path: Path) -> None:
+    compared = comparison.load(project(tmp_path), {"compare.step_sizes": [1, 2]})
+    plan = Plan(compared, tmp_path / "out", "accuracy", True)
+    pair = compared.pairs[0]
+    for trial in plan.tuning(pair):
+        plan.begin(trial)
+        plan.fail(trial, "out of memory")
+    assert len(plan.tuning(pair)) == 2
+
+
+# What a reader must know first
+
+CLASSES = """
+import torch
+from fedshuffle import Federation
+
+class Constant(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.bias = torch.nn.Parameter(torch.zeros(2, dtype=torch.float64))
+    def forward(self, x):
+        return self.bias.expand(len(x), 2)
+
+def data():
+    labels = torch.tensor([0, 0, 0, 1, 0, 1])
+    return Federation.from_arrays(torch.zeros(6, 1), labels, sizes=[1, 5])
+"""
+
+
+def test_a_model_no_better_than_the_commonest_class_is_named(tmp_path: Path) -> None:
+    text = (
+        CONFIG.replace('"mine:Point"', '"other:Constant"')
+        .replace('"mine:loss"', '"cross_entropy"')
+        .replace('"mine:data"', '"other:data"')
+        .replace('metrics = ["loss"]', 'metrics = ["accuracy", "loss"]')
+        .replace("common_step_sizes = [0.1, 4.0]\n", "")
+        .replace("step_sizes = [0.1, 1.9, 1.0, 4.0, 1e200]", "step_sizes = [0.01]")
+    )
+    file = project(tmp_path, text)
+    (tmp_path / "other.py").write_text(CLASSES)
+    results = comparison.load(file).run(jobs=1)
+    share = 4 / 6
+    assert results["majority"]["share"] == pytest.approx(share)
+    assert results["majority"]["standard_error"] == pytest.approx(
+        math.sqrt(share * (1 - share) / 6)
+    )
+    found = [(warning["kind"], warning["method"]) for warning in results["warnings"]]
+    assert found == [("majority", "fedavg-rr"), ("majority", "fedshuffle")]
+    # Two clients with 1 and 5 steps: FedShuffle's one-step client takes five times the step size.
+    sizes = [curve["client_step_sizes"] for curve in results["curves"]]
+    assert sizes == [[0.01, 0.01], pytest.approx([0.01, 0.05])]
+    shown = Console(record=True, width=100, file=io.StringIO())
+    print_table(shown, results)
+    assert "0.01 to 0.05" in shown.export_text()
+
+
+def test_the_share_of_the_commonest_class_counts_as_the_evaluation_does() -> None:
+    targets = torch.tensor([[0, 1, -100], [1, -100, -100], [0, 0, 0]])
+    data = Federation.from_arrays(torch.zeros(3, 1), targets, sizes=[1, 2], weights=[3, 1])
+    found = _majority(Evaluation(data, ["accuracy"], prefix="test_"), "test_accuracy")
+    assert found is not None
+
+    class Always(torch.nn.Module):
+        def __init__(self, k: int) -> None:
+            super().__init__()
+            self.k = k
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.eye(2)[self.k].reshape(1, 2, 1).expand(len(x), 2, 3)
+
+    best = max(Evaluation(data, ["accuracy"])(Always(k))["accuracy"] for k in (0, 1))
+    assert found["share"] == pytest.approx(best, rel=1e-12)
+    assert _majority(Evaluation(data, ["loss"], loss=losses.cross_entropy), "loss") is None
 
 
 # The worst
@@ -341,7 +511,7 @@ def write_run(plan: Plan, trial: Any, outcome: str, value: float | None) -> None
 )
 def test_the_best_is_chosen(tmp_path: Path, found: list[Any], higher: bool, want: float) -> None:
     sizes = {"compare.step_sizes": [1, 2, 3], "compare.tune.metric": "accuracy"}
-    compared = comparison.load(project(tmp_path), sizes)
+    compared = comparison.load(project(tmp_path), {**sizes, "compare.tune.widen": 1})
     pair = compared.pairs[0]
     plan = Plan(compared, tmp_path / "out", "accuracy", higher)
     for trial, value in zip(plan.tuning(pair), found, strict=True):
@@ -500,6 +670,7 @@ def test_scales(tmp_path: Path) -> None:
         ("compare.clip", ["no"], "compare.clip is 'no', but must be a number"),
         ("compare.tune.rounds", 0, "compare.tune.rounds is 0"),
         ("compare.tune.seed", -1, "compare.tune.seed: seed -1"),
+        ("compare.tune.widen", 0.5, "compare.tune.widen is 0.5"),
         ("compare.tune.round", 3, "unknown key 'compare.tune.round'"),
         ("compare.tune.data", {"folder": "x"}, "compare.tune.data says nothing"),
         ("compare", 3, "compare is 3, but must be a table"),

@@ -23,6 +23,7 @@ from fedshuffle.report import comparison as report
 from fedshuffle.report import comparison_tables as tables
 from fedshuffle.report.comparison_details import audits, histogram, tuning
 from fedshuffle.report.comparison_numbers import Compared, higher_is_better
+from fedshuffle.report.comparison_warnings import warnings
 from fedshuffle.report.look import colour
 from tests.chromium import Browser
 
@@ -231,6 +232,56 @@ def test_a_table_has_a_column_for_each_momentum() -> None:
     assert row(text, "FedShuffle") == ["**40.00**", "0.3", "20.00", "1"]
     common = text[text.index("## Common step size 0.1") :]
     assert row(common, "FedShuffle") == ["**10.00**", "0.1"]
+
+
+def misleading() -> dict[str, Any]:
+    """One method at an edge of the grid, one that diverged, one no better than guessing."""
+    tried = [trial(0.1, 0.4), trial(0.3, 0.5)]
+    return results(
+        curve("fedavg", run(1, 0.9), tuning=tried, client_step_sizes=[0.3, 0.3]),
+        curve("fednova", run(1, 0.9, diverged=True)),
+        curve("fedshuffle", run(1, 0.73), client_step_sizes=[0.3, 13.2]),
+        majority={"share": 0.72, "standard_error": 0.02},
+    )
+
+
+def test_what_makes_the_ranking_misleading_comes_before_it(tmp_path: Path) -> None:
+    compared = Compared(misleading())
+    found = [(caution.kind, caution.method) for caution in warnings(compared)]
+    assert found == [("diverged", "fednova"), ("edge", "fedavg"), ("majority", "fedshuffle")]
+    report.write(misleading(), tmp_path)
+    page = (tmp_path / "report.html").read_text(encoding="utf-8")
+    for kind, word in (("diverged", "1 of 1 runs diverged"), ("edge", "largest"), ("", "72.00%")):
+        assert page.index(word) < page.index("is best"), kind
+    text = (tmp_path / "table.md").read_text(encoding="utf-8")
+    assert text.index("largest tried") < text.index("| method |")
+    assert row(text, "FedAvg") == ["**90.00** §", "0.3"]
+    assert row(text, "FedShuffle") == ["73.00 ¶", "0.3 to 13.2"]
+    assert "$^\\S$" in (tmp_path / "table.tex").read_text(encoding="utf-8")
+    lines = csv.DictReader(io.StringIO((tmp_path / "curves.csv").read_text(encoding="utf-8")))
+    assert {line["method"]: line["warnings"] for line in lines} == {
+        "fedavg": "edge",
+        "fednova": "diverged",
+        "fedshuffle": "majority",
+    }
+
+
+def test_a_search_in_which_all_diverged_is_no_edge() -> None:
+    lost = [trial(0.1, None, diverged=True), trial(0.3, None, diverged=True)]
+    found = results(curve("fedavg", run(1, 0.5), tuning=lost, step_size=0.1))
+    [caution] = warnings(Compared(found))
+    assert caution.kind == "diverged"
+    assert "every step size" in caution.text
+
+
+def test_nothing_is_said_where_there_is_nothing_to_say(tmp_path: Path) -> None:
+    tried = [trial(0.1, 0.4), trial(0.3, 0.5), trial(1.0, 0.4)]
+    good = results(
+        curve("fedavg", run(1, 0.9), tuning=tried),
+        majority={"share": 0.72, "standard_error": 0.02},
+    )
+    assert warnings(Compared(good)) == []
+    assert 'role="note"' not in report.write(good, tmp_path)[-1].read_text(encoding="utf-8")
 
 
 @given(
@@ -679,7 +730,8 @@ def test_the_page_works_by_keyboard(opened: Browser) -> None:
 
 def test_pointing_shows_the_values_of_a_round(opened: Browser) -> None:
     left, top, width, height = opened.run(
-        "(() => { const at = document.getElementById('chart').getBoundingClientRect();"
+        "(() => { const chart = document.getElementById('chart');"
+        " chart.scrollIntoView({block: 'center'}); const at = chart.getBoundingClientRect();"
         " return [at.left, at.top, at.width, at.height]; })()"
     )
     opened.mouse("mouseMoved", left + width / 2, top + height / 2)

@@ -8,6 +8,7 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, final
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -100,6 +101,28 @@ class Run:
             longest=self.workload.longest,
             round=round,
         )
+
+    def step_scales(self) -> tuple[float, float]:
+        """The smallest and the largest step size of a client, as multiples of ``step_size``.
+
+        >>> Run(Federation.from_sizes([2, 88]), "fedshuffle").step_scales()
+        (1.0, 44.0)
+        """
+        everybody = np.arange(len(self.federation))
+        scales = [
+            self.method.averaging.step_scale(
+                Participants(
+                    clients=everybody,
+                    weight=self.federation.weights,
+                    probability=self.sampling.p,
+                    planned=planned,
+                    done=planned,
+                    longest=self.workload.longest,
+                )
+            )
+            for planned in self.workload.alone[0][:, [0, -1]].T  # the fewest and the most epochs
+        ]
+        return float(np.min(scales)), float(np.max(scales))
 
     def walk(self, state: State) -> Walk | None:
         """What the clients would be asked in the next round; None if nobody takes part."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, final
@@ -73,11 +73,11 @@ class Plan:
         self._sign = -1.0 if higher_is_better else 1.0
         self._made: dict[tuple[Pair, Setting, int | None], Trial] = {}
         self._ended: dict[str, Ended] = {}
-        for trial in self._short():
-            self.look(trial)
-        for curve in self.curves():
-            for trial in curve.trials:
+        seen: set[str] = set()
+        while new := [trial for trial in self.trials() if trial.name not in seen]:
+            for trial in new:  # those that have ended tell which come after them
                 self.look(trial)
+            seen.update(trial.name for trial in new)
 
     def folder(self, trial: Trial) -> Path:
         """Where a run lies."""
@@ -122,9 +122,19 @@ class Plan:
         return self._ended.get(trial.name)
 
     def tuning(self, pair: Pair) -> list[Trial]:
-        """The short runs by which a method's setting is chosen."""
-        grid = self.comparison.grid if self.comparison.tuned else ()
-        return [self._trial(pair, setting, None) for setting in grid]
+        """The short runs by which a method's setting is chosen.
+
+        Where the best step size is an end of those tried, one beyond it is tried next.
+        """
+        settings = list(self.comparison.grid) if self.comparison.tuned else []
+        while True:
+            trials = [self._trial(pair, setting, None) for setting in settings]
+            best = self._best(trials)
+            failed = any(e and e.outcome == "failed" for e in map(self.ended, trials))
+            more = self.comparison.wider(settings, best) if best and not failed else []
+            if not more:
+                return trials
+            settings += more
 
     def value(self, trial: Trial) -> float | None:
         """What a short run came to; None if it did not end well."""
@@ -135,14 +145,22 @@ class Plan:
         return value if math.isfinite(value) else None
 
     def chosen(self, pair: Pair) -> Setting | None:
-        """The best setting of a method, once all short runs are done; of equals the first."""
-        grid, trials = self.comparison.grid, self.tuning(pair)
-        if not grid or not all(self.ended(trial) for trial in trials):
+        """The setting of a method, once it is known."""
+        if not self.comparison.tuned:
+            return next(iter(self.comparison.grid), None)
+        return self._best(self.tuning(pair))
+
+    def _best(self, trials: Sequence[Trial]) -> Setting | None:
+        """The best setting of short runs, once all are done; of equals the first.
+
+        Where none ended well, the smallest step size.
+        """
+        if not trials or not all(self.ended(trial) for trial in trials):
             return None
         costs = [math.inf if (v := self.value(t)) is None else self._sign * v for t in trials]
-        if all(cost == math.inf for cost in costs):  # or there is nothing to choose
-            return min(grid, key=lambda setting: setting.step_size)
-        return grid[costs.index(min(costs))]
+        if all(cost == math.inf for cost in costs):
+            return min((trial.setting for trial in trials), key=lambda s: s.step_size)
+        return trials[costs.index(min(costs))].setting
 
     def curves(self) -> Iterator[Curve]:
         """All curves whose setting is known by now."""

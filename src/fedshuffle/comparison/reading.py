@@ -140,6 +140,7 @@ _TUNE: dict[str, Reader] = {
     "data": reading._evaluation_data,
     "clients": reading._count,
     "every": reading._count,
+    "widen": reading._number,
 }
 _COMPARE: dict[str, Reader] = {
     "title": reading._text,

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, final
 
+import numpy as np
 from torch import nn
 
 from fedshuffle.auditing import audit
@@ -17,8 +18,12 @@ from fedshuffle.config.running import Task
 from fedshuffle.config.settings import at
 from fedshuffle.errors import FedShuffleError, unknown
 from fedshuffle.evaluation import Evaluation, Evaluations
+from fedshuffle.losses import IGNORED
 from fedshuffle.methods import Method
+from fedshuffle.report.comparison_numbers import Compared
+from fedshuffle.report.comparison_warnings import warnings
 from fedshuffle.report.look import label
+from fedshuffle.rounds import Run
 from fedshuffle.runs import versions
 
 
@@ -42,6 +47,10 @@ class Facts:
     """What settings are chosen by."""
     methods: Mapping[Pair, Method]
     audits: Mapping[Pair, dict[str, Any]]
+    step_scales: Mapping[Pair, tuple[float, float]]
+    """The smallest and the largest step size of a client, as multiples of ``step_size``."""
+    majority: dict[str, float] | None
+    """What always predicting the commonest class comes to, where the accuracy is compared."""
     federation: dict[str, Any]
     parameters: int
 
@@ -68,9 +77,10 @@ def facts(comparison: Comparison) -> Facts:
         with at("compare"):
             target = _judge(evaluate, comparison.metric or first)
         sampling = running._sampling(base, task.federation)
-        audits = {}
+        audits, scales = {}, {}
         for pair, method in methods.items():
             found = audit(task.federation, method, sampling, base.work)
+            scales[pair] = Run(task.federation, method, sampling, base.work).step_scales()
             audits[pair] = {
                 "consistent": found.consistent,
                 "effective_weights": found.effective_weights.tolist(),
@@ -82,6 +92,8 @@ def facts(comparison: Comparison) -> Facts:
         judge,
         methods,
         audits,
+        scales,
+        _majority(evaluate, target.metric),
         {"clients": len(sizes), "examples": sum(sizes), "sizes": sizes},
         sum(p.numel() for p in model.parameters() if p.requires_grad),
     )
@@ -113,6 +125,26 @@ def _judge(evaluate: Evaluation | Evaluations, metric: str) -> Judge:
     return Judge(metric, known[metric])
 
 
+def _majority(evaluate: Evaluation | Evaluations, metric: str) -> dict[str, float] | None:
+    """The accuracy of always predicting the commonest class, and its standard error.
+
+    Clients count as in the evaluation: by weight, and within a client every target alike.
+    """
+    parts = evaluate.parts if isinstance(evaluate, Evaluations) else (evaluate,)
+    own = [part for part in parts if metric in part.names]
+    if metric.removeprefix(own[0].prefix) not in ("accuracy", "top-1"):
+        return None
+    data = own[0].data
+    targets = np.asarray(data.fields[-1]).reshape(len(data.fields[-1]), -1)
+    counted = (targets != IGNORED).sum(1)
+    each = np.add.reduceat(counted, data.offsets[:-1])  # of every client
+    weights = np.repeat(np.repeat(data.weights / each, data.sizes), counted)
+    _, classes = np.unique(targets[targets != IGNORED], return_inverse=True)
+    share = float(np.bincount(classes, weights).max())
+    error = math.sqrt(share * max(0.0, 1 - share) * float(weights @ weights))
+    return {"share": share, "standard_error": error}
+
+
 def assembled(plan: Plan, facts: Facts, command: str, seconds: float) -> dict[str, Any]:
     """All that is known by now."""
     comparison = plan.comparison
@@ -126,6 +158,7 @@ def assembled(plan: Plan, facts: Facts, command: str, seconds: float) -> dict[st
         "rounds": comparison.base.rounds,
         "metric": facts.target.metric,
         "higher_is_better": facts.target.higher_is_better,
+        "majority": facts.majority,
         "judge": vars(facts.judge),
         "federation": facts.federation,
         "settings": _settings(comparison, facts),
@@ -133,6 +166,7 @@ def assembled(plan: Plan, facts: Facts, command: str, seconds: float) -> dict[st
         "curves": [_curve(plan, facts, curve) for curve in plan.curves()],
     }
     plain: dict[str, Any] = _finite(found)
+    plain["warnings"] = [vars(warning) for warning in warnings(Compared(plain))]
     return plain
 
 
@@ -151,11 +185,13 @@ def _curve(plan: Plan, facts: Facts, curve: Curve) -> dict[str, Any]:
         "momentum": method.momentum,
         "group": curve.group,
         "step_size": setting.step_size,
+        "client_step_sizes": [setting.step_size * s for s in facts.step_scales[curve.pair]],
         "weight_decay": setting.weight_decay,
         "clip": setting.clip,
         "tuning": [
             {
                 **vars(trial.setting),
+                "added": trial.setting not in plan.comparison.grid,
                 "value": plan.value(trial),
                 "diverged": (ended := plan.ended(trial)) is not None
                 and ended.outcome == "diverged",
@@ -190,7 +226,7 @@ def _settings(comparison: Comparison, facts: Facts) -> dict[str, Any]:
         clients = "" if tuning.clients is None else f", at most {tuning.clients} clients"
         told["tuning"] = (
             f"{facts.judge.metric} on {data} data{clients} after {tuning.rounds} rounds, seed"
-            f" {tuning.seed}"
+            f" {tuning.seed}; step sizes up to {tuning.widen:g} times beyond the grid's ends"
         )
     return told
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, final
 
-from fedshuffle._arrays import count
+from fedshuffle._arrays import count, number
 from fedshuffle.config import Config, Evaluating, Scheduled, Store, Use
 from fedshuffle.config.settings import at
 from fedshuffle.errors import FedShuffleError
@@ -20,6 +20,9 @@ SHORT = "tune_"
 
 CLIENTS = 100
 """Tuning by the training loss takes it on so many clients."""
+
+WIDEN = 1000.0
+"""How far beyond either end of the grid step sizes are tried, while the best is at that end."""
 
 
 @final
@@ -44,9 +47,16 @@ class Tuning:
     data: Use | Store | Literal["training"] = "training"
     clients: int | None = CLIENTS
     every: int = 1
+    widen: float = WIDEN
+    """The grid grows by at most this factor beyond either end; 1 keeps it as it is."""
 
     def __post_init__(self) -> None:
         count(self.rounds, "compare.tune.rounds")
+        if not number(self.widen, "compare.tune.widen") >= 1:
+            raise FedShuffleError(
+                f"compare.tune.widen is {self.widen}, but must be a factor of 1 (the grid stays as"
+                " it is) or more."
+            )
         with at("compare.tune"):
             check_seed(self.seed)
 
@@ -139,6 +149,15 @@ class Comparison:
         """Whether there is anything to choose."""
         return len(self.grid) > 1
 
+    def wider(self, tried: Sequence[Setting], best: Setting) -> list[Setting]:
+        """What to try next, where the best step size is an end of those tried; else nothing."""
+        sizes = {setting.step_size for setting in tried}
+        beyond = next_step_size(
+            {setting.step_size for setting in self.grid}, sizes, best.step_size, self.tuning.widen
+        )
+        rest = dict.fromkeys((setting.weight_decay, setting.clip) for setting in self.grid)
+        return [] if beyond is None else [Setting(beyond, *point) for point in rest]
+
     def at_common(self, step_size: float) -> Setting:
         """The base's setting at a step size common to all."""
         return Setting(step_size, self.base.work.weight_decay, self.base.work.clip)
@@ -200,6 +219,31 @@ def settings(
             sizes, decays or [base.work.weight_decay], clips or [base.work.clip]
         )
     )
+
+
+def next_step_size(grid: Set[float], tried: Set[float], best: float, widen: float) -> float | None:
+    """The step size beyond the end of those tried at which the best one is; None if at neither.
+
+    The grid goes on with its own mean spacing, but at least by 2 and at most by 10, with two
+    significant digits, up to ``widen`` times beyond its end. One step size alone is no grid: it
+    was meant.
+
+    >>> grid = {0.01, 0.03, 0.1}
+    >>> next_step_size(grid, grid, 0.01, 1000), next_step_size(grid, grid | {0.0032}, 0.1, 1000)
+    (0.0032, 0.32)
+    >>> next_step_size(grid, grid, 0.03, 1000), next_step_size(grid, grid, 0.1, 1)
+    (None, None)
+    """
+    low, high = min(grid), max(grid)
+    if len(grid) < 2 or min(tried) < best < max(tried):
+        return None
+    spacing = min(max((high / low) ** (1 / (len(grid) - 1)), 2.0), 10.0)
+    down = best == min(tried)
+    beyond = 1 + sum(size < low if down else size > high for size in tried)
+    factor = spacing**beyond
+    if factor > widen * (1 + 1e-9):
+        return None
+    return float(f"{low / factor if down else high * factor:.2g}")
 
 
 def _word(text: str) -> str:

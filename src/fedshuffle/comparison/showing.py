@@ -17,7 +17,8 @@ from rich.text import Text
 from fedshuffle.comparison.plan import Plan
 from fedshuffle.comparison.settings import Trial
 from fedshuffle.report.comparison_numbers import Compared, group_title, is_share
-from fedshuffle.report.comparison_tables import cell_text
+from fedshuffle.report.comparison_tables import cell_text, mark, notes, step_text
+from fedshuffle.report.comparison_warnings import headlines
 
 _TAIL = 1 << 16
 """The last records of a run stand within so many bytes."""
@@ -132,6 +133,10 @@ def print_results(
 def print_table(console: Console, results: Mapping[str, Any]) -> None:
     """How every method ends: mean and deviation over the seeds, the best in bold."""
     found = Compared(results)
+    for title, texts in headlines(found):
+        console.print(Text(f"! {title}.", style="bold yellow"), highlight=False, soft_wrap=True)
+        for text in texts:
+            console.print(Text(f"  - {text}"), highlight=False, soft_wrap=True)
     unit = " in %" if is_share(found.metric) else ""
     for group in found.groups:
         title = f"{found.title(found.metric)}{unit} after {found.rounds} rounds"
@@ -145,12 +150,14 @@ def print_table(console: Console, results: Mapping[str, Any]) -> None:
                 if (cell := cells.get(method.name)) is None:
                     continue
                 style = "bold" if cell.best else ""
-                value = Text(cell_text(cell, found.metric), style=style)
+                value = Text(cell_text(cell, found.metric) + mark(cell), style=style)
                 lost = f"{cell.diverged} of {cell.planned}" if cell.diverged else ""
                 label = Text(method.label, style=style)
-                table.add_row(label, momentum, f"{cell.step_size:g}", value, lost)
+                table.add_row(label, momentum, step_text(cell), value, lost)
             table.add_section()
         console.print(table)
+        for note in notes(found, group):
+            console.print(Text(note, style="dim"), highlight=False, soft_wrap=True)
 
 
 def _clock(seconds: float) -> str:

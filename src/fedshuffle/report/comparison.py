@@ -46,6 +46,7 @@ from fedshuffle.report.comparison_numbers import (
     value_text,
     where_lost,
 )
+from fedshuffle.report.comparison_warnings import headlines
 from fedshuffle.report.look import DARK, on_dark
 
 _POINTS = 400
@@ -208,6 +209,8 @@ def render_page(
         heading=tables.heading(comparison),
         cell_text=lambda cell: tables.cell_text(cell, comparison.metric),
         mark=tables.mark,
+        step_text=tables.step_text,
+        headlines=headlines(comparison),
         notes=tables.notes,
         trial_value=lambda value: value_text(value, judged),
         trial_heading=tables.metric_heading(comparison, judged) if judged else "Value",

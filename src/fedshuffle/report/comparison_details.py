@@ -11,7 +11,7 @@ import numpy as np
 
 from fedshuffle._arrays import FloatArray
 from fedshuffle.errors import FedShuffleError
-from fedshuffle.report.comparison_numbers import Compared, Entrant, finite, higher_is_better
+from fedshuffle.report.comparison_numbers import Compared, Entrant, edge, finite, higher_is_better
 
 _POINTS = 600
 """More dots than these of one method cannot be told apart."""
@@ -156,7 +156,6 @@ def _tuned(method: Entrant, curve: Mapping[str, Any], high: bool | None) -> Tune
         if found
     }
     winner = {**(best[chosen][1] if chosen in best else {}), **curve}
-    edges = {min(trials): "smallest", max(trials): "largest"} if len(trials) > 1 else {}
     return Tuned(
         method=method,
         values={size: best[size][0] if size in best else None for size in trials},
@@ -164,7 +163,7 @@ def _tuned(method: Entrant, curve: Mapping[str, Any], high: bool | None) -> Tune
         chosen=chosen,
         weight_decay=finite(winner.get("weight_decay")),
         clip=finite(winner.get("clip")),
-        edge=edges.get(chosen, ""),
+        edge=edge(curve),
     )
 
 

@@ -82,6 +82,14 @@ class Cell:
     best: bool = False
     near: bool = False
     """Not the best, but no further from it than the best one's standard deviation."""
+    client_steps: tuple[float, float] | None = None
+    """The smallest and the largest step size of a client, where they are known."""
+    edge: str = ""
+    """``smallest`` or ``largest`` where the best step size is that of several tried."""
+    hopeless: bool = False
+    """Whether every step size that was tried diverged."""
+    trivial: bool = False
+    """Whether it is no better than always predicting the commonest class."""
 
     @property
     def missing(self) -> int:
@@ -193,8 +201,8 @@ class Compared:
         self.rounds = count(results["rounds"], "rounds of the results")
         self.metric: str = results["metric"]
         curves: list[Mapping[str, Any]] = results["curves"]
-        self._names = _names(curves)
-        self.methods = _entrants(curves, self._names)
+        self.names = _names(curves)
+        self.methods = _entrants(curves, self.names)
         self.groups = list(dict.fromkeys(str(curve["group"]) for curve in curves))
         momenta = dict.fromkeys(str(curve["momentum"]) for curve in curves)
         self.momenta = sorted(momenta, key=lambda momentum: momentum != "none")
@@ -204,7 +212,7 @@ class Compared:
         self.metrics = _metrics(curves, self.metric)
         self._ends: dict[tuple[str, str], tuple[float, float]] = {}
         self._curves: dict[tuple[str, str, str], Mapping[str, Any]] = {}
-        for curve, name in zip(curves, self._names, strict=True):
+        for curve, name in zip(curves, self.names, strict=True):
             place = (curve["group"], curve["momentum"], name)
             if place in self._curves:
                 raise FedShuffleError(
@@ -267,14 +275,29 @@ class Compared:
         runs = curve["runs"]
         ended = [final_value(run, self.metric) for run in runs if self.finished(run)]
         values = np.array([value for value in ended if value is not None])
+        mean = float(values.mean()) if len(values) else None
+        tried = curve.get("tuning") or []
         return Cell(
             step_size=float(curve["step_size"]),
             finished=len(values),
             diverged=sum(self.diverged(run) for run in runs),
             planned=max(len(self.seeds), len(runs)),
-            mean=float(values.mean()) if len(values) else None,
+            mean=mean,
             std=float(values.std(ddof=1)) if len(values) > 1 else None,
+            client_steps=_range(curve.get("client_step_sizes")),
+            edge=edge(curve),
+            hopeless=bool(tried) and all(trial["diverged"] for trial in tried),
+            trivial=mean is not None and mean <= self.trivial,
         )
+
+    @property
+    def trivial(self) -> float:
+        """Up to which value the metric is no better than always predicting the commonest class.
+
+        That is one standard error above it: less cannot be told from chance.
+        """
+        found = self.results.get("majority")
+        return float(found["share"] + found["standard_error"]) if found else -math.inf
 
     def diverged(self, run: Mapping[str, Any]) -> bool:
         """Whether a run is lost: it says so, or what it is compared by is not finite at last."""
@@ -303,6 +326,14 @@ class Compared:
         """The runs that diverged, each as far as it had a value."""
         lines = [line(run, metric) for run in curve["runs"] if self.diverged(run)]
         return [(rounds, values) for rounds, values in lines if len(rounds)]
+
+
+def edge(curve: Mapping[str, Any]) -> str:
+    """``smallest`` or ``largest`` if the chosen step size is that of several tried, or nothing."""
+    sizes = {float(trial["step_size"]) for trial in curve.get("tuning") or ()}
+    if len(sizes) < 2:
+        return ""
+    return {min(sizes): "smallest", max(sizes): "largest"}.get(float(curve["step_size"]), "")
 
 
 def final_value(run: Mapping[str, Any], metric: str) -> float | None:
@@ -340,6 +371,11 @@ def where_lost(
     edge = float(np.clip(values[last + 1], *limits))
     share = (edge - values[last]) / (values[last + 1] - values[last])
     return float(rounds[last] + share * (rounds[last + 1] - rounds[last])), edge
+
+
+def _range(sizes: Any) -> tuple[float, float] | None:
+    known = [finite(size) for size in sizes or ()]
+    return (known[0], known[1]) if len(known) == 2 and None not in known else None  # type: ignore[return-value]
 
 
 def _marked(column: dict[str, Cell], high: bool) -> dict[str, Cell]:

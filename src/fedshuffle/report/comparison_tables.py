@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
+import math
 import re
 from typing import Any
 
@@ -15,6 +16,7 @@ from fedshuffle.report.comparison_numbers import (
     momentum_title,
     spread_text,
 )
+from fedshuffle.report.comparison_warnings import headlines, warnings
 
 _LATEX = {
     "\\": r"\textbackslash{}",
@@ -26,6 +28,8 @@ _LATEX = {
     "±": r"$\pm$",
     "†": r"$^\dagger$",
     "‡": r"$^\ddagger$",
+    "§": r"$^\S$",
+    "¶": r"$^\P$",
     **{letter: f"\\{letter}" for letter in "&%$#_{}"},
 }
 
@@ -45,7 +49,20 @@ def metric_heading(comparison: Compared, metric: str) -> str:
 
 def mark(cell: Cell) -> str:
     """The marks of a cell; :func:`notes` says what they stand for."""
-    return " †" * (cell.diverged > 0) + " ‡" * (cell.missing > 0)
+    marks = {"†": cell.diverged > 0, "‡": cell.missing > 0, "§": cell.edge, "¶": cell.trivial}
+    return "".join(f" {sign}" for sign, wanted in marks.items() if wanted)
+
+
+def step_text(cell: Cell) -> str:
+    """The step size, and up to which ones the clients take.
+
+    >>> step_text(Cell(0.01, 1, 0, 1, None, None, client_steps=(0.01, 0.44)))
+    '0.01 to 0.44'
+    """
+    size, (low, high) = cell.step_size, cell.client_steps or (cell.step_size, cell.step_size)
+    if math.isclose(low, size):
+        return f"{size:g}" if math.isclose(high, size) else f"{size:g} to {high:g}"
+    return f"{size:g} ({low:g} to {high:g})"
 
 
 def cell_text(cell: Cell, metric: str) -> str:
@@ -78,6 +95,12 @@ def ranks(comparison: Compared, best: str, near: str) -> str:
 def notes(comparison: Compared, group: str) -> list[str]:
     """What the marks stand for, curve by curve."""
     found: list[str] = []
+    columns = [comparison.cells(group, momentum) for momentum in comparison.momenta_of(group)]
+    if any("to" in step_text(cell) for column in columns for cell in column.values()):
+        found.append(
+            "A range of step sizes is that of the clients: those with fewer local steps take"
+            " larger ones."
+        )
     for momentum in comparison.momenta_of(group):
         cells = comparison.cells(group, momentum)
         for method in comparison.methods_of(group):
@@ -88,6 +111,10 @@ def notes(comparison: Compared, group: str) -> list[str]:
             if cell.diverged:
                 rest = "; the mean is over the others, and is not ranked" if cell.finished else ""
                 found.append(f"† {who}: {cell.diverged} of {cell.planned} runs diverged{rest}.")
+            if cell.edge:
+                found.append(f"§ {who}: the best step size is the {cell.edge} tried.")
+            if cell.trivial:
+                found.append(f"¶ {who}: no better than always predicting the commonest class.")
             if cell.missing:
                 found.append(f"‡ {who}: {cell.missing} of {cell.planned} runs have not finished.")
     return found
@@ -109,6 +136,8 @@ def markdown(comparison: Compared) -> str:
     lines = [f"# {_md(comparison.results['title'])}", ""]
     if not comparison.results["complete"]:
         lines += ["**The comparison is not complete: some of its runs are yet to be made.**", ""]
+    for title, texts in headlines(comparison):
+        lines += [f"**{_md(title)}.**", "", *(f"- {_md(text)}" for text in texts), ""]
     lines += [_md(legend(comparison)) + ranks(comparison, "**bold**", "*in italics*"), ""]
     for group in comparison.groups:
         momenta = [_md(momentum_title(momentum)) for momentum in comparison.momenta_of(group)]
@@ -127,7 +156,7 @@ def _md_cell(cell: Cell | None, metric: str) -> tuple[str, str]:
     if cell is None:
         return "", ""
     around = "**" if cell.best else "*" if cell.near else ""
-    return f"{around}{cell_text(cell, metric)}{around}{mark(cell)}", f"{cell.step_size:g}"
+    return f"{around}{cell_text(cell, metric)}{around}{mark(cell)}", step_text(cell)
 
 
 def _md(text: str) -> str:
@@ -179,7 +208,7 @@ def _tex_cell(cell: Cell | None, metric: str) -> str:
         return " & "
     around = "\\textbf{%s}" if cell.best else "\\underline{%s}" if cell.near else "%s"
     value = around % _tex(cell_text(cell, metric))
-    return f"{value}{_tex(mark(cell).replace(' ', ''))} & {cell.step_size:g}"
+    return f"{value}{_tex(mark(cell).replace(' ', ''))} & {step_text(cell)}"
 
 
 def _tex(text: str) -> str:
@@ -202,12 +231,17 @@ def csv_text(comparison: Compared) -> str:
     names = [*(name for name in _FACTS if name in known), *comparison.metrics]
     writer = csv.writer(written, lineterminator="\n")
     keys = ("group", "momentum", "method", "label", "step_size")
-    writer.writerow([*keys, "seed", "diverged", "round", *names])
-    for curve in comparison.results["curves"]:
+    writer.writerow([*keys, "warnings", "seed", "diverged", "round", *names])
+    told: dict[tuple[str, str, str], list[str]] = {}
+    for caution in warnings(comparison):
+        place = (caution.group, caution.momentum, caution.method)
+        told.setdefault(place, []).append(caution.kind)
+    for curve, name in zip(comparison.results["curves"], comparison.names, strict=True):
+        kinds = " ".join(told.get((curve["group"], curve["momentum"], name), ()))
         for run in curve["runs"]:
             lost = "true" if comparison.diverged(run) else "false"
             for record in run["history"]:
                 facts: list[Any] = [curve[key] for key in keys]
-                facts += [run["seed"], lost, record["round"]]
+                facts += [kinds, run["seed"], lost, record["round"]]
                 writer.writerow([*facts, *(record.get(name) for name in names)])
     return written.getvalue()
