@@ -487,6 +487,7 @@ def test_a_damaged_checkpoint_is_passed_over_with_its_rows(tmp_path: Path) -> No
 
 def test_a_row_that_is_damaged_shows_when_it_is_read(tmp_path: Path) -> None:
     folder, state = begin(tmp_path)
+    folder.record({"round": 1})
     folder.save(state := step(state))
     assert state.clients is not None
     damage(tmp_path / "clients.rows", _HEADER + int(state.clients.slots[1]) * 8)
@@ -584,6 +585,7 @@ def test_the_rows_are_on_the_disk_before_the_checkpoint_is(
 def test_a_run_whose_clients_keep_nothing_has_no_such_file(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path)
     state = folder.begin(SETTINGS, State(START), resume=False)
+    folder.record({"round": 1})
     folder.save(State(START, {"m": START + 1}, round=1))
     found = RunFolder(tmp_path).latest()
     assert found is not None

@@ -684,7 +684,7 @@ def test_a_folder_that_holds_a_run_is_refused_before_data_are_loaded(
         (["--resume", "run", "--out", "x"], "--resume takes only --rounds"),
         (["--resume", "run"], "'run' holds no config.toml"),
         (["none.toml"], "there is no config 'none.toml'"),
-        (["config.toml", "--out", "mine.py"], "cannot write 'mine.py/config.toml'"),
+        (["config.toml", "--out", "mine.py"], "cannot write to 'mine.py'"),
     ],
 )
 def test_words_that_do_not_go_together(

@@ -6,7 +6,7 @@ import math
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import closing, contextmanager, nullcontext
+from contextlib import ExitStack, closing, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, final
@@ -148,17 +148,22 @@ def train(
         )
 
     folder = None if out is None else RunFolder(Path(out), keep, how_to_resume)
-    if folder and resume:
-        engine = engines.again(engine, folder.settings().get("engine", "lean"))
-    name, runner, why = _engine(engine, problem, run)
-    with closing(runner) if isinstance(runner, RayEngine) else nullcontext():
+    with ExitStack() as opened:
+        if folder:
+            folder.check(resume)
+            opened.enter_context(folder.writing())
+            if resume:
+                engine = engines.again(engine, str(folder.settings().get("engine", "lean")))
+        name, runner, why = _engine(engine, problem, run)
+        if isinstance(runner, RayEngine):
+            opened.enter_context(closing(runner))
         if progress and why:
             console.print(f"engine {name} ({why})")
         shelf = None if folder is None else folder.shelf(len(problem.start), problem.dtype)
         state = run.start(problem.start, shelf)
         history: list[dict[str, Any]] = []
         if folder:
-            begun_with = folder.settings().get("rounds", rounds) if resume else rounds
+            begun_with = folder.settings()["rounds"] if resume else rounds
             settings = {
                 **run.settings(begun_with),
                 "engine": name,  # bit for bit only with the same

@@ -96,7 +96,7 @@ def run(
     if folder is None:
         return _train(config, None, False, progress, task, address)
     config = config.pinned().override({})  # as it will be read again
-    with _claimed(folder, config):
+    with RunFolder(folder).writing(), _claimed(folder, config):
         return _train(config, folder, False, progress, task, address)
 
 
@@ -114,34 +114,30 @@ def resume(
         raise FedShuffleError(
             f"{str(folder)!r} holds no config.toml, so no run of a config to go on with."
         )
-    config = load(file)
-    with at("engine"):
-        engines.at_address(config.engine, address)  # before the config says otherwise
-    rounds = config.rounds if rounds is None else count(rounds, "rounds")
-    if rounds != config.rounds:
-        if begun(folder):
-            RunFolder(folder).check_rounds(rounds)  # likewise
-        config = replace(config, rounds=rounds)
-        head = [line for line in file.read_text(encoding="utf-8").split("\n") if line[:1] == "#"]
-        notes = [line.removeprefix("# ") for line in head]
-        writing.copy(config, folder, [*notes, f"Resumed with rounds = {rounds}."])
-    return _train(config, folder, begun(folder), progress, task, address)
+    with RunFolder(folder).writing():
+        config = load(file)
+        with at("engine"):
+            engines.at_address(config.engine, address)  # before the config says otherwise
+        rounds = config.rounds if rounds is None else count(rounds, "rounds")
+        if rounds != config.rounds:
+            if begun(folder):
+                RunFolder(folder).check_rounds(rounds)  # likewise
+            config = replace(config, rounds=rounds)
+            lines = file.read_text(encoding="utf-8").split("\n")
+            notes = [line.removeprefix("# ") for line in lines if line[:1] == "#"]
+            writing.copy(config, folder, [*notes, f"Resumed with rounds = {rounds}."])
+        return _train(config, folder, begun(folder), progress, task, address)
 
 
 @contextmanager
 def _claimed(folder: Path, config: Config) -> Iterator[None]:
     """Put the config into a folder of its own, and take it away if no run begins there."""
-    if begun(folder):
-        raise FedShuffleError(
-            f"{str(folder)!r} holds a run already. To go on, run: {command(folder)}; to begin anew,"
-            " choose another folder."
-        )
+    RunFolder(folder, how_to_resume=f"run: {command(folder)}").check(resume=False)
     if (folder / "config.toml").exists():
         raise FedShuffleError(
             f"{str(folder)!r} holds a config.toml already. If a run was stopped there before its"
             f" first round, run: {command(folder)}; or else choose another folder."
         )
-    new = not folder.exists()
     writing.copy(config, folder, [f"A run of fedshuffle {fedshuffle.__version__}.", *config.origin])
     try:
         yield
@@ -149,8 +145,6 @@ def _claimed(folder: Path, config: Config) -> Iterator[None]:
         if not begun(folder):
             with contextlib.suppress(OSError):
                 (folder / "config.toml").unlink()
-                if new:
-                    folder.rmdir()
         raise
 
 

@@ -7,6 +7,7 @@ import json
 import logging
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, Literal, final
 
@@ -165,7 +166,14 @@ class FedShuffleStrategy(Strategy):  # type: ignore[misc]  # Flower is untyped h
         rounds = count(num_rounds, "num_rounds")
         if timeout is not None:
             self.timeout = _seconds(timeout)
-        session = self._begin(grid, initial_arrays, rounds)
+        with self.folder.writing() if self.folder else nullcontext():
+            return self._rounds(grid, initial_arrays, rounds, evaluate_fn)
+
+    def _rounds(
+        self, grid: Grid, arrays: ArrayRecord, rounds: int, evaluate_fn: EvaluateOnServer | None
+    ) -> Result:
+        """All rounds, or those that are left."""
+        session = self._begin(grid, arrays, rounds)
         self.summary()
         result = Result(arrays=session.arrays())
         if evaluate_fn and session.state.round == 0:
@@ -269,7 +277,7 @@ class FedShuffleStrategy(Strategy):  # type: ignore[misc]  # Flower is untyped h
         model = Model(arrays, hello.parameters, hello.dtype, hello.tied, hello.frozen)
         state = run.start(model.flat(arrays))
         if self.folder:
-            begun_with = self.folder.settings().get("rounds", rounds) if self.resume else rounds
+            begun_with = self.folder.settings()["rounds"] if self.resume else rounds
             settings = {
                 **run.settings(begun_with),
                 "engine": "flower",
