@@ -9,7 +9,9 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -1008,21 +1010,110 @@ def test_an_engine_can_be_used_again_after_a_failure(engine: str, tmp_path: Path
     torch.testing.assert_close(have.x, want.x, rtol=1e-11, atol=1e-12)
 
 
-def test_worker_processes_do_not_outlive_a_killed_parent() -> None:
-    program = """
-import os, signal, sys
-sys.path.insert(0, sys.argv[1])
-from fedshuffle.engines import make
-from fedshuffle.rounds import Run, simulate
-from tests.problems import copies, quadratic, targets
-problem = quadratic(copies([1, 2], targets(2, 2)))
-engine = make("lean:2:processes", problem)
-list(simulate(engine, [Run(problem.federation, "fedavg-rr")], 1))
-print(*(worker.process.pid for worker in engine._running), flush=True)
-os.kill(os.getpid(), signal.SIGKILL)
-"""
+def program(text: str, *words: str) -> subprocess.CompletedProcess[str]:
+    """Run a Python program that may import the tests."""
     root = str(Path(__file__).parent.parent)
-    done = subprocess.run([sys.executable, "-c", program, root], capture_output=True, text=True)
-    workers = [int(word) for word in done.stdout.split()]
-    assert len(workers) == 2
-    wait_for(lambda: not any(map(alive, workers)), "the workers to end")
+    text = f"import sys; sys.path.insert(0, {root!r})\n{text}"
+    return subprocess.run([sys.executable, "-c", text, *words], capture_output=True, text=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("busy", [False, True])
+def test_worker_processes_do_not_outlive_a_killed_parent(busy: bool, tmp_path: Path) -> None:
+    """Not even those that compute for ever, and the process that they are forked from."""
+    killed = """
+import os, signal, threading, time
+from pathlib import Path
+from fedshuffle.engines import Problem, forkserver, make
+from fedshuffle.rounds import Run, simulate
+from tests.problems import Point, copies, half_squared_distance, targets
+
+here, busy, started = os.getpid(), sys.argv[1] == "True", Path(sys.argv[2])
+
+def endless(model, rows):
+    while busy and os.getpid() != here:
+        started.touch()
+    return half_squared_distance(model, rows)
+
+def end():
+    while busy and not started.exists():
+        time.sleep(0.01)
+    print(*(worker.pid for worker in engine._running), forkserver.fork_server().pid, flush=True)
+    os.kill(here, signal.SIGKILL)
+
+problem = Problem(Point(2), endless, copies([1, 2], targets(2, 2)))
+engine = make("lean:2:processes", problem)
+if busy:
+    threading.Thread(target=end).start()
+list(simulate(engine, [Run(problem.federation, "fedavg-rr")], 1))
+end()
+"""
+    done = program(killed, str(busy), str(tmp_path / "started"))
+    pids = [int(word) for word in done.stdout.split()]
+    assert len(pids) == 3, done.stderr
+    wait_for(lambda: not any(map(alive, pids)), "the workers and their server to end")
+
+
+@pytest.mark.slow
+def test_worker_processes_serve_a_program_whose_threads_have_computed() -> None:
+    """Its model and its loss are of no module, and nothing guards it against being imported."""
+    found = program("""
+import torch
+from torch import nn
+from fedshuffle import Federation, LocalWork, train
+
+class Scaled(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.hidden, self.out = nn.Linear(64, 96), nn.Linear(96, 3)
+    def forward(self, x):
+        return self.out(self.hidden(x).tanh()) * factor
+
+factor = 0.5
+torch.manual_seed(0)
+model = Scaled()
+federation = Federation.from_arrays(
+    torch.randn(200, 64), torch.randint(3, (200,)), sizes=[90, 30, 60, 20]
+)
+criterion = nn.CrossEntropyLoss()
+settings = dict(
+    loss=lambda model, x, y: criterion(model(x), y), rounds=1, work=LocalWork(batch_size=32)
+)
+torch.set_num_threads(4)
+for _ in range(20):
+    torch.randn(300, 300) @ torch.randn(300, 300)
+    models = [
+        train(model, federation, engine=engine, **settings).model
+        for engine in ("lean:2", "lean:2:processes")
+    ]
+    for one, other in zip(*(m.parameters() for m in models)):
+        assert torch.equal(one, other)
+print("done")
+""")
+    assert found.stdout == "done\n", found.stderr
+
+
+LOCK = threading.Lock()
+"""Stands for the locks inside of libraries, which a thread may hold at any time."""
+
+
+def locked(model: Point, rows: Tensor) -> Tensor:
+    """Needs the lock, as a matrix product may need one of its library's."""
+    assert LOCK.acquire(timeout=20), "the lock is held by a thread that is not here"
+    LOCK.release()
+    return half_squared_distance(model, rows)
+
+
+def test_worker_processes_inherit_no_locks_of_threads() -> None:
+    """A fork of a program with threads would wait for ever for a lock that one of them holds."""
+    problem = Problem(Point(2), locked, copies([1, 2], targets(2, 2)))
+    engine = make("lean:2:processes", problem)
+    run = Run(problem.federation, "fedavg-rr")
+    with ThreadPoolExecutor(1) as thread:
+        thread.submit(LOCK.acquire).result()
+        try:
+            (have,) = next(simulate(engine, [run], 1))
+        finally:
+            LOCK.release()
+    (want,) = next(simulate(LoopEngine(problem), [run], 1))
+    torch.testing.assert_close(have.x, want.x)

@@ -1,21 +1,40 @@
-"""Requests on their way to other machines: tensors apart from the orders, each sent only once.
+"""What travels to workers in other processes and on other machines: the problem, then requests.
 
-What stands in the requests of all workers, such as the model at the start of the round, becomes one
-object that a cluster carries to each machine once, however many workers share it there.
+The model and the loss are pickled, with their code where no module has it, as in a notebook. Data
+on disk are opened by every worker, data in memory are shared by all on a machine.
+
+In requests, tensors travel apart from the orders, each only once: what stands in the requests of
+all workers, such as the model at the start of the round, becomes one object that a cluster carries
+to each machine once, however many workers share it there.
 """
 
 from __future__ import annotations
 
+import hashlib
 import io
+import mmap
+import os
 import pickle
+import tempfile
 import warnings
+import weakref
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple, final
 
+import cloudpickle
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+
+from fedshuffle import _identity
+from fedshuffle.engines.problem import Problem
+from fedshuffle.errors import FedShuffleError
+from fedshuffle.federation import Federation
+
+_ALIGNED = 64
+"""Tensors in shared memory begin at multiples of so many bytes."""
 
 
 class Flat(NamedTuple):
@@ -39,6 +58,95 @@ class Flat(NamedTuple):
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "The given NumPy array is not writable")
             return torch.from_numpy(self.bits).view(self.dtype).view(self.shape)
+
+
+Places = list[tuple[int, torch.dtype, tuple[int, ...]]]
+"""Where tensors lie in shared memory, their dtypes and shapes."""
+
+
+@final
+class Shared:
+    """Tensors in memory that processes share: a file without a name, gone with its last reader.
+
+    >>> shared = Shared([torch.tensor([1, 2]), torch.tensor([[3.0]])])
+    >>> opened(shared.file.fileno(), shared.places)
+    [tensor([1, 2]), tensor([[3.]])]
+    """
+
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        self.file = (
+            os.fdopen(os.memfd_create("fedshuffle"), "w+b")
+            if hasattr(os, "memfd_create")
+            else tempfile.TemporaryFile()  # noqa: SIM115  closed with this
+        )
+        weakref.finalize(self, self.file.close)
+        self.places: Places = []
+        for tensor in tensors:
+            flat = Flat.of(tensor)
+            self.places.append((self.file.tell(), flat.dtype, flat.shape))
+            self.file.write(flat.bits.data)
+            self.file.write(bytes(_ALIGNED - flat.bits.nbytes % _ALIGNED))
+        self.file.flush()
+
+
+def opened(handle: int, places: Places) -> list[Tensor]:
+    """The tensors that lie in shared memory; nobody else sees what is written to them."""
+    memory = mmap.mmap(handle, 0, access=mmap.ACCESS_COPY)
+    found = []
+    for begin, dtype, shape in places:
+        size = dtype.itemsize * int(np.prod(shape))
+        found.append(Flat(np.frombuffer(memory, np.uint8, size, begin), dtype, shape).tensor())
+    return found
+
+
+def sent(problem: Problem) -> bytes:
+    """The problem for workers, but for data in memory: they follow as tensors."""
+    federation = problem.federation
+    stored = federation.path is not None
+    settings = torch.get_default_dtype(), torch.get_float32_matmul_precision()
+    data = (federation, _stamp(federation)) if stored else (replace(federation, fields=()), "")
+    try:
+        task: bytes = cloudpickle.dumps((settings, problem.replica().cpu(), problem.loss, data))
+    except Exception as error:
+        raise FedShuffleError(
+            f"the model or the loss cannot be sent to workers: {error}. Make them in a module, of"
+            " parts that can be pickled."
+        ) from error
+    return task
+
+
+def received(task: bytes, fields: Sequence[Tensor], device: torch.device | str = "cpu") -> Problem:
+    """The problem that was sent, and torch's settings as they were there; the fields are the data
+    unless they lie on disk.
+    """
+    try:
+        (dtype, precision), model, loss, (federation, stamp) = pickle.loads(task)
+    except (ImportError, AttributeError) as error:
+        missing = getattr(error, "name", None)
+        what = repr(missing) if isinstance(error, ImportError) and missing else "a module"
+        raise FedShuffleError(
+            f"a worker cannot import {what}, which the model or the loss is of"
+            f" ({type(error).__name__}: {error}). Install the same code on every machine of the"
+            " cluster, or put it where PYTHONPATH leads there."
+        ) from error
+    except pickle.UnpicklingError as error:
+        raise FedShuffleError(f"the model or the loss cannot be read: {error}.") from error
+    torch.set_default_dtype(dtype)
+    torch.set_float32_matmul_precision(precision)
+    if federation.path is None:
+        federation = replace(federation, fields=tuple(fields))
+    elif _stamp(federation) != stamp:
+        raise FedShuffleError(
+            f"the store {str(federation.path)!r} holds other data for a worker than for the run."
+            " Copy it to every machine of the cluster once more."
+        )
+    return Problem(model.to(device), loss, federation)
+
+
+def _stamp(federation: Federation) -> str:
+    """By what a store is known to be the same for another process."""
+    sizes = hashlib.sha256(federation.sizes.tobytes()).hexdigest()
+    return f"{_identity.data(federation)} {sizes}"
 
 
 Tensors = Mapping[int, Flat]

@@ -7,11 +7,9 @@ answers follows from the task alone, so a task whose worker is lost is simply gi
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import logging
 import math
 import os
-import pickle
 import sys
 import time
 import weakref
@@ -22,16 +20,14 @@ from typing import Any, NamedTuple, final
 import torch
 from torch import Tensor
 
-from fedshuffle import _identity
 from fedshuffle._arrays import count, expect, number
 from fedshuffle.engines import cluster
 from fedshuffle.engines.lanes import LanesEngine
 from fedshuffle.engines.lean import LeanEngine
-from fedshuffle.engines.parcels import Flat, Parcel, Tensors, pack
+from fedshuffle.engines.parcels import Flat, Parcel, Tensors, pack, received, sent
 from fedshuffle.engines.problem import Problem
 from fedshuffle.engines.sharing import MakeEngine, Whose, Workers
 from fedshuffle.errors import FedShuffleError, TrainingError, unknown
-from fedshuffle.federation import Federation
 
 PATIENCE = 120.0
 """Seconds to wait for a worker when there is none."""
@@ -159,7 +155,7 @@ class RayEngine(Workers):
     def __init__(self, problem: Problem, wanted: Ray) -> None:
         _KINDS[wanted.kind](problem)  # what is wrong with the model is said here, not in a worker
         self._ray = cluster.library()
-        task = _sent(problem)
+        task = sent(problem)
         leave = cluster.join(wanted.address, (wanted.workers or 1) * wanted.cpus)
         self._cluster = cluster.identity()
         self._members: list[_Member | None] = []
@@ -173,9 +169,7 @@ class RayEngine(Workers):
             super().__init__(problem, wanted.workers or room)
             # They stay in the cluster's memory as long as this engine does, for those who come.
             self._held.append(self.put(task))
-            if not _stored(problem):
-                bare = replace(problem.federation, fields=())
-                self._held.append(self.put(bare))
+            if problem.federation.path is None:
                 self._held.append(self.put([Flat.of(field) for field in problem.fields]))
         except BaseException:
             self.close()
@@ -394,8 +388,7 @@ class _Worker:
         threads: int,
         gpus: float,
         task: bytes,
-        bare: Federation | None = None,
-        fields: list[Flat] | None = None,
+        fields: Sequence[Flat] = (),
     ) -> tuple[bool, Any]:
         """Get ready to work on a problem; where this is."""
         import ray
@@ -410,15 +403,7 @@ class _Worker:
         try:
             torch.set_num_threads(threads)
             device = _device(gpus)
-            model, loss, stored, (dtype, precision) = _loaded(task)
-            torch.set_default_dtype(dtype)
-            torch.set_float32_matmul_precision(precision)
-            if bare is not None and fields is not None:
-                federation = replace(bare, fields=tuple(field.tensor() for field in fields))
-            else:
-                federation, stamp = stored
-                _check_same(federation, stamp)
-            self._problem = Problem(model.to(device), loss, federation)
+            self._problem = received(task, [field.tensor() for field in fields], device)
             self._engine = _KINDS[kind](self._problem)
         except Exception as error:
             return False, _sendable(error, str(place))
@@ -437,58 +422,6 @@ class _Worker:
             return True, [Flat.of(tensor) for tensor in answers]
         except Exception as error:
             return False, _sendable(error, "")
-
-
-def _sent(problem: Problem) -> bytes:
-    """The model and the loss, and the data if they lie on disk, where workers find them, too."""
-    from ray import cloudpickle
-
-    federation = problem.federation
-    stored = (federation, _stamp(federation)) if _stored(problem) else None
-    settings = torch.get_default_dtype(), torch.get_float32_matmul_precision()
-    try:
-        task: bytes = cloudpickle.dumps((problem.replica().cpu(), problem.loss, stored, settings))
-    except Exception as error:
-        raise FedShuffleError(
-            f"the model or the loss cannot be sent to workers: {error}. Make them in a module, of"
-            " parts that can be pickled."
-        ) from error
-    return task
-
-
-def _loaded(task: bytes) -> Any:
-    from ray import cloudpickle
-
-    try:
-        return cloudpickle.loads(task)
-    except (ImportError, AttributeError) as error:
-        missing = getattr(error, "name", None)
-        what = repr(missing) if isinstance(error, ImportError) and missing else "a module"
-        raise FedShuffleError(
-            f"a worker cannot import {what}, which the model or the loss is of"
-            f" ({type(error).__name__}: {error}). Install the same code on every machine of the"
-            " cluster, or put it where PYTHONPATH of its Ray leads."
-        ) from error
-    except pickle.UnpicklingError as error:
-        raise FedShuffleError(f"the model or the loss cannot be read: {error}.") from error
-
-
-def _stored(problem: Problem) -> bool:
-    return problem.federation.path is not None
-
-
-def _stamp(federation: Federation) -> str:
-    """By what a store is known to be the same on another machine."""
-    sizes = hashlib.sha256(federation.sizes.tobytes()).hexdigest()
-    return f"{_identity.data(federation)} {sizes}"
-
-
-def _check_same(federation: Federation, stamp: str) -> None:
-    if _stamp(federation) != stamp:
-        raise FedShuffleError(
-            f"the store {str(federation.path)!r} holds other data for a worker than for the run."
-            " Copy it to every machine of the cluster once more."
-        )
 
 
 def _device(gpus: float) -> torch.device:

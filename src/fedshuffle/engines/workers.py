@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import contextlib
 import io
-import multiprocessing
+import os
 import pickle
-import signal
 import sys
 import weakref
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from multiprocessing.connection import Connection
+from multiprocessing.reduction import recv_handle, send_handle
 from typing import Any, final
 
 import numpy as np
@@ -24,11 +24,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from fedshuffle.engines.base import first_look
+from fedshuffle.engines.base import OneWorker, first_look
+from fedshuffle.engines.forkserver import ONE_THREAD, fork_server
+from fedshuffle.engines.parcels import Places, Shared, opened, received, sent
 from fedshuffle.engines.problem import Problem
 from fedshuffle.engines.sharing import MakeEngine, Whose, Workers
 from fedshuffle.errors import FedShuffleError, TrainingError
-from fedshuffle.kernel import Probe, Walk
 
 
 @final
@@ -64,7 +65,7 @@ class ThreadsEngine(Workers):
 
 @final
 class ProcessesEngine(Workers):
-    """Workers as processes of their own, forked where the system can, so that data is shared."""
+    """Workers as processes of their own, which share the data."""
 
     def __init__(self, problem: Problem, make: MakeEngine, workers: int) -> None:
         super().__init__(problem, workers)
@@ -75,14 +76,15 @@ class ProcessesEngine(Workers):
             )
         make(problem)  # what is wrong with the model is said here, not in a worker
         self._make = make
+        self._task = sent(problem)
+        self._data: Shared | None = None
         self._running: list[_Process] = []
         self._stop = weakref.finalize(self, _stop, self._running)
 
     def _answers(self, what: str, requests: Sequence[list[Any]]) -> list[list[Tensor]]:
-        if not self._running:
-            for _ in range(self.workers):
-                self._running.append(_Process(self.problem, self._make, self._running))
         try:
+            if not self._running:
+                self._start(requests)
             for worker, request in zip(self._running, requests, strict=True):
                 worker.ask(what, request)
             pairs = zip(self._running, requests, strict=True)
@@ -91,59 +93,84 @@ class ProcessesEngine(Workers):
             _stop(self._running)  # the others may be in the middle of something: begin anew
             raise
 
+    def _start(self, requests: Sequence[list[Any]]) -> None:
+        if self._data is None and self.problem.federation.path is None:
+            self._data = Shared(self.problem.fields)
+        surroundings = {**os.environ, **ONE_THREAD}, os.getcwd(), sys.path
+        for _ in requests:
+            self._running.append(worker := _Process(self.problem))
+            places = self._data.places if self._data else None
+            worker.ask("prepare", (surroundings, self._make, self._task, places))
+            if self._data:
+                worker.give(self._data.file.fileno())
+        for worker, request in zip(self._running, requests, strict=True):
+            worker.answer(request)
+
 
 class _Process:
     """One worker process, seen from the parent."""
 
-    def __init__(self, problem: Problem, make: MakeEngine, before: Sequence[_Process]) -> None:
-        how = "fork" if sys.platform.startswith("linux") else "spawn"
-        context: Any = multiprocessing.get_context(how)
-        self.connection, theirs = context.Pipe()
-        # A fork has the parent's ends of all pipes, and would never see the parent hang up.
-        ours = [self.connection, *(worker.connection for worker in before)]
-        self.process = context.Process(
-            target=_serve, args=(theirs, ours if how == "fork" else [], problem, make), daemon=True
-        )
-        try:
-            self.process.start()
-        except AssertionError as error:
-            raise FedShuffleError(f"no worker process can be made here: {error}.") from error
-        theirs.close()
+    def __init__(self, problem: Problem) -> None:
         self.problem = problem
+        self._server = fork_server()
+        self.pid, self._connection = self._server.fork()
 
-    def ask(self, what: str, requests: list[Walk] | list[Probe]) -> None:
-        with contextlib.suppress(BrokenPipeError):  # its death is reported when it should answer
-            self.connection.send_bytes(_dumps((what, requests)))
+    def ask(self, what: str, given: Any) -> None:
+        with contextlib.suppress(ConnectionError):  # its death is reported when it should answer
+            self._connection.send_bytes(_dumps((what, given)))
 
-    def answer(self, requests: list[Any]) -> list[Tensor]:
+    def give(self, handle: int) -> None:
+        """Let it use an open file, too."""
+        with contextlib.suppress(ConnectionError):
+            send_handle(self._connection, handle, None)
+
+    def answer(self, requests: list[Any]) -> Any:
         try:
-            ok, result = pickle.loads(self.connection.recv_bytes())
-        except (EOFError, ConnectionResetError):
-            self.process.join()
-            raise _death(self.problem, requests, self.process.exitcode) from None
+            ok, result = pickle.loads(self._connection.recv_bytes())
+        except (EOFError, ConnectionError):
+            raise _death(self.problem, requests, self._server.end(self.pid)) from None
         if ok:
-            answers: list[Tensor] = result
-            return answers
+            return result
         raise result
 
+    def end(self) -> None:
+        self._connection.close()
+        self._server.end(self.pid)
 
-def _serve(
-    connection: Connection, others: list[Connection], problem: Problem, make: MakeEngine
-) -> None:
+
+def serve(connection: Connection) -> None:
     """The life of a worker process: answer until the parent is gone."""
-    for other in others:
-        other.close()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
-    _one_thread()
-    engine = make(problem)
-    with contextlib.suppress(EOFError, BrokenPipeError, ConnectionResetError):
+    engine: Any = None
+    with contextlib.suppress(EOFError, ConnectionError):
         while True:
-            what, requests = pickle.loads(connection.recv_bytes())
+            what, given = pickle.loads(connection.recv_bytes())
             try:
-                answer: tuple[bool, Any] = True, getattr(engine, what)(requests)
+                if what == "prepare":
+                    engine, result = _prepared(connection, *given), None
+                else:
+                    result = getattr(engine, what)(given)
+                answer: tuple[bool, Any] = True, result
             except Exception as error:
                 answer = False, _sendable(error)
             connection.send_bytes(_dumps(answer))
+
+
+def _prepared(
+    connection: Connection,
+    surroundings: tuple[dict[str, str], str, list[str]],
+    make: MakeEngine,
+    task: bytes,
+    places: Places | None,
+) -> OneWorker:
+    """The engine for a problem, in surroundings like those of the parent."""
+    fields = [] if places is None else opened(recv_handle(connection), places)
+    environment, folder, sys.path[:] = surroundings
+    os.environ.clear()
+    os.environ.update(environment)
+    with contextlib.suppress(OSError):  # it may have been deleted
+        os.chdir(folder)
+    _one_thread()
+    return make(received(task, fields))
 
 
 class _Pickler(pickle.Pickler):
@@ -174,10 +201,7 @@ def _sendable(error: Exception) -> FedShuffleError:
 
 def _stop(running: list[_Process]) -> None:
     for worker in running:
-        worker.connection.close()
-        worker.process.kill()
-    for worker in running:
-        worker.process.join()
+        worker.end()
     running.clear()
 
 
