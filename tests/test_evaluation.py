@@ -18,6 +18,7 @@ from torch.nn import functional
 
 from fedshuffle import Evaluation, Federation, FedShuffleError, Metric, losses
 from fedshuffle.evaluation.evaluation import segment_sums
+from fedshuffle.evaluation.metrics import worst
 from tests.problems import Point, half_squared_distance, targets
 
 SIZES = [1, 7, 2, 30, 5, 1, 1, 3, 9, 4, 2]  # eleven clients: the worst tenth are two
@@ -202,8 +203,8 @@ def test_the_worst_tenth_is_rounded_up_and_nan_is_worst(values: list[float]) -> 
     low = sorted(values, key=lambda v: -math.inf if math.isnan(v) else v)[:many]
     high = sorted(values, key=lambda v: -math.inf if math.isnan(v) else -v)[:many]
     for better, wanted in ((True, low), (False, high)):
-        worst = Metric("m", lambda o, t: o, better).worst(np.array(values))
-        np.testing.assert_array_equal(np.sort(worst), np.sort(wanted))
+        found = worst(np.array(values), better)
+        np.testing.assert_array_equal(np.sort(found), np.sort(wanted))
 
 
 # How the model is run ---------------------------------------------------------------------------

@@ -8,11 +8,22 @@ outputs and the target. With :math:`m_i` the mean over the client's examples,
 
 where the weights w are those of the federation evaluated on (by default the sum is then the mean
 over all examples), and h is the exponential for perplexity and leaves the others as they are.
+Metrics that are no such means, as AUC and F1, are in :mod:`fedshuffle.evaluation.set_metrics`.
 """
 
 from __future__ import annotations
 
+from fedshuffle.evaluation.clients import ClientTable
 from fedshuffle.evaluation.evaluation import Evaluation, Evaluations, evaluating
 from fedshuffle.evaluation.metrics import Metric
+from fedshuffle.evaluation.set_metrics import SetMetric, from_torchmetrics
 
-__all__ = ["Evaluation", "Evaluations", "Metric", "evaluating"]
+__all__ = [
+    "ClientTable",
+    "Evaluation",
+    "Evaluations",
+    "Metric",
+    "SetMetric",
+    "evaluating",
+    "from_torchmetrics",
+]

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
+from dataclasses import field as default
 from typing import Any, final
 
 import numpy as np
@@ -14,9 +17,29 @@ from fedshuffle._arrays import FloatArray, IntArray, count, expect
 from fedshuffle.engines import Loss
 from fedshuffle.errors import FedShuffleError
 from fedshuffle.evaluation import metrics as named
-from fedshuffle.evaluation.metrics import Metric, shape
+from fedshuffle.evaluation.clients import ClientTable
+from fedshuffle.evaluation.metrics import Metric, shape, worst
+from fedshuffle.evaluation.set_metrics import (
+    Collected,
+    SetMetric,
+    compute,
+    flat,
+    why_undefined,
+)
 from fedshuffle.federation import Federation
-from fedshuffle.losses import counted, predict, tells_counts
+from fedshuffle.losses import IGNORED, counted, predict, tells_counts
+
+
+@final
+@dataclass(frozen=True)
+class _Measured:
+    """What a metric came to."""
+
+    whole: float
+    clients: FloatArray
+    """NaN where it is undefined, or the model has diverged."""
+    undefined: dict[int, str] = default(default_factory=dict)
+    """The clients for which it is undefined, and why."""
 
 
 @final
@@ -25,14 +48,17 @@ class Evaluation:
 
     Call it with a model, or give it to :func:`fedshuffle.train`. For every metric there are three
     numbers: ``<name>`` over the whole, ``<name>_mean``, the plain mean over clients, and
-    ``<name>_worst_decile``, the mean over the worst tenth of them (rounded up).
+    ``<name>_worst_decile``, the mean over the worst tenth of them (rounded up). A metric of sets,
+    as AUC, may be undefined for a client; ``<name>_undefined`` is then the number of such clients,
+    which the last two leave out. :meth:`per_client` shows every client.
 
     Args:
         data: who is evaluated, such as a federation of held-out examples.
         metrics: ``"loss"``, ``"accuracy"``, ``"top-5"`` (or another number), ``"perplexity"``,
-            or a :class:`Metric` of your own.
+            ``"auc"``, ``"f1"``, ``"f1-macro"``; a :class:`Metric` or
+            :class:`~fedshuffle.evaluation.SetMetric` of your own; or one of torchmetrics.
         loss: that of the metric ``"loss"``; ``train`` gives its own where there is none.
-        per_client: whether to give the last two numbers as well.
+        per_client: whether to give the numbers over clients as well.
         batch_size: examples at once.
         prefix: put before every name, such as ``"test_"``.
 
@@ -47,7 +73,7 @@ class Evaluation:
     def __init__(
         self,
         data: Federation,
-        metrics: Sequence[str | Metric] = ("loss", "accuracy"),
+        metrics: Sequence[Any] = ("loss", "accuracy"),
         *,
         loss: Loss | None = None,
         per_client: bool = True,
@@ -67,31 +93,43 @@ class Evaluation:
             raise FedShuffleError(f"the loss is {loss!r:.60}, but must be a function.")
         self.data = data
         self.loss = loss
-        self.per_client = per_client
+        self.over_clients = per_client
         self.batch_size = count(batch_size, "batch_size")
         self.prefix = prefix
         self._given = tuple(metrics)
         self.metrics = tuple(named.get(metric, loss) for metric in metrics)
-        twice = [name for k, name in enumerate(self.names) if name in self.names[:k]]
-        if twice:
-            raise FedShuffleError(f"two metrics give {twice[0]!r}: rename or drop one of them.")
+        seen: set[str] = set()
+        for metric in self.metrics:
+            if metric.name in seen:
+                raise FedShuffleError(
+                    f"two metrics give {prefix + metric.name!r}: rename or drop one of them."
+                )
+            seen.add(metric.name)
+        self._sets = [m for m in self.metrics if isinstance(m, SetMetric)]
         self._distinct: list[Metric] = []
         for metric in self.metrics:
-            if metric.each is not loss and self._place(metric) is None:
+            if isinstance(metric, SetMetric) or metric.each is loss:
+                continue
+            if self._place(metric) is None:
                 self._distinct.append(metric)
 
     @property
     def names(self) -> list[str]:
         """The names of all numbers it gives."""
-        parts = ["", "_mean", "_worst_decile"] if self.per_client else [""]
-        return [f"{self.prefix}{metric.name}{part}" for metric in self.metrics for part in parts]
+        return list(self.higher_is_better)
 
     @property
     def higher_is_better(self) -> dict[str, bool]:
         """Which end is the good one, for all numbers it gives."""
-        good = [metric.higher_is_better for metric in self.metrics]
-        each = len(self.names) // len(good)
-        return dict(zip(self.names, np.repeat(good, each).tolist(), strict=True))
+        good = {}
+        for metric in self.metrics:
+            name = f"{self.prefix}{metric.name}"
+            good[name] = metric.higher_is_better
+            if self.over_clients:
+                good[f"{name}_mean"] = good[f"{name}_worst_decile"] = metric.higher_is_better
+                if isinstance(metric, SetMetric):
+                    good[f"{name}_undefined"] = False
+        return good
 
     def with_loss(self, loss: Loss) -> Evaluation:
         """The same, with this loss where it has none."""
@@ -101,7 +139,7 @@ class Evaluation:
             self.data,
             self._given,
             loss=loss,
-            per_client=self.per_client,
+            per_client=self.over_clients,
             batch_size=self.batch_size,
             prefix=self.prefix,
         )
@@ -110,26 +148,113 @@ class Evaluation:
         """Try everything on the first two examples: what fails, fails before any training."""
         with evaluating(model):
             batch = self._batch(model, 0, min(2, int(self.data.offsets[-1])))
-            self._values(model, batch)
             if self._opaque is not None:
                 _one_number(self._opaque(model, *batch))
+            if self._by_output:
+                outputs, targets = predict(model, batch)
+                self._columns(outputs, targets)
+            if self._sets:
+                self._check_sets(outputs, targets)
+
+    def _check_sets(self, outputs: Tensor, targets: Tensor) -> None:
+        """Try metrics of sets on a few outputs, and refuse those that the targets make undefined
+        for the whole, or for every client.
+        """
+        examples, classes, _ = flat(outputs, targets)
+        field, offsets = self.data.fields[-1], self.data.offsets.tolist()
+        every = field if isinstance(field, Tensor) else torch.from_numpy(np.array(field))
+        parts = [every[a:b].cpu() for a, b in itertools.pairwise(offsets)]
+        if classes.ndim < targets.ndim:
+            parts = [part[part != IGNORED] for part in parts]
+        for metric in self._sets:
+            if len(classes) and not why_undefined(metric, classes):
+                metric.compute(examples, classes, np.ones(len(classes)))
+            if why := why_undefined(metric, torch.cat(parts)):
+                raise FedShuffleError(f"metric {metric.name!r} is undefined on this data: {why}.")
+            reasons = [why_undefined(metric, part) for part in parts if self.over_clients]
+            if reasons and all(reasons):
+                raise FedShuffleError(
+                    f"metric {metric.name!r} is undefined for every client: {reasons[0]}. Measure"
+                    " it over the whole only: say per_client=False."
+                )
 
     def __call__(self, model: nn.Module) -> dict[str, float]:
         """The metrics of a model, which is left in the mode it was in."""
+        return self._numbers(self._measure(model, self.over_clients))
+
+    def per_client(self, model: nn.Module) -> ClientTable:
+        """Every metric for every client, with the clients' names.
+
+        >>> scores = [[2.0, 1.0], [0.0, 1.0], [2.0, 0.0]]
+        >>> data = Federation.from_arrays(scores, [0, 1, 1], client_ids=["ann", "ann", "bob"])
+        >>> Evaluation(data, ["accuracy"]).per_client(nn.Identity())
+        client  examples  accuracy
+        ann            2         1
+        bob            1         0
+        """
+        return self._table(self._measure(model, True))
+
+    def both(self, model: nn.Module) -> tuple[dict[str, float], ClientTable | None]:
+        """The metrics of a model, and the table of clients if they are measured; in one pass."""
+        found = self._measure(model, self.over_clients)
+        return self._numbers(found), self._table(found) if self.over_clients else None
+
+    def _numbers(self, found: Sequence[_Measured]) -> dict[str, float]:
         numbers: list[float] = []
+        with np.errstate(all="ignore"):
+            for metric, measured in zip(self.metrics, found, strict=True):
+                numbers.append(measured.whole)
+                if self.over_clients:
+                    kept = np.delete(measured.clients, list(measured.undefined))
+                    bad = worst(kept, metric.higher_is_better)
+                    numbers += [float(part.mean()) if len(part) else np.nan for part in (kept, bad)]
+                    if isinstance(metric, SetMetric):
+                        numbers.append(len(measured.undefined))
+        return dict(zip(self.names, numbers, strict=True))
+
+    def _table(self, found: Sequence[_Measured]) -> ClientTable:
+        names = [f"{self.prefix}{metric.name}" for metric in self.metrics]
+        return ClientTable(
+            self.data.ids,
+            self.data.sizes,
+            {name: measured.clients for name, measured in zip(names, found)},
+            {name: metric.higher_is_better for name, metric in zip(names, self.metrics)},
+            {
+                name: measured.undefined
+                for name, measured in zip(names, found)
+                if measured.undefined
+            },
+        )
+
+    def _measure(self, model: nn.Module, over_clients: bool) -> list[_Measured]:
+        """What each metric came to; for every client only where that is asked for."""
         with evaluating(model), np.errstate(all="ignore"):  # a model may have diverged
-            by_outputs = self._by_outputs(model)
-            by_loss = self._by_loss(model)
+            by_outputs, collected = self._by_outputs(model)
+            by_loss = self._by_loss(model, over_clients)
+            found = []
             for metric in self.metrics:
+                if isinstance(metric, SetMetric):
+                    found.append(self._over_sets(metric, collected, over_clients))
+                    continue
                 place = self._place(metric)
                 weights, means = (
                     by_loss if place is None else (self.data.weights, by_outputs[place])
                 )
-                numbers += metric.finished((weights @ means)[None]).tolist()
-                if self.per_client:
-                    clients = metric.finished(means)
-                    numbers += [float(clients.mean()), float(metric.worst(clients).mean())]
-        return dict(zip(self.names, numbers, strict=True))
+                whole = metric.finished((weights @ means)[None]).tolist()[0]
+                found.append(_Measured(whole, metric.finished(means)))
+        return found
+
+    def _over_sets(self, metric: SetMetric, collected: Collected, over_clients: bool) -> _Measured:
+        outputs, targets, offsets = collected.outputs, collected.targets, collected.offsets
+        numbers = np.diff(offsets)
+        weights = np.repeat(self.data.weights / numbers, numbers)
+        clients, undefined = np.full(len(numbers), np.nan), {}
+        for k, number in enumerate(numbers.tolist() if over_clients else ()):
+            own = slice(int(offsets[k]), int(offsets[k + 1]))
+            clients[k], why = compute(metric, outputs[own], targets[own], np.ones(number))
+            if why:
+                undefined[k] = why
+        return _Measured(compute(metric, outputs, targets, weights)[0], clients, undefined)
 
     def _place(self, metric: Metric) -> int | None:
         """Where the means of a metric stand; several metrics may be made of the same."""
@@ -138,28 +263,44 @@ class Evaluation:
     @property
     def _opaque(self) -> Loss | None:
         """The loss, where it is asked for and gives no values per example."""
-        return self.loss if any(metric.each is self.loss for metric in self.metrics) else None
+        return (
+            self.loss
+            if any(isinstance(m, Metric) and m.each is self.loss for m in self.metrics)
+            else None
+        )
 
-    def _by_outputs(self, model: nn.Module) -> list[FloatArray]:
-        """Client means of all that follows from the outputs; the model runs once per batch."""
+    def _by_outputs(self, model: nn.Module) -> tuple[list[FloatArray], Collected]:
+        """Client means of all that follows from the outputs, and the outputs themselves if a
+        metric of sets needs them; the model runs once per batch.
+        """
         offsets = self.data.offsets
         sums = np.zeros((len(self._distinct), 2, len(self.data)))
-        for begin in range(0, int(offsets[-1]), self.batch_size) if self._distinct else ():
+        parts: list[tuple[Tensor, Tensor, IntArray]] = []
+        for begin in range(0, int(offsets[-1]), self.batch_size) if self._by_output else ():
             batch = self._batch(model, begin, min(begin + self.batch_size, int(offsets[-1])))
-            own, parts = segment_sums(self._values(model, batch), offsets, begin)
-            sums[..., own] += parts
+            outputs, targets = predict(model, batch)
+            own, found = segment_sums(self._columns(outputs, targets), offsets, begin)
+            sums[..., own] += found
+            if self._sets:
+                parts.append(flat(outputs, targets))
+        collected = Collected.of(parts, offsets)
         for k, client in np.argwhere(sums[:, 1] == 0).tolist():
             raise self._nothing_counts(client, self._distinct[k].name)
-        return list(sums[:, 0] / sums[:, 1])
+        for client in np.flatnonzero(np.diff(collected.offsets) == 0).tolist():
+            raise self._nothing_counts(client, self._sets[0].name)
+        return list(sums[:, 0] / sums[:, 1]), collected
 
-    def _values(self, model: nn.Module, batch: Sequence[Tensor]) -> FloatArray:
+    @property
+    def _by_output(self) -> bool:
+        """Whether any metric follows from the model's outputs."""
+        return bool(self._distinct or self._sets)
+
+    def _columns(self, outputs: Tensor, targets: Tensor) -> FloatArray:
         """For each distinct metric and example: the sum of its values, and how many they are."""
-        if not self._distinct:
-            return np.zeros((0, 2, len(batch[0])))
-        outputs, targets = predict(model, batch)
-        return np.stack([_columns(metric, outputs, targets) for metric in self._distinct])
+        found = [_columns(metric, outputs, targets) for metric in self._distinct]
+        return np.stack(found) if found else np.zeros((0, 2, len(targets)))
 
-    def _by_loss(self, model: nn.Module) -> tuple[FloatArray, FloatArray]:
+    def _by_loss(self, model: nn.Module, over_clients: bool) -> tuple[FloatArray, FloatArray]:
         """Weights, and means of a loss that knows only the mean over a batch.
 
         No batch then holds examples of two clients, unless only the mean over all is asked for
@@ -170,7 +311,7 @@ class Evaluation:
         if self._opaque is None:
             return weights, means
         by_size = np.allclose(weights, self.data.sizes / offsets[-1], rtol=1e-12, atol=0)
-        if by_size and not self.per_client and not tells_counts(self._opaque):
+        if by_size and not over_clients and not tells_counts(self._opaque):
             offsets, weights, means = offsets[[0, -1]], np.ones(1), np.zeros(1)
         counts = np.zeros_like(means)
         for k, size in enumerate(np.diff(offsets).tolist()):
@@ -243,6 +384,16 @@ class Evaluations:
     def __call__(self, model: nn.Module) -> dict[str, float]:
         """All metrics of a model."""
         return {name: value for part in self.parts for name, value in part(model).items()}
+
+    def per_client(self, model: nn.Module) -> ClientTable:
+        """Every client of the first of these evaluations; the others may have other clients."""
+        return self.parts[0].per_client(model)
+
+    def both(self, model: nn.Module) -> tuple[dict[str, float], ClientTable | None]:
+        """All metrics of a model, and the table of clients of the first that measures them."""
+        found = [part.both(model) for part in self.parts]
+        numbers = {name: value for part, _ in found for name, value in part.items()}
+        return numbers, next((table for _, table in found if table is not None), None)
 
 
 @contextmanager

@@ -14,9 +14,11 @@ from torch import Tensor
 from fedshuffle._arrays import FloatArray, expect
 from fedshuffle.engines import Loss
 from fedshuffle.errors import FedShuffleError, unknown
+from fedshuffle.evaluation import set_metrics
+from fedshuffle.evaluation.set_metrics import SetMetric
 from fedshuffle.losses import IGNORED, Each, MeanLoss, cross_entropy
 
-NAMES = ("accuracy", "loss", "perplexity", "top-1", "top-5")
+NAMES = ("accuracy", "auc", "f1", "f1-macro", "loss", "perplexity", "top-1", "top-5")
 """Some names; any number may follow ``top-``."""
 
 
@@ -48,20 +50,23 @@ class Metric:
         """The metric for each of these means."""
         return means if self.finish is None else self.finish(means)
 
-    def worst(self, clients: FloatArray) -> FloatArray:
-        """The worst tenth of these values, rounded up; NaN is worse than all.
 
-        >>> Metric("loss", cross_entropy.each, higher_is_better=False).worst(np.arange(11.0))
-        array([ 9., 10.])
-        """
-        order = np.argsort(-clients if self.higher_is_better else clients)  # NaN comes last
-        return clients[order[len(clients) - -(-len(clients) // 10) :]]
+def worst(clients: FloatArray, higher_is_better: bool) -> FloatArray:
+    """The worst tenth of these values, rounded up; NaN is worse than all.
+
+    >>> worst(np.arange(11.0), higher_is_better=False)
+    array([ 9., 10.])
+    """
+    order = np.argsort(-clients if higher_is_better else clients)  # NaN comes last
+    return clients[order[len(clients) - -(-len(clients) // 10) :]]
 
 
-def get(metric: str | Metric, loss: Loss | None) -> Metric:
+def get(metric: Any, loss: Loss | None) -> Metric | SetMetric:
     """A metric by its name; a loss that shows no values per example is its own ``each``."""
-    if isinstance(metric, Metric):
+    if isinstance(metric, Metric | SetMetric):
         return metric
+    if set_metrics.is_torchmetric(metric):
+        return set_metrics.from_torchmetrics(metric)
     if callable(metric):
         raise FedShuffleError(
             "a metric is a function alone. Write Metric(name, function, higher_is_better=...)."
@@ -76,6 +81,8 @@ def get(metric: str | Metric, loss: Loss | None) -> Metric:
         return Metric("accuracy", Top(1), higher_is_better=True)
     if top := re.fullmatch(r"top-([1-9][0-9]*)", metric):
         return Metric(metric, Top(int(top[1])), higher_is_better=True)
+    if (over_sets := set_metrics.named(metric)) is not None:
+        return over_sets
     raise unknown("metric", metric, NAMES)
 
 
