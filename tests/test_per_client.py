@@ -14,6 +14,7 @@ from torch.nn import functional
 
 from fedshuffle import Evaluation, Federation, FedShuffleError, losses, train
 from fedshuffle.evaluation import ClientTable, Evaluations
+from fedshuffle.training import Evaluate
 
 NAMES = ["clinic, north", "gp", "<lab>"]
 
@@ -112,7 +113,9 @@ def test_a_run_leaves_the_table(tmp_path: Path) -> None:
 
 def test_a_run_without_numbers_per_client_leaves_none(tmp_path: Path) -> None:
     data = federation()
-    for evaluate in (None, Evaluation(data, ["accuracy"], per_client=False), lambda model: {}):
+    whole = Evaluation(data, ["accuracy"], per_client=False)
+    evaluations: list[Evaluate | None] = [None, whole, lambda model: {}]
+    for evaluate in evaluations:
         result = train(
             nn.Linear(3, 3), data, loss=losses.cross_entropy, rounds=1, evaluate=evaluate
         )

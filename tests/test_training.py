@@ -1,12 +1,17 @@
 from __future__ import annotations
 
+import builtins
 import dataclasses
 import itertools
 import sys
+import types
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from matplotlib import pyplot
 from torch.nn.utils import parameters_to_vector
 
 from fedshuffle import (
@@ -18,6 +23,7 @@ from fedshuffle import (
     LocalWork,
     Method,
     Metric,
+    Result,
     losses,
     methods,
     schedules,
@@ -276,6 +282,78 @@ def test_progress_is_shown_only_when_asked_for(
     final(resume=True, **settings)
     final()
     assert capsys.readouterr() == ("", "")
+
+
+class ZMQInteractiveShell:
+    """By the name of its class a notebook is known."""
+
+
+def test_progress_is_shown_in_a_notebook(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shown: list[str] = []
+
+    class Handle:
+        def update(self, page: str) -> None:
+            shown.append(page)
+
+    def display(page: str, display_id: bool) -> Handle:
+        shown.append(page)
+        return Handle()
+
+    notebook = types.ModuleType("IPython.display")
+    vars(notebook).update(HTML=str, display=display)
+    monkeypatch.setitem(sys.modules, "IPython", types.ModuleType("IPython"))
+    monkeypatch.setitem(sys.modules, "IPython.display", notebook)
+    monkeypatch.setattr(builtins, "get_ipython", ZMQInteractiveShell, raising=False)
+    final(progress=True, rounds=3, evaluate=lambda model: {"<loss>": 0.5})
+    assert '<progress value="0" max="3">' in shown[0]
+    assert '<progress value="3" max="3">' in shown[-1]
+    assert "3/3 rounds" in shown[-1]
+    assert "&lt;loss&gt; 0.5" in shown[-1]
+    assert capsys.readouterr() == ("", "")
+
+
+def trained(**settings: Any) -> Result:
+    return train(Point(2), FEDERATION, loss=half_squared_distance, rounds=300, **settings)
+
+
+def test_a_result_shows_itself_in_brief() -> None:
+    """Whatever the length of the history, which is a list of records with all their clients."""
+    result = trained(evaluate=lambda model: {"loss": 0.25, "loss_mean": 1.0, "a<b": 2.0})
+    assert len(repr(result)) < 200
+    for text in ("300 rounds", "loss 0.25"):
+        assert text in repr(result)
+    page = result._repr_html_()
+    assert len(page) < 2000
+    assert "<td>0.25</td>" in page
+    assert "a&lt;b" in page
+    assert "300 rounds" in repr(trained())
+    assert "<table" not in trained()._repr_html_()
+
+
+def test_a_result_is_plotted() -> None:
+    values = iter(range(1000))
+    result = trained(
+        evaluate=lambda model: {
+            "loss": (k := next(values)),
+            "loss_worst_decile": 2 * k,
+            "other": 1,
+        },
+        evaluate_every=100,
+    )
+    axes = result.plot()
+    lines = {line.get_label(): line for line in axes.get_lines()}
+    assert list(lines) == ["over all", "worst tenth of clients"]
+    np.testing.assert_array_equal(lines["over all"].get_xdata(), [100, 200, 300])
+    np.testing.assert_array_equal(lines["over all"].get_ydata(), [0, 1, 2])
+    assert axes.get_ylabel() == "loss"
+    assert result.plot("other", axes) is axes
+    pyplot.close("all")
+    with pytest.raises(FedShuffleError, match="other"):
+        result.plot("othr")
+    with pytest.raises(FedShuffleError, match="Evaluation"):
+        trained().plot()
 
 
 @pytest.mark.parametrize(

@@ -7,9 +7,9 @@ import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, closing, contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, final
+from typing import Any
 
 from rich.console import Console
 from torch import nn
@@ -19,43 +19,20 @@ from fedshuffle._arrays import count, number
 from fedshuffle.display import Bar, Board
 from fedshuffle.engines import Engine, Loss, Problem, Ray, RayEngine
 from fedshuffle.errors import FedShuffleError
-from fedshuffle.evaluation import Evaluation, Evaluations, evaluating
+from fedshuffle.evaluation import ClientTable, Evaluation, Evaluations, evaluating
 from fedshuffle.federation import Federation
 from fedshuffle.local_work import LocalWork
 from fedshuffle.methods import Method
+from fedshuffle.result import Result
 from fedshuffle.rounds import Run, simulate
 from fedshuffle.runs import FACTS, RunFolder, terminated_as_interrupted
 from fedshuffle.sampling import Sampling
 from fedshuffle.schedules import Schedule
 from fedshuffle.state import State
 
-if TYPE_CHECKING:
-    import pandas as pd
+__all__ = ["Evaluate", "Result", "train"]
 
 Evaluate = Evaluation | Evaluations | Callable[[nn.Module], Mapping[str, float]]
-
-
-@final
-@dataclass(frozen=True)
-class Result:
-    """What training leaves: the model, one record a round, and the run's folder if it has one."""
-
-    model: nn.Module
-    history: list[dict[str, Any]]
-    out: Path | None = None
-    engine: str = "lean"
-    """What did the training."""
-
-    def frame(self) -> pd.DataFrame:
-        """The history as a pandas data frame, one row a round; NaN where nothing was evaluated."""
-        try:
-            import pandas as pd
-        except ImportError as error:
-            raise FedShuffleError(
-                f"a data frame needs pandas ({error}). Install it with"
-                " pip install 'fedshuffle[frame]', or read the history, a list of dictionaries."
-            ) from error
-        return pd.DataFrame(self.history).set_index("round")
 
 
 def train(
@@ -162,6 +139,7 @@ def train(
         shelf = None if folder is None else folder.shelf(len(problem.start), problem.dtype)
         state = run.start(problem.start, shelf)
         history: list[dict[str, Any]] = []
+        clients: ClientTable | None = None
         if folder:
             begun_with = folder.settings()["rounds"] if resume else rounds
             settings = {
@@ -186,7 +164,8 @@ def train(
                     last = after.round == rounds
                     record = _costs(run, after) | {"seconds": time.perf_counter() - begun}
                     if evaluate is not None and (last or after.round % evaluate_every == 0):
-                        record |= _evaluated(evaluate, problem.load(after.x), after.round)
+                        found, clients = _evaluated(evaluate, problem.load(after.x), after.round)
+                        record |= found
                     history.append(record)
                     if folder:
                         folder.record(record)
@@ -204,7 +183,9 @@ def train(
                     f" {folder.how_to_resume}."
                 )
             raise
-    return Result(problem.load(state.x), history, folder.path if folder else None, name)
+    if folder and clients is not None:
+        clients.to_csv(folder.path / "clients.csv")
+    return Result(problem.load(state.x), history, folder.path if folder else None, name, clients)
 
 
 def _on(problem: Problem, state: State) -> State:
@@ -266,14 +247,23 @@ def _costs(run: Run, state: State) -> dict[str, Any]:
     }
 
 
-def _evaluated(evaluate: Evaluate, model: nn.Module, round: int) -> dict[str, float]:
-    """What was evaluated, where all that is not finite is NaN, and how long it took."""
-    begun = time.perf_counter()
+def _evaluated(
+    evaluate: Evaluate, model: nn.Module, round: int
+) -> tuple[dict[str, float], ClientTable | None]:
+    """What was evaluated, where all that is not finite is NaN, and how long it took; and the table
+    of clients, if there is one.
+    """
+    begun, clients = time.perf_counter(), None
     with _named(f"evaluation after round {round}"), evaluating(model):
-        found = {k: number(value, f"metric {k!r}") for k, value in evaluate(model).items()}
+        if isinstance(evaluate, Evaluation | Evaluations):
+            measured: Mapping[str, float]
+            measured, clients = evaluate.both(model)
+        else:
+            measured = evaluate(model)
+        found = {k: number(value, f"metric {k!r}") for k, value in measured.items()}
         _check_names(found)
     record = {k: value if math.isfinite(value) else math.nan for k, value in found.items()}
-    return record | {"evaluation_seconds": time.perf_counter() - begun}
+    return record | {"evaluation_seconds": time.perf_counter() - begun}, clients
 
 
 def _check_names(names: Iterable[str]) -> None:
