@@ -18,9 +18,9 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from rich.console import Console
 
 from fedshuffle import Evaluation, Federation, FedShuffleError, comparison, losses
+from fedshuffle._terminal import Console
 from fedshuffle.comparison import Setting
 from fedshuffle.comparison.crew import claimed
 from fedshuffle.comparison.plan import Plan

@@ -1011,6 +1011,30 @@ def test_leaf_files_that_cannot_be_imported(tmp_path: Path, text: str, message: 
     assert [file.name for file in tmp_path.iterdir()] == ["t.json"]
 
 
+def test_damaged_leaf_files_are_refused_in_one_line(tmp_path: Path) -> None:
+    data = {
+        "users": ["a"],
+        "num_samples": [2],
+        "user_data": {"a": {"x": [[1.5], [2]], "y": [0, 1]}},
+    }
+    whole = json.dumps(data).encode()
+    cut = [whole[:k] for k in range(len(whole) - 1)]
+    harmed = [
+        whole[:k] + byte + whole[k + 1 :] for k in range(len(whole)) for byte in (b"\x1b", b"]")
+    ]
+    refused = 0
+    for text in cut + harmed:
+        (tmp_path / "t.json").write_bytes(text)
+        said = "x"
+        try:
+            import_leaf(tmp_path / "t.json", tmp_path / "p", overwrite=True)
+        except FedShuffleError as error:
+            said = str(error)
+            refused += 1
+        assert re.fullmatch("[ -~]+", said)
+    assert refused > len(cut)
+
+
 ANN = {"ann": {"x": [[1.0], [2.0]], "y": [0, 1]}}
 
 

@@ -8,7 +8,6 @@ from html import escape
 from pathlib import Path
 from typing import Any, Self, final
 
-from rich.console import Console
 from rich.progress import (
     BarColumn,
     Progress,
@@ -18,6 +17,7 @@ from rich.progress import (
 )
 from rich.table import Column
 
+from fedshuffle._terminal import Console
 from fedshuffle.errors import FedShuffleError
 from fedshuffle.runs import FACTS
 

@@ -3,13 +3,29 @@
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Iterable
 from functools import partial
 from typing import Any
 
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069]")
+"""Characters that a terminal obeys instead of showing them, but for new lines and tabs."""
+
+
+def visible(text: str) -> str:
+    r"""Text from data with its control characters shown, so that no terminal obeys them.
+
+    >>> print(visible("\x1b]0;a new title\x07"))
+    \x1b]0;a new title\x07
+    """
+    return _CONTROL.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
+
 
 class FedShuffleError(ValueError):
     """Something the user can put right: the message says what is wrong and what to do."""
+
+    def __init__(self, *args: object) -> None:
+        super().__init__(*(visible(arg) if isinstance(arg, str) else arg for arg in args))
 
 
 class TrainingError(FedShuffleError):

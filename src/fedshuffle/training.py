@@ -11,11 +11,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
 from torch import nn
 
 from fedshuffle import _identity, engines
 from fedshuffle._arrays import count, number
+from fedshuffle._terminal import Console
 from fedshuffle.display import Bar, Board
 from fedshuffle.engines import Engine, Loss, Problem, Ray, RayEngine
 from fedshuffle.errors import FedShuffleError

@@ -6,10 +6,10 @@ import sys
 from typing import Annotated
 
 import typer
-from rich.console import Console
 from rich.markup import escape
 
 from fedshuffle import __version__
+from fedshuffle._terminal import Console
 from fedshuffle.cli import audit, compare, data, experiments, flower, methods, new, run
 from fedshuffle.errors import FedShuffleError
 

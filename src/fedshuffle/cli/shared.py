@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
+
+from fedshuffle._terminal import Console
 
 console = Console()
 

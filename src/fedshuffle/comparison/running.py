@@ -16,9 +16,8 @@ from collections import Counter
 from pathlib import Path
 from typing import Any, final
 
-from rich.console import Console
-
 from fedshuffle._arrays import count
+from fedshuffle._terminal import Console
 from fedshuffle.comparison import results
 from fedshuffle.comparison.crew import Answer, Crew, claimed
 from fedshuffle.comparison.plan import Plan

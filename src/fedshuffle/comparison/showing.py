@@ -8,12 +8,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self, final
 
-from rich.console import Console, Group
+from rich.console import Group
 from rich.live import Live
 from rich.progress import BarColumn, Progress, TextColumn
 from rich.table import Table
 from rich.text import Text
 
+from fedshuffle._terminal import Console
 from fedshuffle.comparison.plan import Plan
 from fedshuffle.comparison.settings import Trial
 from fedshuffle.report.comparison_numbers import Compared, group_title, is_share

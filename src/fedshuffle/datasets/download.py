@@ -15,7 +15,6 @@ from typing import BinaryIO
 from urllib.error import HTTPError
 from urllib.request import Request, urlopen
 
-from rich.console import Console
 from rich.progress import (
     BarColumn,
     DownloadColumn,
@@ -25,6 +24,7 @@ from rich.progress import (
     TransferSpeedColumn,
 )
 
+from fedshuffle._terminal import Console
 from fedshuffle.datasets.places import roots
 from fedshuffle.datasets.sources import SOURCES, Source
 from fedshuffle.errors import FedShuffleError, unknown

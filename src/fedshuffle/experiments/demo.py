@@ -17,7 +17,6 @@ from typing import Any, final
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from scipy.optimize import minimize
 from sklearn.datasets import load_digits
@@ -26,6 +25,7 @@ from torch.nn import functional
 
 from fedshuffle import losses, schedules
 from fedshuffle._arrays import FloatArray, IntArray, count
+from fedshuffle._terminal import Console
 from fedshuffle.auditing import Audit, audit
 from fedshuffle.engines import LanesEngine, Problem
 from fedshuffle.experiments import results_folder

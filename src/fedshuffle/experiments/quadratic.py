@@ -17,12 +17,12 @@ from typing import final
 
 import numpy as np
 import torch
-from rich.console import Console
 from rich.progress import track
 from torch import Tensor, nn
 
 from fedshuffle import methods
 from fedshuffle._arrays import FloatArray, count
+from fedshuffle._terminal import Console
 from fedshuffle.auditing import Audit, audit, mass
 from fedshuffle.engines import LanesEngine, Problem
 from fedshuffle.experiments import results_folder

@@ -30,12 +30,12 @@ from typing import Any, final
 
 import numpy as np
 import torch
-from rich.console import Console
 from rich.progress import track
 from torch import Tensor, nn
 
 from fedshuffle import losses, methods
 from fedshuffle._arrays import FloatArray
+from fedshuffle._terminal import Console
 from fedshuffle.engines import LanesEngine, Problem
 from fedshuffle.experiments import results_folder
 from fedshuffle.experiments.quadratic import Claim

@@ -146,7 +146,10 @@ def _items(ijson: Any, path: Path, key: str) -> Iterator[Any]:
                 file, key, use_float=True
             )
         except (ijson.JSONError, OSError) as error:
-            raise FedShuffleError(f"cannot read {str(path)!r} as JSON: {error}.") from error
+            what = str(error).partition("\n")[0].rstrip(". ")  # what follows draws the place
+            raise FedShuffleError(
+                f"cannot read {str(path)!r} as JSON: {what}. If it is damaged, get it again."
+            ) from error
 
 
 def _numbers(values: Any, as_told: bool) -> ArrayLike:

@@ -19,10 +19,10 @@ from typing import Any, Self, final
 
 import numpy as np
 from numpy.typing import ArrayLike, DTypeLike, NDArray
-from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
 from fedshuffle._arrays import IntArray
+from fedshuffle._terminal import Console
 from fedshuffle.errors import FedShuffleError, unknown
 from fedshuffle.populations.draft import Draft, blocks, checked_dtype, encoded_ids, writing
 from fedshuffle.populations.store import Field

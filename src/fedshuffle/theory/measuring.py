@@ -11,12 +11,12 @@ from typing import Self, final
 
 import numpy as np
 import torch
-from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from fedshuffle._arrays import FloatArray, IntArray
+from fedshuffle._terminal import Console
 from fedshuffle.engines.base import gradients, named
 from fedshuffle.engines.problem import Problem
 from fedshuffle.errors import FedShuffleError
