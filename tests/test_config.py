@@ -35,7 +35,7 @@ from fedshuffle import (
     schedules,
     train,
 )
-from fedshuffle.config import Checkpoints, Config, Evaluating, Scheduled, Store, Use, settings
+from fedshuffle.config import Checkpoints, Config, Evaluating, Scheduled, Store, Use
 from fedshuffle.config.reading import _SECTIONS, read
 from fedshuffle.config.running import model as start
 from fedshuffle.config.writing import plain, toml
@@ -167,7 +167,13 @@ BASE = Config(rounds=3, model=Use("a:b"), loss=Use("cross_entropy"), data=Use("a
             {"schedule": "drops", "step_size": 0.3, "at": [0.5]},
             {"step_size": Scheduled("drops", {"step_size": 0.3, "at": [0.5]})},
         ),
+        (
+            "step_size",
+            "warmup:2+cosine:0.3",
+            {"step_size": Scheduled("warmup:2+cosine", {"step_size": 0.3})},
+        ),
         ("engine", "lean:2", {"engine": "lean:2"}),
+        ("device", "cuda:1", {"device": "cuda:1"}),
         ("tensorboard", True, {"tensorboard": True}),
         ("out", "there", {"out": ROOT / "there"}),
         ("model", "x.y:z", {"model": Use("x.y:z")}),
@@ -269,7 +275,8 @@ def test_the_defaults_are_those_of_train() -> None:
         for name, parameter in inspect.signature(train).parameters.items()
         if parameter.default is not parameter.empty
     }
-    for name in ("seed", "method", "sampling", "step_size", "server_step_size", "tensorboard"):
+    same = ("seed", "method", "sampling", "step_size", "server_step_size", "tensorboard", "device")
+    for name in same:
         assert getattr(BASE, name) == given[name]
     assert BASE.engine == given["engine"]
     assert BASE.checkpoints == Checkpoints(given["checkpoint_every"], given["keep"])
@@ -280,13 +287,13 @@ def test_the_defaults_are_those_of_train() -> None:
 
 
 def test_every_schedule_can_be_named() -> None:
-    helpers = {"value", "describe"}
+    helpers = {"value", "describe", "read", "parameters", "made", "over", "warmed_up"}
     public = {
         name
         for name, made in vars(schedules).items()
         if getattr(made, "__module__", "") == schedules.__name__ and not name.startswith("_")
     }
-    assert public - helpers == set(settings.SCHEDULES)
+    assert public - helpers == set(schedules.SCHEDULES)
 
 
 # Mistakes
@@ -316,9 +323,11 @@ MISTAKES = [
     ("engine=[]", "engine is [], but must be a text"),
     ("step_size=-1", "step_size: the step size in round 0 is -1"),
     ("step_size=nan", "step_size: the step size in round 0 is nan"),
-    ("step_size=big", "step_size is 'big', but must be a number, or a table"),
+    ("step_size=big", "step_size: unknown schedule 'big'"),
     ("step_size=true", "step_size is True"),
     ("server_step_size=0", "server_step_size: the server step size in round 0 is 0"),
+    ("step_size=cosine", "step_size: "),
+    ("device=gpu", "device: unknown device 'gpu'"),
     ("step_size={step_size = 1}", "step_size.schedule is missing"),
     ("step_size={schedule = 'drop'}", "unknown schedule 'drop'. Did you mean 'drops'?"),
     ("step_size={schedule = 'drops'}", "schedule 'drops' needs 'step_size'"),

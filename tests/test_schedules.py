@@ -1,8 +1,46 @@
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
 from fedshuffle import FedShuffleError, schedules
+
+
+@pytest.mark.parametrize("rounds", [1, 7, 100])
+def test_a_cosine_falls_from_the_step_size_to_its_end(rounds: int) -> None:
+    sizes = [schedules.cosine(0.3, rounds, end=0.1)(r) for r in range(rounds + 1)]
+    assert sizes[0] == pytest.approx(0.3)
+    assert sizes[-1] == pytest.approx(0.03)
+    assert sizes == sorted(sizes, reverse=True)
+    assert np.mean(sizes[:-1] + sizes[1:]) == pytest.approx(0.3 * 1.1 / 2)  # by symmetry
+
+
+def test_a_warm_up_grows_evenly_and_then_lets_the_schedule_be() -> None:
+    warmed, plain = (schedules.over(f"{w}cosine:0.2", 50) for w in ("warmup:5+", ""))
+    assert callable(warmed)
+    assert callable(plain)
+    for r in range(50):
+        assert warmed(r) == pytest.approx(plain(r) * min(1, (r + 1) / 5))
+    flat = schedules.over("warmup:4+constant:1", 50)
+    assert callable(flat)
+    assert [flat(r) for r in range(5)] == [0.25, 0.5, 0.75, 1, 1]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("cosin:0.1", "Did you mean 'cosine'"),
+        ("cosine", "cosine:0.1"),
+        ("cosine:fast", "cosine:0.1"),
+        ("cosine:1:2:3", "cosine:0.1"),
+        ("warmup:0+cosine:0.1", "warm-up is 0"),
+        ("warmup+cosine:0.1", "warmup:10"),
+        ("inverse_time:0.1", "halved_after"),
+    ],
+)
+def test_schedules_that_cannot_be_read_are_named(text: str, message: str) -> None:
+    with pytest.raises(FedShuffleError, match=message):
+        schedules.over(text, 10)
 
 
 def test_numbers_and_functions_are_schedules() -> None:

@@ -118,6 +118,37 @@ def test_server_step_size_and_schedules() -> None:
         assert float(state.x) == pytest.approx(x, rel=1e-12)
 
 
+def test_a_schedule_by_name_is_that_function_of_the_round(tmp_path: Path) -> None:
+    named = final(step_size="warmup:5+cosine:0.2", server_step_size="drops:0.5")
+    cosine = schedules.warmed_up(schedules.cosine(0.2, 20), 5)
+    assert torch.equal(named, final(step_size=cosine, server_step_size=schedules.drops(0.5, 20)))
+    # A run that goes on for longer keeps the schedule it began with.
+    settings: dict[str, object] = {"step_size": "cosine:0.2", "out": tmp_path / "run"}
+    final(**settings)
+    longer = final(**settings, rounds=25, resume=True)
+    assert torch.equal(longer, final(step_size=schedules.cosine(0.2, 20), rounds=25))
+
+
+def test_the_model_is_trained_on_the_device_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert torch.equal(final(device="cpu"), final())
+    assert torch.equal(final(device=torch.device("cpu")), final())
+    # No GPU is needed to see where the model goes: it has no values on this device.
+    with pytest.raises(FedShuffleError, match="meta"):
+        final(device=torch.device("meta"))
+    for name, message in (("gpu", "unknown device"), ("cuda:x", "unknown device"), (3, "device")):
+        with pytest.raises(FedShuffleError, match=message):
+            final(device=name)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: False)
+    for name in ("cuda", "cuda:1", "mps"):
+        with pytest.raises(FedShuffleError, match="not available"):
+            final(device=name)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    with pytest.raises(FedShuffleError, match="counted from 0"):
+        final(device="cuda:1")
+
+
 def test_nastya_and_fedrr_are_fedshuffle_for_balanced_clients() -> None:
     federation = Federation.from_arrays(targets(6, 2), sizes=[2, 2, 2])
     engine = LanesEngine(quadratic(federation))
@@ -377,7 +408,7 @@ def test_a_result_is_plotted() -> None:
         ({"sampling": None}, "sampling must be of type Sampling"),
         ({"work": {}}, "work must be of type LocalWork"),
         ({"method": 5}, "method must be of type str"),
-        ({"step_size": "fast"}, "must be a number"),
+        ({"step_size": "fast"}, "unknown schedule"),
         ({"evaluate": {"loss": 1}}, "evaluate is {'loss': 1}, but must be a function"),
         ({"evaluate": lambda model: {"round": 1}}, "may not return 'round'"),
         ({"evaluate": lambda model: {"loss": "low"}}, "metric 'loss'"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import time
 import warnings
@@ -11,9 +12,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 
-from fedshuffle import _identity, engines
+from fedshuffle import _identity, devices, engines, schedules
 from fedshuffle._arrays import count, number
 from fedshuffle._terminal import Console
 from fedshuffle.display import Bar, Board
@@ -44,10 +46,11 @@ def train(
     method: str | Method = "fedshuffle",
     sampling: str | Sampling = "full",
     work: LocalWork | None = None,
-    step_size: Schedule = 0.1,
-    server_step_size: Schedule = 1.0,
+    step_size: Schedule | str = 0.1,
+    server_step_size: Schedule | str = 1.0,
     seed: int = 0,
     engine: str | Ray = "lean",
+    device: str | torch.device | None = None,
     evaluate: Evaluate | None = None,
     evaluate_every: int = 1,
     out: Path | str | None = None,
@@ -73,12 +76,15 @@ def train(
         sampling: a text or a :class:`~fedshuffle.sampling.Sampling`.
         work: what a sampled client does; one epoch with batch size 1 by default.
         step_size: that of the client with the most local steps; methods scale it for the others.
-        server_step_size: by what the aggregated update is multiplied.
+            A number, a function of the round, or the name of a schedule, such as
+            ``"warmup:10+cosine:0.1"`` (see :mod:`fedshuffle.schedules`).
+        server_step_size: by what the aggregated update is multiplied; likewise.
         seed: everything random follows from it.
         engine: what does the training. ``"lean"`` walks one client after another, ``"lean:2"`` on
             two threads, ``"lanes"`` many small models at once; ``"auto"`` tries them on a piece of
             the work and takes the fastest; ``"loop"`` is the reference; ``"ray:4"``, or
             :class:`~fedshuffle.engines.Ray`, works on a cluster. They differ in rounding only.
+        device: where to train, ``"cpu"``, ``"cuda"`` or ``"mps"``; where the model is if none.
         evaluate: an :class:`~fedshuffle.Evaluation`, or a function that is called with the model,
             in evaluation mode and without gradients, and returns numbers for the history.
         evaluate_every: evaluate after so many rounds, and after the last.
@@ -111,7 +117,13 @@ def train(
     engines.check(engine)
     board = Board(tensorboard)
     console = Console(stderr=True, markup=False, highlight=False, soft_wrap=True)
+    folder = None if out is None else RunFolder(Path(out), keep, how_to_resume)
+    begun_with = folder.settings()["rounds"] if folder and resume else rounds
+    step_size = schedules.over(step_size, begun_with)
+    server_step_size = schedules.over(server_step_size, begun_with)
     run = Run(federation, method, sampling, work, step_size, server_step_size, seed)
+    if (place := devices.check(device)) is not None:
+        model = copy.deepcopy(model).to(place)
     problem = Problem(model, loss, run.federation)
     _warn_of_evaluation_mode(model)
     if isinstance(evaluate, Evaluation | Evaluations):
@@ -124,7 +136,6 @@ def train(
             f"evaluate is {evaluate!r:.60}, but must be a function or Evaluation."
         )
 
-    folder = None if out is None else RunFolder(Path(out), keep, how_to_resume)
     with ExitStack() as opened:
         if folder:
             folder.check(resume)
@@ -141,7 +152,6 @@ def train(
         history: list[dict[str, Any]] = []
         clients: ClientTable | None = None
         if folder:
-            begun_with = folder.settings()["rounds"] if resume else rounds
             settings = {
                 **run.settings(begun_with),
                 "engine": name,  # bit for bit only with the same

@@ -30,6 +30,7 @@ def run(
             help="auto, lean, lanes or loop; lean:2 for two threads, lean:2:processes; ray:4."
         ),
     ] = None,
+    device: Annotated[str | None, typer.Option(help="Where to train: cpu, cuda or mps.")] = None,
     address: Annotated[
         str | None,
         typer.Option(help="HOST:PORT of the Ray cluster, for engine ray; else one is started."),
@@ -44,7 +45,7 @@ def run(
     """Train as a config file says, or go on with a run that was interrupted."""
     from fedshuffle import config as configs
 
-    given = {"rounds": rounds, "engine": engine, "seed": seed}
+    given = {"rounds": rounds, "engine": engine, "device": device, "seed": seed}
     changes: dict[str, Any] = {key: value for key, value in given.items() if value is not None}
     changes |= dict(configs.setting(text) for text in settings or [])
     if config is not None and resume is None:

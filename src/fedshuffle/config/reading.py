@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from fedshuffle import schedules
 from fedshuffle._arrays import count
 from fedshuffle.config import imports
 from fedshuffle.config.settings import (
@@ -162,10 +163,13 @@ def _import_path(value: Any, key: str) -> str:
 
 
 def _size(value: Any, key: str) -> float | Scheduled:
+    if isinstance(value, str):
+        with at(key):
+            return Scheduled(*schedules.read(value))
     if not isinstance(value, Mapping):
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise FedShuffleError(
-                f"{key} is {value!r}, but must be a number, or a table that names a schedule."
+                f'{key} is {value!r}, but must be a number, or a schedule, such as "cosine:0.1".'
             )
         return value
     if "schedule" not in value:
@@ -303,6 +307,7 @@ _TOP: dict[str, Reader] = {
     "step_size": _size,
     "server_step_size": _size,
     "engine": _text,
+    "device": _text,
     "tensorboard": _flag,
     "out": _text,
     "folder": _text,

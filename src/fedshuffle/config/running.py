@@ -24,7 +24,7 @@ from safetensors.torch import save
 from torch import nn
 
 import fedshuffle
-from fedshuffle import engines, losses, methods, sampling
+from fedshuffle import devices, engines, losses, methods, sampling
 from fedshuffle._arrays import count, expect
 from fedshuffle.config import begun, imports, writing
 from fedshuffle.config.reading import load
@@ -173,6 +173,7 @@ def _train(
             server_step_size=_schedule(config, config.server_step_size),
             seed=config.seed,
             engine=engine,
+            device=config.device,
             evaluate=parts.evaluate,
             evaluate_every=config.evaluation.every if config.evaluation else 1,
             out=out,
@@ -199,6 +200,8 @@ def _check_names(config: Config) -> None:
     """Find all that is named before anything is loaded, which may take long."""
     with at("engine"):
         engines.check(config.engine)
+    with at("device"):
+        devices.check(config.device)
     with at("sampling"):
         if sampling.is_import_path(config.sampling):
             imports.function(config.sampling, {}, config.folder)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
@@ -12,18 +11,13 @@ from typing import TYPE_CHECKING, Any, Literal, final
 from fedshuffle import methods, schedules
 from fedshuffle._arrays import count, expect
 from fedshuffle.config import imports
-from fedshuffle.errors import FedShuffleError, unknown
+from fedshuffle.errors import FedShuffleError
 from fedshuffle.local_work import LocalWork
 from fedshuffle.randomness import check_seed
 
 if TYPE_CHECKING:
     from fedshuffle.config.running import Task
     from fedshuffle.training import Result
-
-SCHEDULES: dict[str, Callable[..., Callable[[int], float]]] = {
-    "drops": schedules.drops,
-    "inverse_time": schedules.inverse_time,
-}
 
 
 @contextmanager
@@ -66,27 +60,13 @@ class Scheduled:
 
     def pinned(self, rounds: int) -> Scheduled:
         """The same, with the number of rounds written out where it depends on them."""
-        if "rounds" not in inspect.signature(self._maker).parameters:
+        if "rounds" not in schedules.parameters(self.name):
             return self
         return Scheduled(self.name, {"rounds": rounds} | dict(self.arguments))
 
     def over(self, rounds: int) -> Callable[[int], float]:
         """The step size by round, in a run of so many rounds."""
-        arguments = self.pinned(rounds).arguments
-        parameters = inspect.signature(self._maker).parameters
-        for name in arguments:
-            if name not in parameters:
-                raise unknown(f"argument of schedule {self.name!r}", name, parameters)
-        for name, parameter in parameters.items():
-            if parameter.default is parameter.empty and name not in arguments:
-                raise FedShuffleError(f"schedule {self.name!r} needs {name!r}: add it.")
-        return self._maker(**arguments)
-
-    @property
-    def _maker(self) -> Callable[..., Callable[[int], float]]:
-        if self.name not in SCHEDULES:
-            raise unknown("schedule", self.name, SCHEDULES)
-        return SCHEDULES[self.name]
+        return schedules.made(self.name, self.arguments, rounds)
 
 
 @final
@@ -145,6 +125,8 @@ class Config:
     server_step_size: float | Scheduled = 1.0
     work: LocalWork = field(default_factory=LocalWork)
     engine: str = "lean"
+    device: str | None = None
+    """Where to train: ``"cpu"``, ``"cuda"``, ``"mps"``; where the model is if none."""
     evaluation: Evaluating | None = None
     checkpoints: Checkpoints = field(default_factory=Checkpoints)
     tensorboard: bool = False

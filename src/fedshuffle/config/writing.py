@@ -34,6 +34,7 @@ def plain(config: Config) -> dict[str, Any]:
         "step_size": _size(config.step_size),
         "server_step_size": _size(config.server_step_size),
         "engine": config.engine,
+        "device": config.device,
         "tensorboard": config.tensorboard,
         "out": None if config.out is None else str(config.out),
         "folder": str(config.folder),
