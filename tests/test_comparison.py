@@ -6,6 +6,7 @@ import io
 import json
 import math
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -27,7 +28,7 @@ from fedshuffle.comparison.plan import Plan
 from fedshuffle.comparison.results import _majority
 from fedshuffle.comparison.settings import next_step_size
 from fedshuffle.comparison.showing import Show, print_table, tail
-from fedshuffle.config import Evaluating, Use
+from fedshuffle.config import Evaluating, Use, running
 from fedshuffle.config.writing import toml
 from fedshuffle.evaluation import Evaluations
 from fedshuffle.experiments import real
@@ -477,6 +478,42 @@ def test_what_is_wrong_with_the_users_code_stops_it_all(tmp_path: Path) -> None:
         comparison.load(file).run(jobs=1)
 
 
+@pytest.mark.parametrize("stage", ["evaluation", "rule"])
+def test_a_failure_of_the_users_before_any_run_is_one_line(tmp_path: Path, stage: str) -> None:
+    file = project(tmp_path, SMALL)
+    broken = 'raise ZeroDivisionError("no\\nsuch\\ncable")'
+    code = MODULE.replace("    global calls\n", f"    {broken}\n    global calls\n")
+    if stage == "rule":
+        code = MODULE + (
+            "from dataclasses import replace\n"
+            f"def rule(clients):\n    {broken}\n"
+            "MINE = replace(MINE, averaging=replace(MINE.averaging, weight=rule))\n"
+        )
+    (tmp_path / "mine.py").write_text(code)
+    with pytest.raises(FedShuffleError, match=r"no such cable.*mine\.py") as error:
+        comparison.load(file).run(jobs=1)
+    assert "\n" not in str(error.value)
+
+
+def test_a_run_that_went_on_is_read_up_to_its_planned_rounds(
+    done: tuple[Path, dict[str, Any]], tmp_path: Path
+) -> None:
+    shutil.copytree(done[0].parent, tmp_path / "copy")
+    out = tmp_path / "copy" / "out"
+    run = out / "runs" / "fedshuffle_step1.0_seed0"
+    running.resume(run, rounds=20)
+    assert len((run / "metrics.jsonl").read_text().splitlines()) == 20
+    results = comparison.load(out / "compare.toml").run(out, jobs=1)
+    assert results["curves"] == done[1]["curves"]
+    other = comparison.load(out / "compare.toml", {"server_step_size": 0.5})
+    with pytest.raises(FedShuffleError, match="holds a run with other settings"):
+        other.run(out)
+    lines = (run / "metrics.jsonl").read_text().splitlines()
+    (run / "metrics.jsonl").write_text("\n".join([*lines[:11], *lines[12:]]) + "\n")
+    with pytest.raises(FedShuffleError, match="Delete that folder"):  # the 12th round is gone
+        comparison.load(out / "compare.toml").run(out, jobs=1)
+
+
 def test_two_comparisons_do_not_share_a_folder(tmp_path: Path) -> None:
     with (
         claimed(tmp_path),
@@ -734,6 +771,11 @@ def test_reading_a_comparison_needs_no_torch(tmp_path: Path) -> None:
         (["compare", "{file}", "--jobs", "0"], "jobs is 0"),
         (["compare", "{file}", "--scale", "x"], "unknown scale 'x'"),
         (["reproduce", "shakespeare", "--out", "{here}", "--scale", "x"], "unknown scale 'x'"),
+        (["reproduce", "shakespeare", "--out", "{here}", "--rounds", "3"], "--rounds changes"),
+        (["reproduce", "quadratic", "--out", "{here}", "--scale", "paper"], "--scale changes"),
+        (["reproduce", "quadratic", "--out", "{here}", "--jobs", "2"], "--jobs changes"),
+        (["reproduce", "theory", "--out", "{here}", "--rounds", "3"], "--rounds changes"),
+        (["reproduce", "theory", "--out", "{here}", "--data", "x"], "--data changes"),
     ],
 )
 def test_words_that_make_no_sense(

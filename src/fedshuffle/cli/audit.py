@@ -13,7 +13,7 @@ from fedshuffle import methods
 from fedshuffle._arrays import FloatArray, IntArray, expect
 from fedshuffle.auditing import Audit, BlackBoxAudit
 from fedshuffle.auditing import audit as run_audit
-from fedshuffle.cli.shared import AsJson, console
+from fedshuffle.cli.shared import AsJson, console, refuse_unused, was_given
 from fedshuffle.errors import FedShuffleError
 from fedshuffle.federation import Federation
 from fedshuffle.local_work import EpochRange, LocalWork
@@ -88,11 +88,11 @@ def audit(
     others = flower is not None or function is not None or log is not None
     if log is not None:
         unused = ["method", "momentum", "sampling", "epochs", "batch_size", "step_sizes"]
-        _unused(context, [*unused, "seed", "draws", "data", "config"], "--log")
+        refuse_unused(context, [*unused, "seed", "draws", "data", "config"], "--log")
     elif others:
-        _unused(context, ["method", "momentum"], "--flower, --callable")
+        refuse_unused(context, ["method", "momentum"], "--flower, --callable")
     else:
-        _unused(context, ["step_sizes", "confidence"], "--method")
+        refuse_unused(context, ["step_sizes", "confidence"], "--method")
     objective = None if weights is None else _numbers(weights, "--weights")
     if log is not None:
         commands.one_of(flower, function, log)
@@ -101,10 +101,10 @@ def audit(
         _show(commands.audit_log(log, objective, confidence), check, as_json)
         return
     if config is not None:
-        _unused(context, ["sizes", "data", "weights", "epochs", "batch_size"], "--config")
+        refuse_unused(context, ["sizes", "data", "weights", "epochs", "batch_size"], "--config")
         given = {"method": method, "sampling": sampling, "momentum": momentum}
         subject = commands.subject_of_config(
-            config, {key: value for key, value in given.items() if _said(context, key)}
+            config, {key: value for key, value in given.items() if was_given(context, key)}
         )
     else:
         federation = commands.clients(
@@ -132,20 +132,6 @@ def audit(
         return
     result = run_audit(*subject, seed=seed, draws=32_000 if draws is None else draws)
     _show(result, check, as_json)
-
-
-def _said(context: typer.Context, name: str) -> bool:
-    """Whether an option stands on the command line."""
-    source = context.get_parameter_source(name)
-    return source is not None and source.name == "COMMANDLINE"
-
-
-def _unused(context: typer.Context, names: list[str], under: str) -> None:
-    """Refuse options that would change nothing, so that nobody believes they had an effect."""
-    for name in names:
-        if _said(context, name):
-            option = f"--{name.replace('_', '-')}"
-            raise FedShuffleError(f"{option} changes nothing under {under}: leave it out.")
 
 
 def _show(result: Audit | BlackBoxAudit, check: bool, as_json: bool) -> None:

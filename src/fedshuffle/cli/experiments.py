@@ -9,11 +9,20 @@ from typing import Annotated
 import typer
 
 from fedshuffle.cli.compare import do
-from fedshuffle.cli.shared import Jobs, Out, console
+from fedshuffle.cli.shared import Jobs, Out, console, refuse_unused
 from fedshuffle.errors import unknown
+
+_UNUSED = {
+    "quadratic": ["scale", "data", "jobs"],
+    "theory": ["rounds", "scale", "data", "jobs"],
+    "shakespeare": ["rounds"],
+    "cifar100": ["rounds"],
+}
+"""The experiments, and the options that change nothing in each."""
 
 
 def reproduce(
+    context: typer.Context,
     experiment: Annotated[
         str,
         typer.Argument(help="quadratic (the toy figures), theory, shakespeare or cifar100."),
@@ -30,9 +39,9 @@ def reproduce(
     jobs: Jobs = None,
 ) -> None:
     """Run an experiment of the paper; what was done before an interruption stays done."""
-    known = ["quadratic", "theory", "shakespeare", "cifar100"]
-    if experiment not in known:
-        raise unknown("experiment", experiment, known)
+    if experiment not in _UNUSED:
+        raise unknown("experiment", experiment, _UNUSED)
+    refuse_unused(context, _UNUSED[experiment], experiment)
     if experiment == "quadratic":
         from fedshuffle.experiments.quadratic import reproduce as reproduce_quadratic
 

@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from fedshuffle._terminal import Console
+from fedshuffle.errors import FedShuffleError
 
 console = Console()
 
@@ -16,3 +17,17 @@ Out = Annotated[Path, typer.Option(help="Folder for the results; made if it does
 Jobs = Annotated[
     int | None, typer.Option(help="Runs at once, each on one core; as many as cores if none.")
 ]
+
+
+def was_given(context: typer.Context, name: str) -> bool:
+    """Whether an option stands on the command line."""
+    source = context.get_parameter_source(name)
+    return source is not None and source.name == "COMMANDLINE"
+
+
+def refuse_unused(context: typer.Context, names: list[str], under: str) -> None:
+    """Refuse options that would change nothing, so that nobody believes they had an effect."""
+    for name in names:
+        if was_given(context, name):
+            option = f"--{name.replace('_', '-')}"
+            raise FedShuffleError(f"{option} changes nothing under {under}: leave it out.")

@@ -84,12 +84,19 @@ class Plan:
         return self.out / "runs" / trial.name
 
     def begin(self, trial: Trial) -> None:
-        """Make the folder of a run ready; one that is there must be of the same run."""
+        """Make the folder of a run ready; one that is there must be of the same run.
+
+        A run that has ended here may have gone on for more rounds since.
+        """
         folder = self.folder(trial)
         wanted = trial.config.pinned().override({})  # as it will be read again
         if not (folder / "config.toml").exists():
             writing.copy(wanted, folder, [f"The run {trial.name} of a comparison."])
-        elif replace(configs.load(folder / "config.toml"), folder=wanted.folder) != wanted:
+            return
+        found = replace(configs.load(folder / "config.toml"), folder=wanted.folder)
+        if (folder / OUTCOME).exists() and found.rounds > wanted.rounds:
+            found = replace(found, rounds=wanted.rounds)
+        if found != wanted:
             raise FedShuffleError(
                 f"{str(folder)!r} holds a run with other settings than those wanted now. Choose"
                 " another folder for this comparison, or put the settings back."
@@ -104,8 +111,11 @@ class Plan:
         try:
             told = json.loads((folder / OUTCOME).read_text(encoding="utf-8"))
             if told["outcome"] != "failed":  # which may go better this time
-                ended = Ended(told["outcome"], told["reason"], _history(folder))
-                self._ended[trial.name] = ended
+                history = _history(folder, trial.config.rounds)
+                last = history[-1]["round"] if history else 0
+                if told["outcome"] == "finished" and last < trial.config.rounds:
+                    raise ValueError(f"its last evaluation is that of round {last}")
+                self._ended[trial.name] = Ended(told["outcome"], told["reason"], history)
         except (OSError, ValueError, KeyError) as error:
             raise FedShuffleError(
                 f"{str(folder)!r} is damaged ({error}). Delete that folder: the run is then done"
@@ -193,9 +203,9 @@ class Plan:
         return self._made[key]
 
 
-def _history(folder: Path) -> list[dict[str, Any]]:
-    """What was evaluated in a run, and after which rounds."""
+def _history(folder: Path, rounds: int) -> list[dict[str, Any]]:
+    """What was evaluated in the planned rounds of a run, and after which of them."""
     facts = set(FACTS) - {"round"}
     records = RunFolder(folder).metrics() if (folder / "run.json").exists() else []
     kept = [{k: v for k, v in record.items() if k not in facts} for record in records]
-    return [record for record in kept if len(record) > 1]
+    return [record for record in kept if len(record) > 1 and record["round"] <= rounds]

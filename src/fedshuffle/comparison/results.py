@@ -13,7 +13,7 @@ from torch import nn
 from fedshuffle.auditing import audit
 from fedshuffle.comparison.plan import Curve, Plan
 from fedshuffle.comparison.settings import Comparison, Pair
-from fedshuffle.config import Scheduled, running, writing
+from fedshuffle.config import Config, Scheduled, imports, running, writing
 from fedshuffle.config.running import Task
 from fedshuffle.config.settings import at
 from fedshuffle.errors import FedShuffleError, unknown
@@ -69,18 +69,19 @@ def facts(comparison: Comparison) -> Facts:
         if comparison.tuned:
             short = comparison.trial(comparison.pairs[0], comparison.grid[0], None).config
             with at("compare.tune"):
-                evaluate = _checked(short.task(), model)
+                evaluate = _checked(short, short.task(), model)
                 judge = _judge(evaluate, evaluate.names[0])
         task = base.task()
-        evaluate = _checked(task, model)
+        evaluate = _checked(base, task, model)
         first = "accuracy" if "accuracy" in evaluate.names else evaluate.names[0]
         with at("compare"):
             target = _judge(evaluate, comparison.metric or first)
         sampling = running._sampling(base, task.federation)
         audits, scales = {}, {}
         for pair, method in methods.items():
-            found = audit(task.federation, method, sampling, base.work)
-            scales[pair] = Run(task.federation, method, sampling, base.work).step_scales()
+            with imports.running(f"the audit of {method.name!r}", base.folder):
+                found = audit(task.federation, method, sampling, base.work)
+                scales[pair] = Run(task.federation, method, sampling, base.work).step_scales()
             audits[pair] = {
                 "consistent": found.consistent,
                 "effective_weights": found.effective_weights.tolist(),
@@ -111,10 +112,11 @@ def _check_names(methods: Mapping[Pair, Method]) -> None:
             )
 
 
-def _checked(task: Task, model: nn.Module) -> Evaluation | Evaluations:
+def _checked(config: Config, task: Task, model: nn.Module) -> Evaluation | Evaluations:
     evaluate = task.evaluate
     assert isinstance(evaluate, Evaluation | Evaluations)
-    evaluate.check(model)
+    with imports.running("the evaluation before training", config.folder):
+        evaluate.check(model)
     return evaluate
 
 

@@ -93,13 +93,17 @@ class _Session:
 
     def __init__(self, comparison: Comparison, folder: Path, command: str | None) -> None:
         self.folder = folder
-        _keep(comparison, folder)
+        if not (folder / "compare.toml").exists():
+            _keep(comparison, folder)  # Ctrl-C may come while the data are loaded
         before = _before(folder)
         self._command = command or before.get("command") or resuming(folder)
         self._seconds, self._begun = float(before.get("seconds") or 0.0), time.monotonic()
         self.facts = results.facts(comparison)
         judge = self.facts.judge
         self.plan = Plan(comparison, folder, judge.metric, judge.higher_is_better)
+        _keep(
+            comparison, folder
+        )  # now that the runs there are known to be those of this comparison
         self._deaths: Counter[str] = Counter()
         self.known: dict[str, Any] = {}
         self.write()
@@ -145,8 +149,9 @@ class _Session:
             if self._deaths[trial.name] == DEATHS:
                 self.plan.fail(trial, "its process died (out of memory?): see workers.log")
         elif "error" in answer:
+            said = " ".join(answer["error"].split())
             raise FedShuffleError(
-                f"run {trial.name}: {answer['error']} What is done stays done; to go on, run:"
+                f"run {trial.name}: {said} What is done stays done; to go on, run:"
                 f" {resuming(self.folder)}"
             )
         else:

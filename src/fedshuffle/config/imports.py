@@ -77,19 +77,24 @@ def find(path: str, folder: Path) -> Any:
 def call(path: str, arguments: Mapping[str, Any], folder: Path) -> Any:
     """What the function of that import path returns for these arguments."""
     make = maker(path, arguments, folder)
-    try:
+    with running(repr(path), folder):
         return make(**arguments)
-    except Exception as error:
-        raise FedShuffleError(f"{path!r} failed: {_cause(error, folder)}") from error
 
 
 def given(path: str, argument: Any, folder: Path) -> Any:
     """What the function of that import path returns for one argument."""
     make = function(path, {}, folder)
-    try:
+    with running(repr(path), folder):
         return make(argument)
+
+
+@contextmanager
+def running(what: str, folder: Path) -> Iterator[None]:
+    """Say in one line what of the user's code failed, and where in the user's folder."""
+    try:
+        yield
     except Exception as error:
-        raise FedShuffleError(f"{path!r} failed: {_cause(error, folder)}") from error
+        raise FedShuffleError(f"{what} failed: {_cause(error, folder)}") from error
 
 
 def maker(path: str, arguments: Mapping[str, Any], folder: Path) -> Callable[..., Any]:
