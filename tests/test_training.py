@@ -5,6 +5,7 @@ import dataclasses
 import itertools
 import sys
 import types
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from matplotlib import pyplot
+from torch import Tensor, nn
 from torch.nn.utils import parameters_to_vector
 
 from fedshuffle import (
@@ -244,6 +246,48 @@ def test_evaluating_changes_nothing(engine: str) -> None:
     assert [module.training for module in watched.children()] == [True, False, True]
     for one, other in zip(watched.parameters(), alone.parameters(), strict=True):
         assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("engine", ["loop", "lean", "lanes", "lean:2", "lean:2:processes"])
+def test_an_evaluation_may_do_what_it_likes_with_its_model(engine: str) -> None:
+    """Personalisation fine-tunes the model, or replaces its head; training does not see it."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 4), nn.Linear(4, 2)).double()
+    model[1].requires_grad_(False)
+    model.register_buffer("scale", torch.ones(2))
+    rng = np.random.default_rng(0)
+    federation = Federation.from_arrays(
+        rng.normal(size=(12, 3)), rng.integers(2, size=12), sizes=[2, 4, 6]
+    )
+    seen = []
+
+    def scaled(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+        outputs: Tensor = model(x) * model.scale
+        return nn.functional.cross_entropy(outputs, y)
+
+    def tune(model: nn.Module) -> dict[str, float]:
+        seen.append(parameters_to_vector(model.parameters()).clone())
+        assert isinstance(model, nn.Sequential)
+        for tensor in [*model.parameters(), *model.buffers()]:
+            tensor.add_(1.0)
+        model[2] = nn.Linear(4, 5)
+        model.requires_grad_(False)
+        return {}
+
+    def look(model: nn.Module) -> dict[str, float]:
+        seen.append(parameters_to_vector(model.parameters()).clone())
+        return {}
+
+    def trained(evaluate: Callable[[nn.Module], dict[str, float]]) -> nn.Module:
+        result = train(
+            model, federation, loss=scaled, rounds=3, engine=engine, evaluate=evaluate, seed=1
+        )
+        return result.model
+
+    have, want = (list(trained(evaluate).state_dict().items()) for evaluate in (tune, look))
+    assert all(name == other and torch.equal(a, b) for (name, a), (other, b) in zip(have, want))
+    assert [name for name, _ in have] == list(model.state_dict())
+    assert all(torch.equal(a, b) for a, b in zip(seen[:3], seen[3:], strict=True))
 
 
 def test_a_model_in_evaluation_mode_that_would_drop_something_is_named() -> None:

@@ -130,7 +130,7 @@ def train(
         evaluate = evaluate.with_loss(loss)
         with _named("evaluation before training"):
             _check_names(evaluate.names)
-            evaluate.check(problem.load(problem.start))
+            evaluate.check(problem.copy(problem.start))
     elif evaluate is not None and not callable(evaluate):
         raise FedShuffleError(
             f"evaluate is {evaluate!r:.60}, but must be a function or Evaluation."
@@ -174,7 +174,7 @@ def train(
                     last = after.round == rounds
                     record = _costs(run, after) | {"seconds": time.perf_counter() - begun}
                     if evaluate is not None and (last or after.round % evaluate_every == 0):
-                        found, clients = _evaluated(evaluate, problem.load(after.x), after.round)
+                        found, clients = _evaluated(evaluate, problem.copy(after.x), after.round)
                         record |= found
                     history.append(record)
                     if folder:
@@ -195,7 +195,7 @@ def train(
             raise
     if folder and clients is not None:
         clients.to_csv(folder.path / "clients.csv")
-    return Result(problem.load(state.x), history, folder.path if folder else None, name, clients)
+    return Result(problem.copy(state.x), history, folder.path if folder else None, name, clients)
 
 
 def _on(problem: Problem, state: State) -> State:

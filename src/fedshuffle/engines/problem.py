@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, final
 
@@ -76,11 +76,14 @@ class Problem:
 
     def load(self, x: Tensor) -> nn.Module:
         """The module with the parameters ``x``, in memory of its own."""
-        parts = torch.split(x, [p.numel() for p in self.parameters.values()])
-        with torch.no_grad():
-            for parameter, part in zip(self.parameters.values(), parts, strict=True):
-                parameter.copy_(part.view_as(parameter))
+        _fill(self.parameters.values(), x)
         return self.model
+
+    def copy(self, x: Tensor) -> nn.Module:
+        """A copy of the module with the parameters ``x``, to do with as one likes."""
+        model = self.replica()
+        _fill([p for p in model.parameters() if p.requires_grad], x)
+        return model
 
     def loss_at(self, x: Tensor, batch: tuple[Tensor, ...]) -> Tensor:
         """The mean loss of model ``x`` on a minibatch."""
@@ -157,6 +160,13 @@ class Problem:
         if self._stored:
             found = tuple(self._ready(part) for part in found)
         return tuple(part.view(*index.shape, *part.shape[1:]) for part in found)
+
+
+def _fill(parameters: Collection[nn.Parameter], x: Tensor) -> None:
+    parts = torch.split(x, [p.numel() for p in parameters])
+    with torch.no_grad():
+        for parameter, part in zip(parameters, parts, strict=True):
+            parameter.copy_(part.view_as(parameter))
 
 
 def _check_loss(loss: Loss) -> None:
