@@ -676,6 +676,20 @@ def test_engines_that_cannot_be_read_are_named(name: str) -> None:
         make(name, quadratic(copies([1], targets(1, 2))))
 
 
+@pytest.mark.parametrize("name", ["lean:1000000", "lanes:1000000", "lean:1000000:processes"])
+def test_more_workers_than_make_sense_are_refused_at_once(name: str, tmp_path: Path) -> None:
+    with pytest.raises(FedShuffleError, match=f"'{name}' asks for 1000000 workers"):
+        train(
+            Point(2),
+            copies([1], targets(1, 2)),
+            loss=half_squared_distance,
+            rounds=1,
+            engine=name,
+            out=tmp_path / "run",
+        )
+    assert not (tmp_path / "run").exists()
+
+
 def fatal(model: Point, rows: Tensor) -> Tensor:
     """Kills its process at the client with five examples."""
     if len(rows) == 5:

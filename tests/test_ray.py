@@ -151,7 +151,14 @@ def test_names_that_cannot_be_read_are_named(text: str) -> None:
 
 
 def test_impossible_workers_are_refused() -> None:
-    for options in ({"workers": 0}, {"kind": "loop"}, {"gpus": 1.5}, {"gpus": -1}, {"cpus": 0}):
+    for options in (
+        {"workers": 0},
+        {"workers": 1_000_000},
+        {"kind": "loop"},
+        {"gpus": 1.5},
+        {"gpus": -1},
+        {"cpus": 0},
+    ):
         with pytest.raises(FedShuffleError):
             Ray(**options)
 

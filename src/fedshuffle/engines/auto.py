@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 import time
 import warnings
 from collections.abc import Sequence
@@ -14,6 +13,7 @@ from torch import Tensor
 
 from fedshuffle.engines.base import Engine
 from fedshuffle.engines.loop import LoopEngine
+from fedshuffle.engines.machine import cores_here
 from fedshuffle.engines.names import make
 from fedshuffle.engines.problem import Problem
 from fedshuffle.kernel import Order, Walk
@@ -138,10 +138,3 @@ def _shortened(orders: Sequence[Order], steps: int) -> list[Order]:
         if steps <= 0:
             break
     return kept
-
-
-def cores_here() -> int:
-    """The cores that this process may use."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1

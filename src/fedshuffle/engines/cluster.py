@@ -23,6 +23,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
+from fedshuffle.engines.machine import cores_here
 from fedshuffle.errors import FedShuffleError
 
 _ANSWERS_WITHIN = 10.0
@@ -139,8 +140,6 @@ def _refuse_another(ray: Any, address: str | None) -> None:
 
 
 def _start(ray: Any, undo: ExitStack, cpus: float) -> None:
-    from fedshuffle.engines.auto import cores_here
-
     home = short_folder()
     undo.callback(shutil.rmtree, home, ignore_errors=True)
     token = home / "token"

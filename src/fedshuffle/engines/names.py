@@ -9,6 +9,7 @@ from fedshuffle.engines.base import Engine
 from fedshuffle.engines.lanes import LanesEngine
 from fedshuffle.engines.lean import LeanEngine
 from fedshuffle.engines.loop import LoopEngine
+from fedshuffle.engines.machine import cores_here
 from fedshuffle.engines.problem import Problem
 from fedshuffle.engines.ray import Ray, RayEngine
 from fedshuffle.engines.sharing import MakeEngine
@@ -20,6 +21,9 @@ _ENGINES: dict[str, MakeEngine] = {
     "lean": LeanEngine,
     "lanes": LanesEngine,
 }
+
+_MOST = 256
+"""Workers that any machine may be asked for, such as to resume the run of a larger one."""
 
 
 def check(name: str | Ray) -> None:
@@ -90,4 +94,10 @@ def _read(name: object) -> tuple[MakeEngine, int, bool]:
             f"engine {name!r} cannot be read: write 'lean', 'lean:2' for two threads, or"
             " 'lean:2:processes' (or lanes instead of lean); 'loop' works alone."
         )
-    return _ENGINES[kind], count(int(workers), "the number of workers"), bool(where)
+    number = count(int(workers), "the number of workers")
+    if number > (most := max(_MOST, 4 * cores_here())):
+        raise FedShuffleError(
+            f"engine {name!r} asks for {number} workers, and this machine has {cores_here()} cores."
+            f" Ask for about as many workers as cores, at most {most}."
+        )
+    return _ENGINES[kind], number, bool(where)

@@ -35,6 +35,9 @@ PATIENCE = 120.0
 DEATHS = 3
 """After so many workers that died of it, a share is given up, and so is a place for a worker."""
 
+MOST = 10_000
+"""No cluster is asked for more workers."""
+
 INLINE = 100_000
 """Tensors of fewer bytes in all travel with the task itself."""
 
@@ -73,8 +76,10 @@ class Ray:
     address: str | None = None
 
     def __post_init__(self) -> None:
-        if self.workers is not None:
-            count(self.workers, "the number of workers")
+        if self.workers is not None and count(self.workers, "the number of workers") > MOST:
+            raise FedShuffleError(
+                f"the engine 'ray' is asked for {self.workers} workers. Ask for at most {MOST}."
+            )
         if self.kind not in _KINDS:
             raise unknown("engine of a worker", self.kind, _KINDS)
         if self.address is not None:
