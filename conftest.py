@@ -1,4 +1,4 @@
-"""Settings for all tests, and which of them are slow by where they are."""
+"""Settings for all tests, and which of them are slow by what they need."""
 
 from __future__ import annotations
 
@@ -49,7 +49,8 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:
-    if _needs_ray_or_flower(item.path):
+    shown = "browser" in getattr(item, "fixturenames", ())
+    if shown or _needs_ray_or_flower(item.path):
         item.add_marker(pytest.mark.slow)
 
 

@@ -78,6 +78,7 @@ def test_the_method_is_under_sixty_lines() -> None:
         assert len((OWN / name).read_text(encoding="utf-8").splitlines()) < 60, name
 
 
+@pytest.mark.slow
 def test_the_commands_of_the_page(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -395,6 +395,7 @@ def test_the_share_of_the_commonest_class_counts_as_the_evaluation_does() -> Non
 # The worst
 
 
+@pytest.mark.slow
 def test_stopped_and_killed_it_ends_the_same(
     done: tuple[Path, dict[str, Any]], tmp_path: Path
 ) -> None:
@@ -459,6 +460,7 @@ SMALL = (
 )
 
 
+@pytest.mark.slow
 def test_a_process_that_dies_is_given_another_chance(tmp_path: Path) -> None:
     file, out = project(tmp_path, SMALL), tmp_path / "out"
     (tmp_path / "die").write_text("2")
@@ -829,6 +831,7 @@ def data_for(name: str) -> None:
         pytest.skip(f"set FEDSHUFFLE_DATA to a folder that holds {name!r}")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("experiment", ["shakespeare", "cifar100"])
 def test_an_experiment_at_smoke_scale(
     monkeypatch: pytest.MonkeyPatch,

@@ -571,6 +571,7 @@ def test_a_resumed_run_is_the_run_never_interrupted(
     assert equal(weights(moved / "run"), weights(moved / "whole"))
 
 
+@pytest.mark.slow
 def test_kill_9_of_the_command_loses_nothing(
     project: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

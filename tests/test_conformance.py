@@ -490,6 +490,7 @@ def measured() -> dict[str, dict[str, bool]]:
     return paper.measured()
 
 
+@pytest.mark.slow
 @pytest.mark.xdist_group("characteristics")  # measured once for both
 def test_the_page_of_characteristics_is_what_running_the_methods_gives(
     measured: dict[str, dict[str, bool]],
@@ -498,6 +499,7 @@ def test_the_page_of_characteristics_is_what_running_the_methods_gives(
     assert paper.page(measured) == written, "run python -m fedshuffle.conformance.paper_table"
 
 
+@pytest.mark.slow
 @pytest.mark.xdist_group("characteristics")  # measured once for both
 def test_every_difference_to_the_paper_has_its_reason(
     measured: dict[str, dict[str, bool]],

@@ -24,6 +24,11 @@ from fedshuffle.experiments.quadratic import (
 )
 
 FILES = ["figure1.png", "figure1.pdf", "hybrid.png", "hybrid.pdf", "results.json", "claims.md"]
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.xdist_group("quadratic experiment"),  # what they share is made once
+]
+
 METHODS = {
     "full": [
         "fedavg",

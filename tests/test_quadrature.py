@@ -61,6 +61,7 @@ def test_probability_of_anybody(sampling: Sampling) -> None:
     assert probability_of_anybody(sampling) == pytest.approx(want, abs=1e-10)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("b", [1, 10, 1000, 100_000])
 def test_a_million_clients_obey_the_sum_rule(b: int) -> None:
     """The shares of sum-one aggregation sum to 1 - P(empty), whatever the sizes."""

@@ -266,6 +266,7 @@ go(Path(sys.argv[1]), rounds=100000, checkpoint_every=3)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("wait", [5, 23])
 def test_kill_9_loses_nothing(tmp_path: Path, wait: int) -> None:
     """A real process, killed once it has done so many rounds, and then resumed."""

@@ -39,7 +39,10 @@ from fedshuffle.experiments.theory import (
 )
 from fedshuffle.sampling import importance_probabilities
 
-pytestmark = pytest.mark.xdist_group("theory experiment")  # what they share is made once
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.xdist_group("theory experiment"),  # what they share is made once
+]
 
 SMALL = Scale(
     seeds=2,

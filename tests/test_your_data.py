@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import numpy as np
+import pytest
 from safetensors.torch import load_file
 
 PAGE = Path(__file__).parent.parent / "docs" / "your-data.md"
@@ -31,6 +32,7 @@ def table(path: Path, rows: int, seed: int) -> None:
             writer.writerow([hospital, age, pressure, sugar, int(age + pressure > 0)])
 
 
+@pytest.mark.slow
 def test_the_page_leads_from_a_table_to_models_and_a_report(tmp_path: Path) -> None:
     table(tmp_path / "visits.csv", 240, seed=0)
     table(tmp_path / "held-out.csv", 60, seed=1)
