@@ -513,7 +513,7 @@ def test_a_run_leaves_all_that_it_takes(
     assert "5 rounds are done." in printed
     assert "accuracy 0." in printed
     assert f"fedshuffle run --resume '{out}' --rounds 10" in printed
-    assert f"load_file('{out}/model.safetensors')" in printed
+    assert f"load_model('{out}')" in printed
 
     model = torch.nn.Linear(3, 4)
     model.load_state_dict(weights(out))

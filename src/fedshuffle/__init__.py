@@ -14,6 +14,7 @@ from fedshuffle.methods import MVR, FedShuffleGen, GlobalMomentum, Method
 from fedshuffle.sampling import Sampling
 
 if TYPE_CHECKING:
+    from fedshuffle.config.loading import load_model
     from fedshuffle.evaluation import Evaluation, Metric
     from fedshuffle.training import Result, train
 
@@ -37,6 +38,7 @@ __all__ = [
     "TrainingError",
     "__version__",
     "audit",
+    "load_model",
     "train",
 ]
 
@@ -46,6 +48,7 @@ _NEEDS_TORCH = {
     "Evaluation": "fedshuffle.evaluation",
     "Metric": "fedshuffle.evaluation",
     "Result": "fedshuffle.training",
+    "load_model": "fedshuffle.config.loading",
     "train": "fedshuffle.training",
 }
 

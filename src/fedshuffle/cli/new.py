@@ -11,6 +11,18 @@ import typer
 app = typer.Typer(help="Something to begin with, written into a folder.", no_args_is_help=True)
 
 
+@app.command(name="run")
+def new_run(
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="A new folder.")],
+) -> None:
+    """Write a small run: a config, a model and data, ready to train in seconds."""
+    from fedshuffle import templates
+
+    made = templates.new_run(folder)
+    print(f"A run is in {made}: config.toml describes it, task.py has its model and data.")
+    print(f"To try it:\n\n    fedshuffle run {shlex.quote(str(folder / 'config.toml'))}")
+
+
 @app.command(name="flower-app")
 def new_flower_app(
     folder: Annotated[Path, typer.Argument(metavar="DIR", help="A new folder; names the app.")],

@@ -13,7 +13,7 @@ import numpy as np
 
 from fedshuffle import _files, _html
 from fedshuffle._arrays import FloatArray, IntArray
-from fedshuffle.errors import FedShuffleError, unknown
+from fedshuffle.errors import FedShuffleError, unknown, visible
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -70,15 +70,17 @@ class ClientTable:
                 found.append(f"{name} is undefined for {clients}: {why}.")
         return found
 
+    @property
+    def judged_by(self) -> str:
+        """The metric that clients are ranked by: accuracy if it was measured, or else the first."""
+        return next((k for k in self.metrics if k.endswith("accuracy")), next(iter(self.metrics)))
+
     def worst(self, number: int = 5, metric: str | None = None) -> ClientTable:
         """The clients that a metric is worst for, the worst first; those without it are left out.
 
-        The metric is ``accuracy`` if it was measured, or else the first.
+        Without a metric, that of :attr:`judged_by`.
         """
-        if metric is None:
-            metric = next(
-                (k for k in self.metrics if k.endswith("accuracy")), next(iter(self.metrics))
-            )
+        metric = self.judged_by if metric is None else metric
         if metric not in self.metrics:
             raise unknown("metric", metric, self.metrics)
         values = self.metrics[metric]
@@ -158,7 +160,7 @@ class ClientTable:
         """The first rows as texts."""
         shown = [self._row(k) for k in range(min(len(self), _SHOWN))]
         return [
-            [_printable(str(client)), str(examples)]
+            [visible(str(client)), str(examples)]
             + ["undefined" if value is None else f"{value:.4g}" for value in values]
             for client, examples, *values in shown
         ]
@@ -166,8 +168,3 @@ class ClientTable:
     def _below(self) -> list[str]:
         more = [f"... and {len(self) - _SHOWN} more clients"] if len(self) > _SHOWN else []
         return more + self.notes
-
-
-def _printable(text: str) -> str:
-    """A name without what would steer a terminal."""
-    return "".join(sign if sign.isprintable() else "?" for sign in text)

@@ -7,6 +7,7 @@ import keyword
 import sys
 from pathlib import Path
 
+from fedshuffle import templates
 from fedshuffle.errors import FedShuffleError
 
 _TEMPLATE = Path(__file__).parent / "template"
@@ -15,19 +16,13 @@ _NAME = "flower_app"
 
 def new_app(folder: str | Path) -> Path:
     """Write an app into a new or empty folder; its package is named as the folder."""
-    target = Path(folder).absolute()
-    name = _package(target.name)
-    if target.exists() and not (target.is_dir() and not any(target.iterdir())):
-        raise FedShuffleError(f"{str(folder)!r} exists and is not an empty folder. Choose another.")
-    for source in sorted(_TEMPLATE.rglob("*")):
-        if source.suffix not in {".py", ".toml", ".md"}:
-            continue
-        text = source.read_text(encoding="utf-8")
-        text = text.replace(_NAME, name).replace(_NAME.replace("_", "-"), name.replace("_", "-"))
-        place = target / str(source.relative_to(_TEMPLATE)).replace(_NAME, name)
-        place.parent.mkdir(parents=True, exist_ok=True)
-        place.write_text(text, encoding="utf-8")
-    return target
+    name = _package(Path(folder).absolute().name)
+
+    def rename(text: str) -> str:
+        text = text.replace(_NAME, name)
+        return text.replace(_NAME.replace("_", "-"), name.replace("_", "-"))
+
+    return templates.write(_TEMPLATE, folder, rename)
 
 
 def _package(folder: str) -> str:

@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from fedshuffle.config.running import command
+from fedshuffle.evaluation import ClientTable
 from fedshuffle.runs import FACTS
 from fedshuffle.training import Result
 
@@ -21,9 +22,19 @@ def summary(result: Result) -> dict[str, Any]:
     return {
         "rounds": last["round"],
         "metrics": {k: None if math.isnan(value) else value for k, value in metrics.items()},
+        "worst_clients": [] if result.clients is None else result.clients.worst().to_dict(),
         "out": str(out),
         "model": str(out / "model.safetensors"),
     }
+
+
+def _worst(clients: ClientTable, out: Path) -> list[str]:
+    """The clients that the model serves worst; what is undefined is said as well."""
+    metric = clients.judged_by
+    few = clients.worst(3)
+    shown = ", ".join(f"{c} {v:.4g}" for c, v in zip(few.clients, few.metrics[metric]))
+    lines = [f"Clients with the worst {metric}: {shown}. All are in {out / 'clients.csv'}."]
+    return lines + [f"  {note}" for note in clients.notes]
 
 
 def print_run(console: Console, result: Result, address: str | None = None) -> None:
@@ -34,9 +45,11 @@ def print_run(console: Console, result: Result, address: str | None = None) -> N
     lines = [f"{found['rounds']} rounds are done."]
     for name, value in found["metrics"].items():
         lines.append(f"  {name} " + ("is not finite" if value is None else f"{value:.4g}"))
+    if result.clients is not None and len(result.clients) > 1:
+        lines += _worst(result.clients, Path(found["out"]))
     lines += [
         f"Metrics, checkpoints and the config are in {found['out']}. To load the model:",
-        f"  model.load_state_dict(safetensors.torch.load_file({found['model']!r}))",
+        f"  model = fedshuffle.load_model({found['out']!r})",
         "For more rounds:",
         f"  {command(Path(found['out']), address)} --rounds {2 * found['rounds']}",
     ]
