@@ -288,14 +288,23 @@ def test_all_that_is_varied_is_varied_beyond_the_grid(tmp_path: Path) -> None:
         project(tmp_path), {"compare.step_sizes": [1, 3], "compare.clip": [5, "none"]}
     )
     best = compared.grid[0]
-    assert compared.wider(compared.grid, best) == [
+    healthy = dict.fromkeys(compared.grid, False)
+    assert compared.wider(healthy, best) == [
         Setting(0.33, 0.0, 5.0),
         Setting(0.33, 0.0, math.inf),
     ]
     alone = comparison.load(
         project(tmp_path), {"compare.step_sizes": [1], "compare.clip": [5, "none"]}
     )
-    assert alone.wider(alone.grid, alone.grid[0]) == []  # one step size was meant
+    assert alone.wider(dict.fromkeys(alone.grid, False), alone.grid[0]) == []  # it was meant
+
+
+def test_a_best_value_above_one_that_diverged_is_not_trusted(tmp_path: Path) -> None:
+    compared = comparison.load(project(tmp_path), {"compare.step_sizes": [1, 3, 9]})
+    low, middle, high = compared.grid
+    lost = {low: True, middle: False, high: True}
+    assert [setting.step_size for setting in compared.wider(lost, middle)] == [0.33]
+    assert compared.wider({**lost, low: False}, middle) == []
 
 
 @given(

@@ -271,7 +271,7 @@ def test_a_search_in_which_all_diverged_is_no_edge() -> None:
     found = results(curve("fedavg", run(1, 0.5), tuning=lost, step_size=0.1))
     [caution] = warnings(Compared(found))
     assert caution.kind == "diverged"
-    assert "every step size" in caution.text
+    assert "even the smallest" in caution.text
 
 
 def test_nothing_is_said_where_there_is_nothing_to_say(tmp_path: Path) -> None:

@@ -140,8 +140,11 @@ class Plan:
         while True:
             trials = [self._trial(pair, setting, None) for setting in settings]
             best = self._best(trials)
-            failed = any(e and e.outcome == "failed" for e in map(self.ended, trials))
-            more = self.comparison.wider(settings, best) if best and not failed else []
+            how = [ended.outcome for ended in map(self.ended, trials) if ended]
+            if best is None or "failed" in how:
+                return trials
+            lost = [outcome == "diverged" for outcome in how]
+            more = self.comparison.wider(dict(zip(settings, lost, strict=True)), best)
             if not more:
                 return trials
             settings += more

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Sequence, Set
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, final
@@ -149,11 +149,22 @@ class Comparison:
         """Whether there is anything to choose."""
         return len(self.grid) > 1
 
-    def wider(self, tried: Sequence[Setting], best: Setting) -> list[Setting]:
-        """What to try next, where the best step size is an end of those tried; else nothing."""
+    def wider(self, tried: Mapping[Setting, bool], best: Setting) -> list[Setting]:
+        """What to try next, where the best step size is an end of those tried; else nothing.
+
+        Where the smallest diverged, no best above it is to be trusted: smaller ones come next.
+
+        Args:
+            tried: whether a run with the setting diverged.
+            best: the best of them.
+        """
         sizes = {setting.step_size for setting in tried}
+        lost = all(d for setting, d in tried.items() if setting.step_size == min(sizes))
         beyond = next_step_size(
-            {setting.step_size for setting in self.grid}, sizes, best.step_size, self.tuning.widen
+            {setting.step_size for setting in self.grid},
+            sizes,
+            min(sizes) if lost else best.step_size,
+            self.tuning.widen,
         )
         rest = dict.fromkeys((setting.weight_decay, setting.clip) for setting in self.grid)
         return [] if beyond is None else [Setting(beyond, *point) for point in rest]

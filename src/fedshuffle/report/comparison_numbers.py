@@ -87,7 +87,7 @@ class Cell:
     edge: str = ""
     """``smallest`` or ``largest`` where the best step size is that of several tried."""
     hopeless: bool = False
-    """Whether every step size that was tried diverged."""
+    """Whether even the smallest step size that was tried diverged."""
     trivial: bool = False
     """Whether it is no better than always predicting the commonest class."""
 
@@ -277,6 +277,7 @@ class Compared:
         values = np.array([value for value in ended if value is not None])
         mean = float(values.mean()) if len(values) else None
         tried = curve.get("tuning") or []
+        least = min((trial["step_size"] for trial in tried), default=None)
         return Cell(
             step_size=float(curve["step_size"]),
             finished=len(values),
@@ -286,7 +287,7 @@ class Compared:
             std=float(values.std(ddof=1)) if len(values) > 1 else None,
             client_steps=_range(curve.get("client_step_sizes")),
             edge=edge(curve),
-            hopeless=bool(tried) and all(trial["diverged"] for trial in tried),
+            hopeless=bool(tried) and all(t["diverged"] for t in tried if t["step_size"] == least),
             trivial=mean is not None and mean <= self.trivial,
         )
 

@@ -54,7 +54,7 @@ def _texts(comparison: Compared, cell: Cell) -> list[tuple[str, str]]:
         lost = f"{cell.diverged} of {cell.planned} runs diverged, so it is not ranked"
         found.append(("diverged", lost))
     if cell.hopeless:
-        found.append(("diverged", "every step size that was tried diverged"))
+        found.append(("diverged", "even the smallest step size that was tried diverged"))
     elif cell.edge:
         beyond = {"smallest": "smaller", "largest": "larger"}[cell.edge]
         found.append(
