@@ -1,11 +1,15 @@
 from __future__ import annotations
 
+import random
+from collections.abc import Callable, Iterator
+
 import numpy as np
+import pandas
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch.utils.data import TensorDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 from fedshuffle import Federation, FedShuffleError
 
@@ -62,6 +66,123 @@ def test_what_is_shared_cannot_be_changed() -> None:
         Federation.from_sizes([1, 2]).weights[0] = 1
 
 
+ONE = TensorDataset(torch.ones(1))
+TABLE = pandas.DataFrame(
+    {
+        "age": [30.0, 41.0],
+        "city": ["Paris", "Rome"],
+        "seen": pandas.to_datetime(["2020-01-01", "2020-01-02"]),
+        "n": [3, 4],
+    }
+)
+
+
+class Stream(IterableDataset[int]):
+    """Examples without an index."""
+
+    def __iter__(self) -> Iterator[int]:
+        return iter([1, 2])
+
+    def __len__(self) -> int:
+        return 2
+
+
+def test_a_table_whose_columns_are_of_different_kinds() -> None:
+    """As get_dummies makes them: True and False beside numbers, which numpy sees as objects."""
+    dummies = pandas.get_dummies(TABLE[["age", "n", "city"]])
+    assert np.asarray(dummies).dtype == object
+    expected = [[30, 3, 1, 0], [41, 4, 0, 1]]
+    for table in (dummies, dummies.to_numpy()):
+        (x,) = Federation.from_arrays(table, sizes=[2]).fields
+        assert (x.dtype, x.tolist()) == (np.float64, expected)
+    (x,) = Federation.from_arrays(dummies[["city_Paris", "city_Rome"]], sizes=[2]).fields
+    assert (x.dtype, x.tolist()) == (np.float64, [[1, 0], [0, 1]])
+    y = pandas.Series([1, 0], dtype=object)
+    assert Federation.from_arrays(y, sizes=[2]).fields[0].dtype == np.int64
+
+
+class Noisy(Dataset[tuple[torch.Tensor, int]]):
+    """Examples, each with a draw of its own."""
+
+    def __init__(self, draw: Callable[[], float]) -> None:
+        self.draw = draw
+
+    def __len__(self) -> int:
+        return 40
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+        return torch.tensor([index, self.draw()]), index % 2
+
+
+OWN = np.random.default_rng(0)
+
+
+@pytest.mark.parametrize(
+    ("draw", "message"),
+    [
+        (lambda: float(torch.rand(())), "different values"),
+        (lambda: random.random(), "different values"),
+        (lambda: np.random.rand(), "different values"),
+        (lambda: OWN.random(), "different values"),
+        (lambda: float(OWN.random() < 0.5), "different values"),
+        (lambda: float(torch.rand(()) < 1e-9), "draws random numbers"),  # hardly ever
+        (lambda: float(random.random() < 1e-9), "draws random numbers"),
+        (lambda: float(np.random.rand() < 1e-9), "draws random numbers"),
+    ],
+)
+def test_random_transforms_are_noticed(draw: Callable[[], float], message: str) -> None:
+    with pytest.warns(UserWarning, match=f"{message}.*Augment") as seen:
+        Federation.from_datasets([Noisy(draw), Noisy(draw)])
+    assert len(seen) == 1
+    assert seen[0].filename == __file__
+
+
+def test_examples_of_random_shapes_are_noticed() -> None:
+    class Crop(Dataset[torch.Tensor]):
+        reads = 0
+
+        def __len__(self) -> int:
+            return 40
+
+        def __getitem__(self, index: int) -> torch.Tensor:
+            self.reads += 1
+            return torch.ones(1 if self.reads <= 40 else self.reads)
+
+    with pytest.warns(UserWarning, match="different values"):
+        Federation.from_datasets([Crop()])
+
+
+def test_the_check_for_randomness_draws_nothing_itself() -> None:
+    def reading(check: bool) -> list[float]:
+        torch.manual_seed(1)
+        random.seed(1)
+        np.random.seed(1)
+        data = Noisy(lambda: float(torch.rand(()) + random.random() + np.random.rand()))
+        if check:
+            with pytest.warns(UserWarning, match="different values"):
+                values = Federation.from_datasets([data]).fields[0][:, 1].tolist()
+        else:
+            values = [data[j][0][1].item() for j in range(len(data))]
+        return [*values, data.draw()]
+
+    assert reading(check=True) == reading(check=False)
+
+
+def test_examples_that_were_drawn_once_and_kept_are_not_random() -> None:
+    kept: dict[int, float] = {}
+
+    class Lazy(Dataset[float]):
+        def __len__(self) -> int:
+            return 3
+
+        def __getitem__(self, index: int) -> float:
+            if index not in kept:
+                kept[index] = random.random()
+            return kept[index]
+
+    Federation.from_datasets([Lazy()])
+
+
 @pytest.mark.parametrize(
     ("make", "message"),
     [
@@ -94,6 +215,20 @@ def test_what_is_shared_cannot_be_changed() -> None:
         (lambda: Federation.from_arrays([[1.0], [2.0, 3.0]], sizes=[2]), "equal rows"),
         (lambda: Federation.from_datasets([[{"a": 1}]]), "with no names"),  # type: ignore[list-item]
         (lambda: Federation.from_datasets([iter([])]), "must have a length"),  # type: ignore[list-item]
+        (lambda: Federation.from_datasets([[(1.0, "a")]]), "part 1"),  # type: ignore[list-item]
+        (lambda: Federation.from_datasets([DataLoader(ONE)]), "dataset 0 is a DataLoader.*dataset"),  # type: ignore[list-item]
+        (lambda: Federation.from_datasets(DataLoader(ONE)), "list with a dataset per client"),  # type: ignore[arg-type]
+        (lambda: Federation.from_datasets(ONE), "list with a dataset per client"),  # type: ignore[arg-type]
+        (lambda: Federation.from_datasets([Stream()]), "dataset 0 is an IterableDataset"),
+        (lambda: Federation.from_arrays(DataLoader(ONE), sizes=[1]), "field 0 is a DataLoader"),
+        (lambda: Federation.from_arrays(TABLE, sizes=[2]), r"'Paris'.*row 0 of column 'city'"),
+        (
+            lambda: Federation.from_arrays(TABLE.to_numpy(), sizes=[2]),
+            "'Paris'.*row 0.*get_dummies",
+        ),
+        (lambda: Federation.from_arrays(TABLE["city"], sizes=[2]), "'Paris'.*row 0"),
+        (lambda: Federation.from_arrays(TABLE["seen"], sizes=[2]), "datetime64.* values"),
+        (lambda: Federation.from_arrays([1, None], sizes=[2]), "missing value.*row 1"),
     ],
 )
 def test_bad_input_is_named(make: object, message: str) -> None:

@@ -22,6 +22,7 @@ from typing import Any, NoReturn
 
 import h5py
 import numpy as np
+import pandas
 import pyarrow as pa
 import pytest
 import torch
@@ -877,8 +878,8 @@ def test_folders_above_the_source_make_no_column(tmp_path: Path) -> None:
         ({"x": [1.0]}, {"fields": ["x", "x"]}, "named twice"),
         ({"x": [1.0]}, {"input": ["x", "x"]}, "named twice"),
         ({"y": [1.0]}, {"label": "y"}, "no other column holds numbers"),
-        ({"x": ["t"]}, {"fields": ["x"]}, "column 'x' holds string values"),
-        ({"x": [["t"]]}, {"fields": ["x"]}, "column 'x' holds string values"),
+        ({"x": ["t"]}, {"fields": ["x"]}, "column 'x' holds text"),
+        ({"x": [["t"]]}, {"fields": ["x"]}, "column 'x' holds text"),
         ({"x": [[1.0]], "z": [1.0], "y": [1]}, {"label": "y"}, "hold lists.*Name the input"),
         ({"x": [[1.0]], "z": [[1.0]], "y": [1]}, {"label": "y"}, "x, z hold lists"),
         ({"x": [[1.0]], "z": [1.0]}, {"input": ["x", "z"]}, "'x' holds lists and cannot be set"),
@@ -926,6 +927,58 @@ def test_text_that_cannot_be_imported(tmp_path: Path, text: str, message: str) -
     (tmp_path / "t.csv").write_text(text)
     with pytest.raises(FedShuffleError, match=message):
         import_file(tmp_path / "t.csv", tmp_path / "p", client="who", fields=["x"])
+
+
+@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize(
+    ("choice", "value", "message"),
+    [
+        ({"input": ["x", "z"]}, "old", "column 'z' holds .*leave the column out"),
+        ({"fields": ["x", "z"]}, "old", "column 'z' holds .*leave the column out"),
+        ({"label": "z"}, "old", "column 'z' holds .*leave the column out"),
+    ],
+)
+def test_text_in_a_column_is_named(
+    tmp_path: Path, choice: dict[str, Any], value: str, message: str, late: bool
+) -> None:
+    before = 200_000 if late else 0  # more than is read to see what a column looks like
+    rows = ["who,x,z", *["a,1,2"] * before, f"b,3,{value}"]
+    (tmp_path / "t.csv").write_text("\n".join(rows) + "\n")
+    with pytest.raises(FedShuffleError, match=message) as error:
+        import_file(tmp_path / "t.csv", tmp_path / "p", client="who", **choice)
+    assert "\n" not in str(error.value)
+    assert not late or "'old' in row 200002" in str(error.value)
+
+
+def test_the_dummies_of_a_table_are_numbers(tmp_path: Path) -> None:
+    """As pandas writes get_dummies: True and False in text files, bool in Parquet."""
+    table = pandas.get_dummies(
+        pandas.DataFrame({"who": [1, 2, 2], "age": [3, 4, 5.5], "city": ["p", "r", "p"]})
+    )
+    table.to_csv(tmp_path / "t.csv", index=False)
+    parquet.write_table(pa.Table.from_pandas(table), tmp_path / "t.parquet")
+    for name in ("t.csv", "t.parquet"):
+        imported = import_file(
+            tmp_path / name,
+            tmp_path / "p",
+            client="who",
+            label=None,
+            input=["age", "city_p", "city_r"],
+            overwrite=True,
+        )
+        assert imported.fields[0].tolist() == [[3, 1, 0], [4, 0, 1], [5.5, 1, 0]]
+        only = import_file(
+            tmp_path / name,
+            tmp_path / "p",
+            client="who",
+            label="age",
+            input=["city_p", "city_r"],
+            overwrite=True,
+        )
+        assert only.fields[0].dtype == np.float32
+    x = table.drop(columns="who")
+    chunks = import_chunks([("a", x[:1]), ("b", x[1:])], tmp_path / "q")
+    assert chunks.fields[0].tolist() == [[3, 1, 0], [4, 0, 1], [5.5, 1, 0]]
 
 
 def test_a_parquet_file_that_is_cut_short(tmp_path: Path) -> None:

@@ -100,7 +100,7 @@ def test_an_audit_of_clients_with_such_names(capsys: pytest.CaptureFixture[str])
     federation = Federation.from_arrays([1.0, 2.0, 3.0], client_ids=["a", f"b{EVIL}", "a"])
     print_audit(Console(width=200), audit(federation, "fedavg", "full"))
     shown = capsys.readouterr().out
-    assert shown
+    assert "owned" in shown
     assert not OBEYED.search(shown)
 
 

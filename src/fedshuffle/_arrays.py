@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from numbers import Number
 from typing import Any
 
 import numpy as np
@@ -45,6 +46,45 @@ def expect(value: Any, kind: type, what: str) -> None:
         raise FedShuffleError(
             f"{what} must be of type {kind.__name__}, not {type(value).__name__}: {value!r:.60}."
         )
+
+
+def numeric(values: Any, what: str, remedy: str) -> NDArray[Any]:
+    """An array of numbers, or an error that names the first value that is none.
+
+    Numbers may come as Python objects. That is how pandas hands out a table whose columns are of
+    different kinds, such as those of ``get_dummies`` beside others; it becomes float64, and so does
+    a table of nothing but True and False.
+
+    >>> numeric(np.array([[1.5, True], [2, False]], dtype=object), "x", "").tolist()
+    [[1.5, 1.0], [2.0, 0.0]]
+    """
+    try:
+        array = np.asarray(values)
+    except ValueError as error:  # rows of different lengths
+        raise FedShuffleError(f"{what} is no array of equal rows: {error}.") from error
+    columns = getattr(values, "columns", None) if array.ndim == 2 else None
+    if array.dtype.kind in "OSU":
+        for place, value in np.ndenumerate(array):
+            if not isinstance(value, Number | np.bool_):
+                where = f"row {place[0]}" if place else "it"
+                where += "" if columns is None else f" of column {columns[place[1]]!r}"
+                raise FedShuffleError(f"{what} holds {_kind(value)} in {where}. {remedy}")
+        inferred = np.array(array.tolist())
+        array = (
+            inferred if array.ndim < 2 and inferred.dtype != object else array.astype(np.float64)
+        )
+    if array.dtype.kind not in "biufc":
+        raise FedShuffleError(f"{what} holds {array.dtype} values. {remedy}")
+    return array.astype(np.float64) if columns is not None and array.dtype == bool else array
+
+
+def _kind(value: Any) -> str:
+    """What a value is that is no number."""
+    if isinstance(value, str | bytes):
+        return f"text ({value!r:.40})"
+    if value is None or type(value).__name__ in ("NAType", "NaTType"):  # of pandas
+        return "a missing value (null)"
+    return f"a value of type {type(value).__name__}"
 
 
 def counts(values: ArrayLike, what: str, remedy: str = "") -> IntArray:

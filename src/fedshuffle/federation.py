@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import ArrayLike
 
-from fedshuffle._arrays import FloatArray, IntArray, count, counts, frozen, positive
+from fedshuffle._arrays import FloatArray, IntArray, count, counts, frozen, numeric, positive
 from fedshuffle.errors import FedShuffleError
 from fedshuffle.randomness import Purpose, generator
 
@@ -98,28 +98,21 @@ class Federation:
     def from_datasets(
         cls, datasets: Sequence[Dataset[Any]], weights: ArrayLike | None = None
     ) -> Federation:
-        """One map-style torch dataset per client; its examples are read once and packed."""
-        import torch
-        from torch.utils.data import default_collate
+        """One map-style torch dataset per client; its examples are read once and packed.
 
-        try:
-            sizes = [len(dataset) for dataset in datasets]  # type: ignore[arg-type]
-        except TypeError as error:
-            raise FedShuffleError(f"datasets must have a length: {error}.") from error
+        So random transforms would be drawn once, and every epoch would see that draw: they are
+        noticed, with a warning. What shall be random in every epoch belongs into the model, as a
+        layer such as :class:`fedshuffle.datasets.Augment`.
+        """
+        from fedshuffle._torch_data import packed, sizes_of, warn_of_randomness
+
+        sizes = sizes_of(datasets)
         checked = _checked(sizes)
-        examples = [
-            dataset[j] for dataset, m in zip(datasets, sizes, strict=True) for j in range(m)
-        ]
-        try:
-            collated = default_collate(examples)
-        except (TypeError, RuntimeError) as error:
-            raise FedShuffleError(f"the examples do not fit together: {error}.") from error
-        fields = (collated,) if isinstance(collated, torch.Tensor) else tuple(collated)
-        if not all(isinstance(field, torch.Tensor) for field in fields):
-            raise FedShuffleError(
-                "the examples must be tensors or tuples of tensors and numbers, with no names."
-            )
-        return cls._build(list(fields), checked, weights, None)
+        rows = [(i, j) for i, m in enumerate(sizes) for j in range(m)]
+        fields = packed(datasets, rows)
+        federation = cls._build(fields, checked, weights, None)
+        warn_of_randomness(datasets, rows, fields)
+        return federation
 
     @classmethod
     def open(cls, path: str | Path, weights: ArrayLike | None = None) -> Federation:
@@ -332,10 +325,19 @@ def _packable(field: Any, index: int) -> Any:
     """A field as a tensor, or as an array that torch can read."""
     if hasattr(field, "is_floating_point"):
         return field
-    try:
-        array = np.ascontiguousarray(field)
-    except ValueError as error:
-        raise FedShuffleError(f"field {index} is no array of equal rows: {error}.") from error
+    if hasattr(field, "dataset") and hasattr(field, "batch_size"):  # without importing torch
+        raise FedShuffleError(
+            f"field {index} is a {type(field).__name__}. Give its dataset to"
+            " Federation.from_datasets, one per client; minibatches are made in training."
+        )
+    array = np.ascontiguousarray(
+        numeric(
+            field,
+            f"field {index}",
+            "Convert it to numbers first (pandas: get_dummies for inputs, factorize for labels), or"
+            " leave it out.",
+        )
+    )
     return array.astype(array.dtype.newbyteorder("="), copy=False)
 
 

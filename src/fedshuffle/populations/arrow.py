@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -52,7 +53,7 @@ def count_rows(dataset: Any, paths: Sequence[Path]) -> int:
 def batches(dataset: Any, columns: Sequence[str], paths: Sequence[Path]) -> Iterator[Any]:
     """The rows in the order of the files, some thousands at a time."""
     columns = list(dict.fromkeys(columns))
-    with _reading(paths):
+    with _reading(paths, dataset.schema.names):
         found = dataset.to_batches(
             columns=columns, batch_size=_ROWS, batch_readahead=4, fragment_readahead=1
         )
@@ -117,13 +118,26 @@ def is_list(kind: Any) -> bool:
 
 
 @contextmanager
-def _reading(paths: Sequence[Path]) -> Iterator[None]:
-    """Turn what Arrow says of a file into one clear error."""
+def _reading(paths: Sequence[Path], columns: Sequence[str] = ()) -> Iterator[None]:
+    """Turn what Arrow says of a file into one clear error; names the column, if it is known."""
     try:
         yield
     except (OSError, UnicodeDecodeError, optional("pyarrow").ArrowException) as error:
         where = paths[0] if len(paths) == 1 else paths[0].parent
         what = one_line(error)
-        if "conversion error to int64" in what:  # which is what the file's beginning looked like
-            what += ". Say the dtype of that field, such as float32"
+        if bad := re.search(r"column #(\d+): (?:Row #(\d+): )?.*invalid value '(.*)'", what):
+            column, row, value = bad.groups()
+            if len(paths) == 1 and columns:  # several files may differ in the order of columns
+                line = "" if row is None else f" in row {row}"
+                what = f"column {columns[int(column)]!r} holds {value!r}{line}"
+            what += f". {_remedy(value)}"
         raise FedShuffleError(f"cannot read {str(where)!r}: {what}.") from error
+
+
+def _remedy(value: str) -> str:
+    """What to do about a value that is not of the kind that the file's beginning looked like."""
+    try:
+        float(value)
+    except ValueError:
+        return "Put a number there, or leave the column out"
+    return "Say the dtype of that field, such as float32"

@@ -77,8 +77,9 @@ def import_table(
     told = {name: checked_dtype(name, kind) for name, kind in (dtype or {}).items()}
     schema = open_files(paths, base, format, {}).schema
     columns = _chosen(schema, client, fields, input, label)
+    _check_columns(schema, columns, format)
     dataset = open_files(paths, base, format, _types(schema, columns, client, told))
-    _check_types(dataset.schema, client, columns)
+    _check_client(dataset.schema, client)
     kinds = _kinds(dataset.schema, columns, format) | told
     scaling = None
     if standardise is not False:
@@ -187,12 +188,13 @@ def _types(
         real = name in told and told[name].kind == "f"
         matrix = isinstance(column, list) and name not in told
         for part in _flat({name: column}):
-            if real or matrix or arrow.types.is_null(schema.field(part).type):
+            kind = schema.field(part).type
+            if real or (matrix and not arrow.types.is_boolean(kind)) or arrow.types.is_null(kind):
                 types[part] = arrow.float64()
     return types
 
 
-def _check_types(schema: Any, client: str, columns: Columns) -> None:
+def _check_client(schema: Any, client: str) -> None:
     types = optional("pyarrow").types
     kind = schema.field(client).type
     kind = kind.value_type if types.is_dictionary(kind) else kind
@@ -201,14 +203,21 @@ def _check_types(schema: Any, client: str, columns: Columns) -> None:
             f"the client column {client!r} holds {kind} values. Clients are named by text or by"
             " whole numbers."
         )
+
+
+def _check_columns(schema: Any, columns: Columns, format: str) -> None:
+    """Refuse columns that hold no numbers; one of a text file may begin with missing ones."""
+    types = optional("pyarrow").types
     for name in _flat(columns):
         kind = schema.field(name).type
         while is_list(kind):
             kind = kind.value_type
-        if not is_number(kind):
+        if not (is_number(kind) or (types.is_null(kind) and format != "parquet")):
+            text = types.is_string(kind) or types.is_large_string(kind)
+            what = "text" if text else f"{kind} values"
             raise FedShuffleError(
-                f"column {name!r} holds {kind} values. Turn them into numbers first, or leave the"
-                " column out."
+                f"column {name!r} holds {what}. Turn it into numbers first (pandas: get_dummies for"
+                " inputs, factorize for labels), or leave the column out."
             )
 
 

@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import ArrayLike, DTypeLike, NDArray
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
-from fedshuffle._arrays import IntArray
+from fedshuffle._arrays import IntArray, numeric
 from fedshuffle._terminal import Console
 from fedshuffle.errors import FedShuffleError, unknown
 from fedshuffle.populations.draft import Draft, blocks, checked_dtype, encoded_ids, writing
@@ -31,6 +31,10 @@ Id = str | int
 
 _WAITING_BYTES = 1 << 22
 """Small chunks are written together when they amount to this."""
+_CONVERT = (
+    "Convert it to numbers first (with read= where a file is imported, or in the iterator), or drop"
+    " that example."
+)
 
 
 @final
@@ -193,17 +197,10 @@ class StoreWriter:
         return name
 
     def _array(self, k: int, field: Any, who: str = "") -> NDArray[Any]:
-        try:
-            array = np.asarray(field)
-        except ValueError as error:
-            raise FedShuffleError(
-                f"field {self._name(k)!r}{who} is no array of equal rows: {error}."
-            ) from error
-        if array.dtype.kind not in "biufc" or array.dtype.char in "gG":
-            raise FedShuffleError(
-                f"field {self._name(k)!r}{who} holds {_kind(array)} first: with read= where a file"
-                " is imported, or in the iterator."
-            )
+        what = f"field {self._name(k)!r}{who}"
+        array = numeric(field, what, _CONVERT)
+        if array.dtype.char in "gG":
+            raise FedShuffleError(f"{what} holds {array.dtype} values. {_CONVERT}")
         return array
 
     def _name(self, k: int) -> str:
@@ -341,14 +338,6 @@ def _rows(arrays: Sequence[NDArray[Any]], who: str = "") -> int:
     if not lengths:
         raise FedShuffleError("give at least one array of examples.")
     return lengths.pop()
-
-
-def _kind(array: NDArray[Any]) -> str:
-    """What an array holds that is no numbers, and what is to be done with it."""
-    if array.dtype.kind == "O" and any(value is None for value in array.flat):
-        return "a missing value (null). Fill it in, or drop that example,"
-    what = "text" if array.dtype.kind in "SUO" else f"{array.dtype} values"
-    return f"{what}. Convert it to numbers"
 
 
 @final
