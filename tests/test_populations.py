@@ -6,6 +6,7 @@ import copy
 import dataclasses
 import errno
 import gzip
+import io
 import json
 import os
 import pickle
@@ -44,6 +45,7 @@ from fedshuffle.populations import (
     store,
     writing,
 )
+from fedshuffle.populations import leaf as leaf_reading
 from fedshuffle.randomness import Purpose, generator
 from fedshuffle.report.population import histogram
 
@@ -1086,6 +1088,26 @@ def test_damaged_leaf_files_are_refused_in_one_line(tmp_path: Path) -> None:
             refused += 1
         assert re.fullmatch("[ -~]+", said)
     assert refused > len(cut)
+
+
+@pytest.mark.parametrize("begin", ["", '{"users": ', '{"user_data": {"a": {"x": '])
+@pytest.mark.parametrize("level", ["[", "[1, [2], ", '{"a": '])
+def test_leaf_files_that_nest_without_end(tmp_path: Path, begin: str, level: str) -> None:
+    (tmp_path / "t.json").write_text(begin + level * 3000)
+    with pytest.raises(FedShuffleError, match="nests more than 64 lists"):
+        import_leaf(tmp_path / "t.json", tmp_path / "p")
+
+
+@given(st.lists(st.text(st.sampled_from('[{]}"\\ax'), max_size=9), min_size=1), st.integers(1, 7))
+def test_brackets_within_text_do_not_nest(words: list[str], size: int) -> None:
+    text = json.dumps({"x": [[[word] for word in words]], "y": words}).encode()
+    file = leaf_reading._Shallow(io.BytesIO(text), Path("t.json"))
+    depths = []
+    while file.read(size):
+        depths.append(file._depth)
+    assert max(depths) <= 4
+    assert depths[-1] == 0
+    assert size > 1 or max(depths) == 4
 
 
 ANN = {"ann": {"x": [[1.0], [2.0]], "y": [0, 1]}}

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO, final
 
 import numpy as np
 from numpy.typing import ArrayLike, DTypeLike
@@ -16,6 +17,10 @@ from fedshuffle.populations.sources import Read, distinct, files, optional
 
 _STEPS = {"all_data", "rem_user_data", "sampled_data", "test", "train"}
 """Folders that LEAF's scripts make of the same data, one after the other."""
+_DEEPEST = 64
+"""Lists and objects within each other that a file may have."""
+_STRING = re.compile(rb'"(?:[^"\\]++|\\.)*+"', re.DOTALL)
+_REST = bytes(set(range(256)) - set(b"[]{}"))
 
 
 def import_leaf(
@@ -143,13 +148,41 @@ def _items(ijson: Any, path: Path, key: str) -> Iterator[Any]:
     with path.open("rb") as file:
         try:
             yield from (ijson.kvitems if key == "user_data" else ijson.items)(
-                file, key, use_float=True
+                _Shallow(file, path), key, use_float=True
             )
         except (ijson.JSONError, OSError) as error:
             what = str(error).partition("\n")[0].rstrip(". ")  # what follows draws the place
             raise FedShuffleError(
                 f"cannot read {str(path)!r} as JSON: {what}. If it is damaged, get it again."
             ) from error
+
+
+@final
+class _Shallow:
+    """A JSON file without deep nesting, on which ijson spends memory by the square of the depth."""
+
+    def __init__(self, file: BinaryIO, path: Path) -> None:
+        self._file, self._path = file, path
+        self._depth = 0
+        self._string = b""
+        """How a string began that goes on in the next block."""
+
+    def read(self, size: int = -1) -> bytes:
+        """The next bytes, unless they nest too deeply."""
+        block = self._file.read(size)
+        text, quote, string = _STRING.sub(b"", self._string + block).partition(b'"')
+        escaped = (len(string) - len(string.rstrip(b"\\"))) % 2
+        self._string = quote + b"\\" * escaped
+        brackets = np.frombuffer(text.translate(None, _REST), np.uint8)
+        if len(brackets):
+            depths = self._depth + np.cumsum(np.where(np.isin(brackets, list(b"[{")), 1, -1))
+            if depths.max() > _DEEPEST:
+                raise FedShuffleError(
+                    f"{str(self._path)!r} nests more than {_DEEPEST} lists, as no LEAF file does."
+                    " If it is damaged, get it again."
+                )
+            self._depth = int(depths[-1])
+        return block
 
 
 def _numbers(values: Any, as_told: bool) -> ArrayLike:
