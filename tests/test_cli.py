@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -19,8 +20,10 @@ def run(monkeypatch: pytest.MonkeyPatch, *words: str) -> int:
     """The exit code of ``fedshuffle WORDS``, in this process."""
     monkeypatch.setattr(sys, "argv", ["fedshuffle", *words])
     monkeypatch.setenv("COLUMNS", "100")
+    interrupt = signal.getsignal(signal.SIGINT)
     with pytest.raises(SystemExit) as stop:
         cli.main()
+    signal.signal(signal.SIGINT, interrupt)  # which an interrupted command ignores to its end
     code = stop.value.code
     assert isinstance(code, int)
     return code

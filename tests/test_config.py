@@ -10,7 +10,9 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 import tomllib
+import warnings
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -595,12 +597,14 @@ def test_kill_9_of_the_command_loses_nothing(
     assert metrics(out) == metrics(whole)
 
 
-def interrupted_at(project: Path, monkeypatch: pytest.MonkeyPatch, call: int) -> int:
+def interrupted_at(
+    project: Path, monkeypatch: pytest.MonkeyPatch, call: int, by: str = "raise KeyboardInterrupt"
+) -> int:
     """The exit code of the command, when the user's loss is interrupted at some call."""
     code = MODULE.replace(
         "def loss(model, inputs, labels, smoothing=0.0):",
         "calls = []\n\ndef loss(model, inputs, labels, smoothing=0.0):\n"
-        f"    calls.append(1)\n    if len(calls) == {call}:\n        raise KeyboardInterrupt",
+        f"    calls.append(1)\n    if len(calls) == {call}:\n        {by}",
     )
     (project / "mine.py").write_text(code)
     shutil.rmtree(project / "__pycache__", ignore_errors=True)
@@ -668,6 +672,127 @@ def test_training_that_diverges_ends_in_one_line(
     assert errors.splitlines()[-1].startswith("error: round ")
     assert f"fedshuffle run --resume '{project / 'run'}'" in errors
     assert "Traceback" not in errors
+
+
+def test_a_loss_far_above_that_of_the_start_is_called_divergence(
+    project: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """All numbers are finite, also those of the first round, and the model is worthless."""
+    file = str(project / "config.toml")
+    with warnings.catch_warnings():
+        warnings.simplefilter("always")
+        assert command(monkeypatch, "run", file, "--set", "step_size=1000") == 1
+    printed = capsys.readouterr()
+    losses = [record["loss"] for record in metrics(project / "run") if "loss" in record]
+    headline = printed.out.splitlines()[0]
+    assert headline.startswith("Diverged: the loss is")
+    assert f"{losses[-1]:.4g}" in headline
+    assert "step size" in headline
+    assert "diverges" in printed.err
+    assert "--rounds" not in printed.out
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        resume = ["run", "--resume", str(project / "run"), "--rounds", "8", "--json"]
+        assert command(monkeypatch, *resume) == 1
+    assert "loss" in json.loads(capsys.readouterr().out)["diverged"]
+
+    assert command(monkeypatch, "run", file, "--out", str(project / "good"), "--json") == 0
+    assert json.loads(capsys.readouterr().out)["diverged"] is None
+
+
+@pytest.mark.parametrize(
+    ("code", "words"),
+    [
+        ("import sys\nsys.exit()\ndef model(): ...", {"model": "bad:model"}),
+        ("import argparse\nargparse.ArgumentParser(exit_on_error=False).exit()", {"data": "bad:d"}),
+        ("import sys\ndef model():\n    sys.exit(0)", {"model": "bad:model"}),
+        ("def data():\n    exit()", {"data": "bad:data"}),
+        ("import sys\ndef loss(model, *fields):\n    sys.exit('enough')", {"loss": "bad:loss"}),
+        (
+            "import sys\nfrom fedshuffle import Metric\n"
+            "def each(*_):\n    sys.exit()\nM = Metric('m', each, higher_is_better=True)",
+            {"evaluation.metrics": "['loss', 'bad:M']"},
+        ),
+    ],
+    ids=["import", "argparse", "model", "data", "loss", "metric"],
+)
+def test_a_module_that_exits_does_not_pass_for_success(
+    project: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    code: str,
+    words: dict[str, str],
+) -> None:
+    (project / "bad.py").write_text(code)
+    changes = [word for key, value in words.items() for word in ("--set", f"{key}={value}")]
+    assert command(monkeypatch, "run", str(project / "config.toml"), *changes) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "sys.exit(" in line
+    assert "bad.py, line" in line
+
+
+def test_a_loss_that_exits_after_some_rounds_loses_nothing(
+    project: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert interrupted_at(project, monkeypatch, call=100, by="raise SystemExit") == 2
+    errors = capsys.readouterr().err
+    assert "Stopped after round" in errors
+    assert "sys.exit" in errors.splitlines()[-1]
+    (project / "mine.py").write_text(MODULE)
+    shutil.rmtree(project / "__pycache__", ignore_errors=True)
+    assert command(monkeypatch, "run", "--resume", str(project / "run")) == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("gap", [0.0, 0.01, 0.1])
+def test_ctrl_c_twice_ends_in_one_line_and_loses_nothing(
+    project: Path, monkeypatch: pytest.MonkeyPatch, gap: float
+) -> None:
+    """The second comes while the run is saved, or while Python ends: neither may matter."""
+    program = Path(sys.executable).parent / "fedshuffle"
+    words = [str(program), "run", "config.toml", "--rounds", "1000000", "--json"]
+    process = subprocess.Popen(words, cwd=project, stderr=subprocess.PIPE, text=True)
+    lines = project / "run" / "metrics.jsonl"
+    try:
+        wait_for(lambda: lines.exists() and lines.read_bytes().count(b"\n") >= 5, "rounds", process)
+        process.send_signal(signal.SIGINT)
+        time.sleep(gap)
+        process.send_signal(signal.SIGINT)
+        _, errors = process.communicate()
+    finally:
+        process.kill()
+    assert process.returncode in (130, -signal.SIGINT)  # the latter once Python is gone
+    (line,) = errors.splitlines()
+    assert line.startswith("Stopped after round")
+    saved = sorted((project / "run" / "checkpoints").glob("*.json"))
+    rounds = str(int(saved[-1].stem) + 2)
+    resume = ["run", "--resume", str(project / "run"), "--rounds", rounds]
+    assert command(monkeypatch, *resume) == 0
+
+
+@pytest.mark.slow
+def test_two_commands_cannot_go_on_with_one_run(
+    project: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    program = Path(sys.executable).parent / "fedshuffle"
+    words = [str(program), "run", "config.toml", "--rounds", "1000000", "--json"]
+    process = subprocess.Popen(words, cwd=project)
+    lines = project / "run" / "metrics.jsonl"
+    try:
+        wait_for(lambda: lines.exists() and lines.read_bytes().count(b"\n") >= 5, "rounds", process)
+        resume = ["run", "--resume", str(project / "run"), "--rounds", "2000000"]
+        assert command(monkeypatch, *resume) == 2
+        assert f"process {process.pid}" in capsys.readouterr().err
+        assert "rounds = 1000000" in (project / "run" / "config.toml").read_text()
+    finally:
+        process.kill()
+        process.wait()
+    saved = sorted((project / "run" / "checkpoints").glob("*.json"))  # and a kill frees the folder
+    resume[-1] = str(int(saved[-1].stem) + 30)
+    assert command(monkeypatch, *resume) == 0
+    rounds = [record["round"] for record in metrics(project / "run")]
+    assert rounds == list(range(1, len(rounds) + 1))
 
 
 def test_a_folder_that_holds_a_run_is_refused_before_data_are_loaded(

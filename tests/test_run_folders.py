@@ -360,7 +360,7 @@ def test_a_thread_may_write_where_it_writes_already(tmp_path: Path) -> None:
 # Folders that are not a run's
 
 
-@pytest.mark.parametrize("name", ["metrics.jsonl", "model.safetensors", "tensorboard"])
+@pytest.mark.parametrize("name", ["metrics.jsonl", "clients.csv", "tensorboard"])
 @pytest.mark.parametrize("kind", ["file", "folder"])
 def test_a_run_writes_over_nothing_that_is_not_its_own(
     tmp_path: Path, name: str, kind: str

@@ -88,9 +88,6 @@ def test_a_run_interrupted_anywhere_ends_the_same(tmp_path: Path, momentum: str,
     whole = go(tmp_path / "whole", momentum=momentum)
     seen = 0
 
-    class Killed(BaseException):
-        pass
-
     def evaluate(model: Point) -> dict[str, float]:
         nonlocal seen
         if seen == stop:
@@ -126,6 +123,33 @@ def test_ctrl_c_saves_the_last_whole_round_and_says_how_to_go_on(
     resumed = go(tmp_path / "run", resume=True)
     assert torch.equal(vector(resumed.model), vector(whole.model))
     assert without_time(resumed.history) == without_time(whole.history)
+
+
+def test_a_second_ctrl_c_does_not_disturb_the_last_save(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save = RunFolder.save
+
+    def disturbed(self: RunFolder, state: State) -> None:
+        if state.round == 6:  # no checkpoint is due: it is the last save
+            os.kill(os.getpid(), signal.SIGINT)
+            os.kill(os.getpid(), signal.SIGTERM)
+        save(self, state)
+
+    def evaluate(model: Point) -> dict[str, float]:
+        if done(tmp_path / "run") == 6:
+            raise KeyboardInterrupt
+        return {"norm": float(model.x.norm())}
+
+    before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+    monkeypatch.setattr(RunFolder, "save", disturbed)
+    with pytest.raises(KeyboardInterrupt):
+        go(tmp_path / "run", evaluate=evaluate)
+    assert capsys.readouterr().err.startswith("Stopped after round 6, which is saved.")
+    assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == before
+    latest = RunFolder(tmp_path / "run").latest()
+    assert latest is not None
+    assert latest.round == 6
 
 
 def test_sigterm_is_taken_as_ctrl_c_where_there_is_a_folder(
@@ -177,7 +201,11 @@ def test_what_fails_is_named_and_what_was_done_is_saved(tmp_path: Path, where: s
     assert without_time(resumed.history) == without_time(whole.history)
 
 
-@pytest.mark.parametrize("how", [KeyboardInterrupt, SystemExit], ids=["saved", "killed"])
+class Killed(BaseException):
+    """As kill -9: no chance to save anything."""
+
+
+@pytest.mark.parametrize("how", [KeyboardInterrupt, Killed], ids=["saved", "killed"])
 @pytest.mark.parametrize("stop", [1, 3, 7])
 def test_the_same_rounds_are_evaluated_after_resuming(
     tmp_path: Path, stop: int, how: type[BaseException]
@@ -208,7 +236,9 @@ def test_the_same_rounds_are_evaluated_after_resuming(
 
 def test_what_is_not_finite_is_null_on_disk_and_nan_in_python(tmp_path: Path) -> None:
     values = iter([1.5, float("inf"), float("nan"), -float("inf")])
-    result = go(tmp_path, rounds=4, evaluate=lambda model: {"loss": next(values)})
+    with pytest.warns(UserWarning, match="the loss is nan after round 2"):
+        result = go(tmp_path, rounds=4, evaluate=lambda model: {"loss": next(values)})
+    assert result.diverged is not None
     lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
 
     def refuse(name: str) -> None:
@@ -218,6 +248,54 @@ def test_what_is_not_finite_is_null_on_disk_and_nan_in_python(tmp_path: Path) ->
     assert [record["loss"] for record in records] == [1.5, None, None, None]
     for history in (result.history, RunFolder(tmp_path).metrics()):
         assert [str(record["loss"]) for record in history] == ["1.5", "nan", "nan", "nan"]
+
+
+@pytest.mark.parametrize(
+    ("values", "warned", "diverged"),
+    [
+        ([1, 2, 9], False, None),
+        ([1, 11, 12], True, "the loss is 12 after round 3, and was 1 after round 1"),
+        ([1, 11, 0.5], True, None),
+        ([-1, 50, 0.5], False, None),
+    ],
+)
+def test_divergence_is_judged_by_the_last_loss(
+    values: list[float], warned: bool, diverged: str | None
+) -> None:
+    """A function of the user's is not asked about the start, so its first loss is the measure."""
+    losses = iter(values)
+    with pytest.warns(UserWarning, match="diverges") if warned else nullcontext():
+        result = go(None, rounds=3, evaluate=lambda model: {"loss": next(losses)})
+    assert result.diverged == diverged
+
+
+def test_divergence_is_measured_against_the_start_also_after_resuming(tmp_path: Path) -> None:
+    """The first record is beyond hope already; a model that is not the start is no measure."""
+
+    def one(start: float, rounds: int, resume: bool) -> Any:
+        model = Point(2)
+        nn.init.constant_(model.x, start)
+        with pytest.warns(UserWarning, match="diverges") if start == 0 else nullcontext():
+            return train(
+                model,
+                FEDERATION,
+                loss=half_squared_distance,
+                rounds=rounds,
+                step_size=40.0,
+                work=LocalWork(batch_size=12),
+                evaluate=Evaluation(FEDERATION, ["loss"], per_client=False),
+                out=tmp_path,
+                resume=resume,
+            )
+
+    first = one(0, 1, resume=False)
+    assert first.diverged is not None
+    assert first.diverged.endswith("at the start")
+    again = one(0, 2, resume=True)
+    assert again.diverged is not None
+    assert again.diverged.endswith("at the start")
+    other = one(1e9, 2, resume=True)
+    assert "after round 1" in str(other.diverged)
 
 
 def test_a_record_holds_the_cohort_and_the_costs(tmp_path: Path) -> None:
@@ -240,11 +318,11 @@ def test_tensorboard_shows_every_round_once(tmp_path: Path, stop: int | None) ->
 
     def evaluate(model: Point) -> dict[str, float]:
         if stop is not None and done(tmp_path) == stop:
-            raise SystemExit  # without a chance to save
+            raise Killed
         return {"norm": float(model.x.norm())}
 
     if stop is not None:
-        with pytest.raises(SystemExit):
+        with pytest.raises(Killed):
             go(tmp_path, evaluate=evaluate, tensorboard=True)
     result = go(tmp_path, resume=stop is not None, tensorboard=True)
     (events,) = (tmp_path / "tensorboard").iterdir()
@@ -383,10 +461,6 @@ def test_a_run_without_any_whole_checkpoint_is_refused_and_left_as_it_is(
             go(tmp_path, resume=True)
     assert done(tmp_path) == 4
     assert file.exists() == (damage == "cut")
-
-
-class Killed(BaseException):
-    """As kill -9: no chance to save anything."""
 
 
 @pytest.mark.parametrize("stop", [0, 2])

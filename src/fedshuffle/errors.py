@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import difflib
+import os
 import re
+import traceback
 from collections.abc import Iterable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069]")
@@ -55,6 +58,25 @@ def one_line(error: BaseException) -> str:
     'spam and eggs'
     """
     return " ".join(str(error).split()).rstrip(".")
+
+
+def user_error(error: BaseException) -> str:
+    """An error of the user's code in one line: its kind and what it says.
+
+    Code that calls ``sys.exit`` would end the program without a word, so that is an error as well.
+
+    >>> user_error(ZeroDivisionError("of 0 examples."))
+    'ZeroDivisionError: of 0 examples'
+    """
+    if isinstance(error, SystemExit):
+        library = Path(os.__file__).parent
+        frames = traceback.extract_tb(error.__traceback__)
+        places = [(Path(frame.filename), frame.lineno) for frame in frames]
+        own = [(p, n) for p, n in places if p.parent != library and p.suffix == ".py"]
+        where = f" in {own[-1][0].name}, line {own[-1][1]}" if own else ""
+        return f"sys.exit({error.code!r}) was called{where}; raise an error instead"
+    kind, text = type(error).__name__, one_line(error)
+    return f"{kind}: {text}" if text else kind
 
 
 def unknown(kind: str, name: object, known: Iterable[str]) -> FedShuffleError:

@@ -33,6 +33,8 @@ class Result:
     """What did the training."""
     clients: ClientTable | None = field(default=None, compare=False)
     """Every client after the last round, if an :class:`~fedshuffle.Evaluation` measured them."""
+    diverged: str | None = None
+    """In words, that the loss is not finite or far above that of the start; None if it is not."""
 
     @property
     def metrics(self) -> list[str]:
@@ -81,6 +83,7 @@ class Result:
 
     def __repr__(self) -> str:
         words = [f"{len(self.history)} rounds", f"engine {self.engine}"]
+        words += [f"diverged: {self.diverged}"] if self.diverged else []
         over_all = [end for end in self._ends() if not end[0].endswith(_OVER_CLIENTS)]
         words += [f"{name} {last:.4g}" for name, _, last in over_all[:6]]
         words += [f"out {str(self.out)!r}"] if self.out is not None else []
@@ -90,6 +93,7 @@ class Result:
         rows = [[name, f"{first:.4g}", f"{last:.4g}"] for name, first, last in self._ends()]
         head = f"{len(self.history)} rounds, engine {self.engine}"
         head += f", in {self.out}" if self.out is not None else ""
+        head += f". Diverged: {self.diverged}" if self.diverged else ""
         table = _html.table(["metric", "first evaluated", "last evaluated"], rows) if rows else ""
         return _html.paragraph(head) + table
 

@@ -387,6 +387,21 @@ def terminated_as_interrupted() -> Iterator[None]:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
+@contextmanager
+def uninterrupted() -> Iterator[None]:
+    """Ignore Ctrl-C and SIGTERM while something short must be finished, such as the last save."""
+    before = {}
+    if threading.current_thread() is threading.main_thread():
+        for number in (signal.SIGINT, signal.SIGTERM):
+            if signal.getsignal(number) is not None:  # else it could not be put back
+                before[number] = signal.signal(number, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
 def versions() -> dict[str, str]:
     """What a result depends on besides its settings."""
     import fedshuffle
@@ -399,7 +414,7 @@ def versions() -> dict[str, str]:
     }
 
 
-_OUTPUTS = ("metrics.jsonl", "model.safetensors", "tensorboard")
+_OUTPUTS = ("metrics.jsonl", "model.safetensors", "clients.csv", "tensorboard")
 """What a run writes over; an empty file may be left of one that was killed before it began."""
 _SHAPE: dict[str, type] = {"run": str, "start_sha256": str, "rounds": int, "versions": dict}
 """What ``run.json`` needs besides the settings that are compared one by one."""

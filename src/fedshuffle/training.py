@@ -7,7 +7,7 @@ import math
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack, closing, contextmanager, nullcontext
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,15 +19,16 @@ from fedshuffle import _identity, devices, engines, schedules
 from fedshuffle._arrays import count, number
 from fedshuffle._terminal import Console
 from fedshuffle.display import Bar, Board
+from fedshuffle.divergence import Watch, watched_loss
 from fedshuffle.engines import Engine, Loss, Problem, Ray, RayEngine
-from fedshuffle.errors import FedShuffleError
+from fedshuffle.errors import FedShuffleError, user_error
 from fedshuffle.evaluation import ClientTable, Evaluation, Evaluations, evaluating
 from fedshuffle.federation import Federation
 from fedshuffle.local_work import LocalWork
 from fedshuffle.methods import Method
 from fedshuffle.result import Result
 from fedshuffle.rounds import Run, simulate
-from fedshuffle.runs import FACTS, RunFolder, terminated_as_interrupted
+from fedshuffle.runs import FACTS, RunFolder, terminated_as_interrupted, uninterrupted
 from fedshuffle.sampling import Sampling
 from fedshuffle.schedules import Schedule
 from fedshuffle.state import State
@@ -139,6 +140,7 @@ def train(
     with ExitStack() as opened:
         if folder:
             folder.check(resume)
+            opened.enter_context(terminated_as_interrupted())
             opened.enter_context(folder.writing())
             if resume:
                 engine = engines.again(engine, str(folder.settings().get("engine", "lean")))
@@ -163,12 +165,18 @@ def train(
                 "rounds": rounds,
             }
             state = _on(problem, folder.begin(settings, state, resume))
-            history = folder.metrics()
-            board.open(folder.path / "tensorboard", history)
 
         try:
+            known = not resume  # whether the model given is the one at the start
+            if folder:
+                known = _identity.tensor(problem.start) == folder.settings()["start_sha256"]
+                history = folder.metrics()
+                board.open(folder.path / "tensorboard", history)
+            watch = Watch(_loss_at_start(evaluate, problem) if known else None)
+            for record in history:
+                watch.add(record)
             bar = Bar(progress, rounds, history)
-            with board, bar, terminated_as_interrupted() if folder else nullcontext():
+            with board, bar:
                 begun = time.perf_counter()
                 for (after,) in simulate(runner, [run], max(0, rounds - state.round), [state]):
                     last = after.round == rounds
@@ -183,19 +191,36 @@ def train(
                             folder.save(after)
                     board.add(record)
                     bar.add(record)
+                    watch.add(record)
+                    watch.warn()
                     state = after
                     begun = time.perf_counter()
-        except (KeyboardInterrupt, Exception):
+        except (KeyboardInterrupt, SystemExit, Exception) as error:
             if folder:  # the round that did not end well is abandoned; the state before it is whole
-                folder.save(state)
-                console.print(
-                    f"Stopped after round {state.round}, which is saved. To go on,"
-                    f" {folder.how_to_resume}."
-                )
+                with uninterrupted():  # also by a second Ctrl-C
+                    folder.save(state)
+                    console.print(
+                        f"Stopped after round {state.round}, which is saved. To go on,"
+                        f" {folder.how_to_resume}."
+                    )
+            if isinstance(error, SystemExit):  # of a rule of the user's
+                raise FedShuffleError(f"round {state.round}: {user_error(error)}.") from error
             raise
     if folder and clients is not None:
         clients.to_csv(folder.path / "clients.csv")
-    return Result(problem.copy(state.x), history, folder.path if folder else None, name, clients)
+    home = folder.path if folder else None
+    return Result(problem.copy(state.x), history, home, name, clients, watch.diverged)
+
+
+def _loss_at_start(evaluate: Evaluate | None, problem: Problem) -> tuple[str, float] | None:
+    """The loss before training and its name; a function of the user's is not called for it."""
+    if not isinstance(evaluate, Evaluation | Evaluations):
+        return None
+    name = watched_loss(evaluate.names)
+    if name is None:
+        return None
+    with _named("evaluation before training"):
+        return name, evaluate(problem.copy(problem.start))[name]
 
 
 def _on(problem: Problem, state: State) -> State:
@@ -287,6 +312,6 @@ def _named(stage: str) -> Iterator[None]:
     """Say in what the user's metrics or model failed."""
     try:
         yield
-    except Exception as error:
-        kind = "" if isinstance(error, FedShuffleError) else f"{type(error).__name__}: "
-        raise FedShuffleError(f"{stage}: {kind}{error}") from error
+    except (Exception, SystemExit) as error:
+        said = str(error) if isinstance(error, FedShuffleError) else user_error(error)
+        raise FedShuffleError(f"{stage}: {said}") from error

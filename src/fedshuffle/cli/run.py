@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import json
+import signal
 import sys
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from rich.console import Console
+from rich.markup import escape
 
 from fedshuffle.cli.shared import AsJson, console
-from fedshuffle.errors import FedShuffleError
+from fedshuffle.errors import FedShuffleError, user_error
 
 
 def run(
@@ -42,7 +46,11 @@ def run(
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Train as a config file says, or go on with a run that was interrupted."""
+    """Train as a config file says, or go on with a run that was interrupted.
+
+    A config runs the Python code that it names: run only those of people you trust. Ends with 1 if
+    training diverged.
+    """
     from fedshuffle import config as configs
 
     given = {"rounds": rounds, "engine": engine, "device": device, "seed": seed}
@@ -70,6 +78,8 @@ def run(
         print(json.dumps(summary(result)))
     else:
         print_run(console, result, address)
+    if result.diverged:
+        raise typer.Exit(1)
 
 
 @contextmanager
@@ -78,11 +88,23 @@ def _interruptible(folder: Path) -> Iterator[None]:
     from fedshuffle.config import begun
 
     try:
-        yield
+        with warnings.catch_warnings():
+            warnings.showwarning = _show_warning
+            yield
+    except SystemExit as error:  # of a part of the user's: it must not pass for success
+        raise FedShuffleError(f"{user_error(error)}.") from error
     except KeyboardInterrupt:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # a second one changes nothing any more
         if not begun(folder):
             print("Interrupted before the first round: nothing was saved.", file=sys.stderr)
         raise typer.Exit(130) from None
+
+
+def _show_warning(message: Warning | str, *_: object, **__: object) -> None:
+    """A warning in one line, without the place in the code."""
+    Console(stderr=True).print(
+        f"[bold yellow]![/] {escape(str(message))}", highlight=False, soft_wrap=True
+    )
 
 
 def advise(

@@ -15,7 +15,7 @@ from types import ModuleType
 from typing import Any
 
 from fedshuffle import methods
-from fedshuffle.errors import FedShuffleError
+from fedshuffle.errors import FedShuffleError, one_line, user_error
 
 
 def split(path: str) -> tuple[str, str]:
@@ -93,7 +93,7 @@ def running(what: str, folder: Path) -> Iterator[None]:
     """Say in one line what of the user's code failed, and where in the user's folder."""
     try:
         yield
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise FedShuffleError(f"{what} failed: {_cause(error, folder)}") from error
 
 
@@ -154,7 +154,7 @@ def _module(path: str, name: str, folder: Path) -> ModuleType:
             f"{path!r}: there is no module {error.name!r}, neither in {str(folder)!r} nor"
             f" installed.{near}"
         ) from error
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise FedShuffleError(f"{path!r} cannot be imported: {_cause(error, folder)}") from error
 
 
@@ -173,15 +173,13 @@ def _near(name: str, known: Any) -> str:
     return f" Did you mean {near[0]!r}?" if near else ""
 
 
-def _cause(error: Exception, folder: Path) -> str:
+def _cause(error: BaseException, folder: Path) -> str:
     """An error of the user's code in one line, with the place in the user's code."""
-    text = " ".join(str(error).split()).rstrip(".")
-    if not isinstance(error, FedShuffleError):
-        text = f"{type(error).__name__}: {text}" if text else type(error).__name__
+    text = one_line(error) if isinstance(error, FedShuffleError) else user_error(error)
     own = [
         frame
         for frame in traceback.extract_tb(error.__traceback__)
-        if Path(frame.filename).is_relative_to(folder)
+        if Path(frame.filename).is_relative_to(folder) and not isinstance(error, SystemExit)
     ]
     where = f" ({Path(own[-1].filename).name}, line {own[-1].lineno})" if own else ""
     return f"{text}{where}."

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fedshuffle._arrays import FloatArray
 from fedshuffle.engines.problem import Problem, forked
-from fedshuffle.errors import DivergedError, FedShuffleError, TrainingError
+from fedshuffle.errors import DivergedError, FedShuffleError, TrainingError, user_error
 from fedshuffle.kernel import Order, Probe, Walk
 
 
@@ -44,9 +44,9 @@ def named(problem: Problem, client: int, round: int, stage: str) -> Iterator[Non
     """Give what the user's model or loss raises the client, the round and the stage."""
     try:
         yield
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise TrainingError(
-            f"{type(error).__name__}: {error}",
+            user_error(error),
             client=problem.federation.ids[client],
             round=round,
             stage=stage,

@@ -21,6 +21,7 @@ def summary(result: Result) -> dict[str, Any]:
     metrics = {name: value for name, value in last.items() if name not in FACTS}
     return {
         "rounds": last["round"],
+        "diverged": result.diverged,
         "metrics": {k: None if math.isnan(value) else value for k, value in metrics.items()},
         "worst_clients": [] if result.clients is None else result.clients.worst().to_dict(),
         "out": str(out),
@@ -43,6 +44,8 @@ def print_run(console: Console, result: Result, address: str | None = None) -> N
     """
     found = summary(result)
     lines = [f"{found['rounds']} rounds are done."]
+    if result.diverged:
+        lines = [f"Diverged: {result.diverged}. Lower the step size and begin again."]
     for name, value in found["metrics"].items():
         lines.append(f"  {name} " + ("is not finite" if value is None else f"{value:.4g}"))
     if result.clients is not None and len(result.clients) > 1:
@@ -50,8 +53,9 @@ def print_run(console: Console, result: Result, address: str | None = None) -> N
     lines += [
         f"Metrics, checkpoints and the config are in {found['out']}. To load the model:",
         f"  model = fedshuffle.load_model({found['out']!r})",
-        "For more rounds:",
-        f"  {command(Path(found['out']), address)} --rounds {2 * found['rounds']}",
     ]
+    if not result.diverged:
+        again = command(Path(found["out"]), address)
+        lines += ["For more rounds:", f"  {again} --rounds {2 * found['rounds']}"]
     for line in lines:
         console.print(escape(line), highlight=False, soft_wrap=True)
