@@ -42,7 +42,7 @@ from fedshuffle.engines import (
     choose,
     make,
 )
-from fedshuffle.engines.machine import flushed_denormals, keep_freed_memory
+from fedshuffle.engines.machine import flushed_denormals, keep_freed_memory, operations
 from fedshuffle.engines.stack import Stack
 from fedshuffle.kernel import Order, Probe, Steering, Walk, step
 from fedshuffle.local_work import Minibatches
@@ -800,6 +800,48 @@ def test_denormal_numbers_are_flushed_only_while_training() -> None:
             pass
         assert float(tiny * 0.5) == 0
     assert float(tiny * 0.5) > 0
+
+
+@pytest.mark.parametrize("engine", ["loop", "lean", "lanes"])
+@pytest.mark.parametrize(("small", "threads"), [(1e9, 1), (2 * 2 * 21, 3)])
+def test_small_steps_are_computed_on_one_thread(
+    engine: str, small: float, threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A step of fewer operations than is said; torch's own setting comes back."""
+    monkeypatch.setattr("fedshuffle.engines.machine._SMALL", small)
+    seen = []
+
+    def watched(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+        seen.append(torch.get_num_threads())
+        return nn.functional.cross_entropy(model(x), y)
+
+    problem = Problem(nn.Linear(6, 3), watched, data((6,), 3, [2, 3]))
+    walker = make(engine, problem)
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    try:
+        seen.clear()
+        stream = Minibatches(0, 2, 1, 2, "sequential", seed=1, round=0)
+        walker.walk([Walk(problem.start, [Order(stream, 0.1, Steering(), [1.0])], 1)])
+        assert set(seen) == {threads}
+        assert torch.get_num_threads() == 3
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize(
+    ("model", "shape", "found"),
+    [
+        (nn.Linear(6, 3), (6,), 2 * 5 * 21),
+        (nn.Conv2d(2, 3, 3), (2, 8, 8), 2 * 5 * 57 * 128),  # at most, for it has 6 x 6 places
+        (nn.Sequential(nn.Linear(6, 3)), (4, 6), 2 * 5 * 21 * 24),
+    ],
+)
+def test_operations_are_counted_from_above(
+    model: nn.Module, shape: tuple[int, ...], found: float
+) -> None:
+    federation = data(shape, 3, [2, 3])
+    assert operations(Problem(model, losses.squared_error, federation), 5) == found
 
 
 @pytest.fixture

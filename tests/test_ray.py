@@ -236,7 +236,7 @@ def test_two_nodes_give_bit_for_bit_what_two_workers_give_here(nodes: Nodes) -> 
         assert torch.equal(have, played(make("lean:2", problem()), method))
         torch.testing.assert_close(have, played(make("loop", problem()), method))
 
-    one, two = (ray.get(engine._held[2])[0].tensor() for _ in range(2))
+    one, two = (ray.get(engine._held[1])[0].tensor() for _ in range(2))
     assert torch.equal(one, engine.problem.fields[0])
     assert one.data_ptr() == two.data_ptr()  # data lie in the cluster's memory once
     engine.close()

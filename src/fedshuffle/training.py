@@ -86,8 +86,9 @@ def train(
             the work and takes the fastest; ``"loop"`` is the reference; ``"ray:4"``, or
             :class:`~fedshuffle.engines.Ray`, works on a cluster. They differ in rounding only.
         device: where to train, ``"cpu"``, ``"cuda"`` or ``"mps"``; where the model is if none.
-        evaluate: an :class:`~fedshuffle.Evaluation`, or a function that is called with the model,
-            in evaluation mode and without gradients, and returns numbers for the history.
+        evaluate: an :class:`~fedshuffle.Evaluation`, or a function that is called with a copy of
+            the model, in evaluation mode and without gradients, and returns numbers for the
+            history. It may change the copy, such as fine-tune it.
         evaluate_every: evaluate after so many rounds, and after the last.
         out: a folder for metrics and checkpoints (see :mod:`fedshuffle.runs`).
         resume: go on with the run in ``out``; the result is that of a run never interrupted. The

@@ -99,6 +99,11 @@ def counted(weights: Sequence[float] | FloatArray) -> list[tuple[int, float]]:
     return list(zip(places.tolist(), row[places].tolist(), strict=True))
 
 
+def largest_batch(walk: Walk) -> int:
+    """The most examples in one minibatch."""
+    return max((order.minibatches.batch_size for order in walk.orders), default=1)
+
+
 def not_finite(problem: Problem, order: Order) -> DivergedError:
     """The error for an update with NaN or infinity."""
     batches = order.minibatches

@@ -22,7 +22,7 @@ from fedshuffle.engines.base import (
     gradients,
     not_finite,
 )
-from fedshuffle.engines.machine import flushed_denormals, keep_freed_memory
+from fedshuffle.engines.machine import flushed_denormals, keep_freed_memory, threads_for
 from fedshuffle.engines.problem import PROBE_ROWS, Loss, Problem
 from fedshuffle.engines.stack import Stack
 from fedshuffle.errors import FedShuffleError
@@ -92,9 +92,10 @@ class LanesEngine:
         self, group: list[tuple[int, Order]], starts: Tables, sums: Tables, first: IntArray
     ) -> None:
         """Walk the orders of a group, and add what comes of it to the sums."""
+        orders = [order for _, order in group]
+        threads = threads_for(self.problem, sum(o.minibatches.batch_size for o in orders))
         # Where no autograd is needed, its book-keeping would only cost.
-        with flushed_denormals(), torch.inference_mode(self._slopes.by_hand):
-            orders = [order for _, order in group]
+        with flushed_denormals(), threads, torch.inference_mode(self._slopes.by_hand):
             owner = torch.tensor([k for k, _ in group], device=starts[0].device)
             x = [start[owner] for start in starts]
             y = self._local(x, orders)
@@ -103,10 +104,10 @@ class LanesEngine:
                 weights[first[k] : first[k + 1], lane] = order.weights
             summed = _Summed(starts[0], weights, int(np.diff(first).max()))
             sizes = starts[0].new_zeros(len(group))
-            for sum, end, begin in zip(sums, y, x, strict=True):
+            for table, end, begin in zip(sums, y, x, strict=True):
                 update = end.sub_(begin).flatten(1)
                 sizes += update.sum(dim=1)
-                summed.add(update, sum)
+                summed.add(update, table)
             finite = torch.isfinite(sizes)
             if not finite.all():
                 raise not_finite(self.problem, orders[int((~finite).nonzero()[0])])
@@ -239,7 +240,8 @@ class LanesEngine:
                 found = [torch.zeros_like(table[at]) for table in tables]
                 batch = self.problem.batch(np.stack([piece.rows for piece in group]))
                 each = points.new_full((len(group), length), 1 / length)
-                self._slopes.descend([table[at] for table in tables], batch, each, found, None)
+                with threads_for(self.problem, len(group) * length):
+                    self._slopes.descend([table[at] for table in tables], batch, each, found, None)
                 weights = np.zeros((len(answers), len(group)))
                 for lane, piece in enumerate(group):
                     weights[piece.answers, lane] = piece.weights

@@ -27,13 +27,14 @@ from fedshuffle.engines.base import (
     counted,
     first_look,
     gradients,
+    largest_batch,
     model_randomness,
     named,
     not_finite,
 )
 from fedshuffle.engines.layout import Layout
-from fedshuffle.engines.machine import flushed_denormals, keep_freed_memory
-from fedshuffle.engines.problem import Problem
+from fedshuffle.engines.machine import flushed_denormals, keep_freed_memory, threads_for
+from fedshuffle.engines.problem import PROBE_ROWS, Problem
 from fedshuffle.engines.stack import Stack, hooked
 from fedshuffle.kernel import Order, Probe, Walk
 from fedshuffle.losses import MeanLoss
@@ -72,10 +73,12 @@ class LeanEngine:
             return [self._walk(walk) for walk in walks]
 
     def probe(self, probes: Sequence[Probe]) -> list[Tensor]:
-        return [self._probe(probe) for probe in probes]
+        with threads_for(self.problem, PROBE_ROWS):
+            return [self._probe(probe) for probe in probes]
 
     def _walk(self, walk: Walk) -> Tensor:
-        sums = self._sums(walk)
+        with threads_for(self.problem, largest_batch(walk)):
+            sums = self._sums(walk)
         if torch.isfinite(sums).all():
             return self._here.layout.restore(sums)
         for order in walk.orders:  # whose update is it? Walk again, one by one

@@ -18,7 +18,8 @@ from fedshuffle.engines.base import (
     named,
     not_finite,
 )
-from fedshuffle.engines.problem import Problem
+from fedshuffle.engines.machine import threads_for
+from fedshuffle.engines.problem import PROBE_ROWS, Problem
 from fedshuffle.kernel import Order, Probe, Walk
 
 
@@ -35,13 +36,15 @@ class LoopEngine:
         return [self._walk(walk) for walk in walks]
 
     def probe(self, probes: Sequence[Probe]) -> list[Tensor]:
-        return [self._probe(probe) for probe in probes]
+        with threads_for(self.problem, PROBE_ROWS):
+            return [self._probe(probe) for probe in probes]
 
     def _walk(self, walk: Walk) -> Tensor:
         x = walk.start
         sums = x.new_zeros(walk.sums, len(x))
         for order in walk.orders:
-            update = self._local(x, order) - x
+            with threads_for(self.problem, order.minibatches.batch_size):
+                update = self._local(x, order) - x
             if not torch.isfinite(update).all():
                 raise not_finite(self.problem, order)
             for k, weight in counted(order.weights):
