@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import json
+import os
+import re
 import signal
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
+import click
 import numpy as np
 import pytest
+import typer
 
 import fedshuffle
-from fedshuffle import cli
+from fedshuffle import _synonyms, cli
 
 
 def run(monkeypatch: pytest.MonkeyPatch, *words: str) -> int:
@@ -201,3 +205,126 @@ def test_help_says_what_the_words_mean(
     assert run(monkeypatch, *words, "--help") == 0
     shown = capsys.readouterr().out
     assert all(text in shown for text in says)
+
+
+# Words that people bring ------------------------------------------------------------------------
+
+
+def complaint(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *words: str
+) -> str:
+    """What a command that is not understood says, in one line."""
+    assert run(monkeypatch, *words) == 2
+    return re.sub(r"[\s│╭╮╰╯─]+", " ", capsys.readouterr().err)
+
+
+def every_command() -> list[list[str]]:
+    """All commands, with those of the groups."""
+    found: list[list[str]] = [[]]
+    group = typer.main.get_command(cli.app)
+    assert isinstance(group, click.Group)
+    for name, command in group.commands.items():
+        found.append([name])
+        if isinstance(command, click.Group):
+            found += [[name, inner] for inner in command.commands]
+    return found
+
+
+@pytest.mark.parametrize("words", every_command(), ids=" ".join)
+def test_h_is_short_for_help_everywhere(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], words: list[str]
+) -> None:
+    assert run(monkeypatch, *words, "-h") == 0
+    assert "Usage: fedshuffle" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("words", "meant"),
+    [
+        (["train", "config.toml"], "'run'"),
+        (["rnu", "config.toml"], "'run'"),
+        (["list"], "'methods'"),
+        (["data", "download", "femnist"], "'get'"),
+        (["audit", "--samplin", "full"], "--sampling"),
+        (["audit", "--algorithm", "fedavg"], "--method"),
+        (["run", "--lr", "0.1"], "--set step_size="),
+        (["run", "--batch-size", "3"], "--set work.batch_size="),
+        (["compare", "--learning-rate", "3"], "--set step_size="),
+        (["audit", "--sizes", "1,2", "--method", "adam"], "'fedadam'"),
+        (["audit", "--sizes", "1,2", "--sampling", "random:1"], "'uniform'"),
+    ],
+    ids=" ".join,
+)
+def test_commands_options_and_names_that_do_not_exist(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    words: list[str],
+    meant: str,
+) -> None:
+    assert meant in complaint(monkeypatch, capsys, *words)
+
+
+def test_errors_call_an_option_as_the_command_line_does(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """The library's error is about its argument, ``rounds``."""
+    words = ["reproduce", "quadratic", "--rounds", "0", "--out", str(tmp_path / "out")]
+    assert "--rounds is 0" in complaint(monkeypatch, capsys, *words)
+    said = complaint(monkeypatch, capsys, "audit", "--sizes", "1,2", "--batch-size", "0")
+    assert "batch_size" not in said
+
+
+@pytest.mark.parametrize(
+    ("command", "file", "other"), [("run", "compare", "compare"), ("compare", "config", "run")]
+)
+def test_a_file_of_the_other_kind_points_to_its_command(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    command: str,
+    file: str,
+    other: str,
+) -> None:
+    example = Path(__file__).parents[1] / "examples" / "digits" / f"{file}.toml"
+    said = complaint(monkeypatch, capsys, command, str(example), "--out", str(tmp_path / "out"))
+    assert f"fedshuffle {other}" in said
+
+
+def test_the_shell_completes_commands() -> None:
+    command = Path(sys.executable).parent / "fedshuffle"
+    asked = {"_FEDSHUFFLE_COMPLETE": "complete_bash", "COMP_WORDS": "fedshuffle com"}
+    done = subprocess.run(
+        [command], env={**os.environ, **asked, "COMP_CWORD": "1"}, capture_output=True, text=True
+    )
+    assert done.stdout.split() == ["compare"]
+
+
+def test_every_command_that_prints_a_table_has_json() -> None:
+    """What prints no table: the callback, files to begin with, downloads, and a deployment."""
+    without = [[], ["data"], ["data", "get"], ["flower"], ["flower", "up"], ["new"]]
+    without += [["new", "run"], ["new", "flower-app"]]
+    group = typer.main.get_command(cli.app)
+    for words in every_command():
+        command: click.Command = group
+        for word in words:
+            assert isinstance(command, click.Group)
+            command = command.commands[word]
+        has = any("--json" in param.opts for param in command.params)
+        assert has == (words not in without), words
+
+
+@pytest.mark.parametrize(
+    ("word", "known", "meant"),
+    [
+        ("mse", ["cross_entropy", "squared_error"], "squared_error"),
+        ("BCE", ["cross_entropy", "squared_error"], "cross_entropy"),
+        ("mse", ["accuracy", "loss"], "loss"),
+        ("learning-rate", ["step_size", "seed"], "step_size"),
+        ("roc_auc", ["accuracy", "auc"], "auc"),
+        ("vmap", ["lean", "lanes", "loop"], "lanes"),
+        ("gpu", ["cpu", "cuda", "mps"], "cuda"),
+        ("zzz", ["lean"], None),
+    ],
+)
+def test_words_of_other_libraries(word: str, known: list[str], meant: str | None) -> None:
+    assert _synonyms.nearest(word, known) == meant

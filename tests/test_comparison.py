@@ -735,7 +735,7 @@ def test_mistakes_are_named_before_any_work(
 @pytest.mark.parametrize(
     ("section", "message"),
     [
-        ("[compare]", "compare is missing: add"),
+        ("[compare]", "fedshuffle run"),
         ("[evaluation]", "evaluation is missing: add a section"),
     ],
 )

@@ -304,6 +304,10 @@ def test_every_schedule_can_be_named() -> None:
 MISTAKES = [
     # What is set, and what the message must hold.
     ("work.batchsize=16", "unknown key 'work.batchsize'. Did you mean 'work.batch_size'?"),
+    ("lr=0.1", "unknown key 'lr'. Did you mean 'step_size'?"),
+    ("work.lr=0.1", "unknown key 'work.lr'. Did you mean 'step_size'?"),
+    ("local_epochs=3", "Did you mean 'work.epochs'?"),
+    ("loss=mse", "Did you mean 'squared_error'?"),
     ("round=16", "unknown key 'round'. Did you mean 'rounds'?"),
     ("work.rounds=16", "unknown key 'work.rounds'. It stands above the first [section]."),
     ("clip=16", "unknown key 'clip'. It stands below [work]."),

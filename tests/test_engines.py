@@ -614,7 +614,7 @@ def test_dropout_cannot_run_in_threads_and_says_so() -> None:
 
 def test_dropout_cannot_run_in_lanes_and_says_so() -> None:
     model = nn.Sequential(nn.Dropout(0.5), nn.Linear(6, 3)).double()
-    with pytest.raises(FedShuffleError, match="Use engine='lean'"):
+    with pytest.raises(FedShuffleError, match="Use the engine 'lean'"):
         train(model, data((6,), 3, [4, 6]), loss=losses.cross_entropy, rounds=1, engine="lanes")
 
 

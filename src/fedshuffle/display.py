@@ -176,7 +176,7 @@ def _summary_writer() -> Any:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError as error:
         raise FedShuffleError(
-            f"tensorboard=True needs TensorBoard ({error}). Install it with"
+            f"writing for TensorBoard needs it installed ({error}). Install it with"
             " pip install 'fedshuffle[tensorboard]'."
         ) from error
     return SummaryWriter

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import os
 import re
 import traceback
@@ -10,6 +9,8 @@ from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
 from typing import Any
+
+from fedshuffle import _synonyms
 
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069]")
 """Characters that a terminal obeys instead of showing them, but for new lines and tabs."""
@@ -82,6 +83,5 @@ def user_error(error: BaseException) -> str:
 def unknown(kind: str, name: object, known: Iterable[str]) -> FedShuffleError:
     """The error for a name that does not exist, with the nearest ones that do."""
     names = sorted(known)
-    near = difflib.get_close_matches(str(name), names, n=1)
-    hint = f" Did you mean {near[0]!r}?" if near else ""
+    hint = _synonyms.hint(str(name), names)
     return FedShuffleError(f"unknown {kind} {name!r}.{hint} Known: {', '.join(names)}.")

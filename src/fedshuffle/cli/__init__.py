@@ -11,22 +11,24 @@ from rich.markup import escape
 from fedshuffle import __version__
 from fedshuffle._terminal import Console
 from fedshuffle.cli import audit, compare, data, experiments, flower, methods, new, run
+from fedshuffle.cli.words import Command, Group
 from fedshuffle.errors import FedShuffleError
 
 app = typer.Typer(
     help="Federated learning that optimises the objective you meant.",
+    cls=Group,
+    context_settings={"help_option_names": ["-h", "--help"]},
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
 )
-app.command()(audit.audit)
-app.command()(run.run)
-app.command()(run.advise)
-app.command(name="methods")(methods.list_methods)
-app.command()(methods.conformance)
-app.command()(experiments.reproduce)
-app.command()(compare.compare)
-app.command()(experiments.demo)
+app.command(cls=Command)(audit.audit)
+app.command(cls=Command)(run.run)
+app.command(cls=Command)(run.advise)
+app.command(name="methods", cls=Command)(methods.list_methods)
+app.command(cls=Command)(methods.conformance)
+app.command(cls=Command)(experiments.reproduce)
+app.command(cls=Command)(compare.compare)
+app.command(cls=Command)(experiments.demo)
 app.add_typer(data.app, name="data")
 app.add_typer(new.app, name="new")
 app.add_typer(flower.app, name="flower")

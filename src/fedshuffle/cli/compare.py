@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from fedshuffle.cli.shared import Jobs, console
+from fedshuffle.cli.shared import AsJson, Jobs, console
 from fedshuffle.errors import FedShuffleError
 
 if TYPE_CHECKING:
@@ -33,6 +34,7 @@ def compare(
         list[str] | None,
         typer.Option("--set", help="Another value for a key, such as compare.seeds=[0,1]."),
     ] = None,
+    as_json: AsJson = False,
 ) -> None:
     """Compare methods over seeds, each at its best step size; again, it goes on where it was."""
     from fedshuffle import comparison
@@ -43,7 +45,7 @@ def compare(
             raise FedShuffleError("a comparison goes on as it began: --resume takes only --jobs.")
         if not (resume / "compare.toml").exists():
             raise FedShuffleError(f"{str(resume)!r} holds no comparison to go on with.")
-        do(comparison.load(resume / "compare.toml"), resume, jobs, None)
+        do(comparison.load(resume / "compare.toml"), resume, jobs, None, as_json)
     elif config is not None and resume is None:
         found = comparison.load(config, dict(setting(text) for text in settings or []), scale)
         folder = out or found.base.out
@@ -53,22 +55,28 @@ def compare(
         words += ["--scale", scale] if scale else []
         words += [word for text in settings or [] for word in ("--set", text)]
         words += ["--out", str(out)] if out else []
-        do(found, folder, jobs, shlex.join(words))
+        do(found, folder, jobs, shlex.join(words), as_json)
     else:
         raise FedShuffleError(
             "give either a file of a comparison, or --resume and a comparison's folder."
         )
 
 
-def do(found: Comparison, out: Path, jobs: int | None, command: str | None) -> None:
+def do(
+    found: Comparison, out: Path, jobs: int | None, command: str | None, as_json: bool = False
+) -> None:
     """Do a comparison, and say what came of it."""
-    from fedshuffle.comparison.showing import print_results
+    from fedshuffle.comparison.showing import print_results, summary
     from fedshuffle.report.comparison import write
 
     try:
-        results = found.run(out, jobs=jobs, progress=True, command=command)
+        results = found.run(out, jobs=jobs, progress=not as_json, command=command)
     except KeyboardInterrupt:
         raise typer.Exit(130) from None
-    print_results(console, results, write(results, out), out)
+    report = write(results, out)
+    if as_json:
+        print(json.dumps(summary(results, report, out)))
+    else:
+        print_results(console, results, report, out)
     if not results["complete"]:
         raise typer.Exit(1)

@@ -10,13 +10,17 @@ from typing import Annotated
 import typer
 from rich.markup import escape
 
+from fedshuffle._terminal import Console
 from fedshuffle.cli.shared import AsJson, console
+from fedshuffle.cli.words import Command, Group
 from fedshuffle.errors import FedShuffleError
 
-app = typer.Typer(help="Populations on disk: import them, look at them.", no_args_is_help=True)
+app = typer.Typer(
+    help="Populations on disk: import them, look at them.", no_args_is_help=True, cls=Group
+)
 
 
-@app.command(name="import")
+@app.command(cls=Command, name="import")
 def import_data(
     source: Annotated[Path, typer.Argument(help="A file, or a folder of files.")],
     out: Annotated[Path, typer.Option(help="Folder for the store; made at the end.")],
@@ -57,10 +61,10 @@ def import_data(
     overwrite: Annotated[
         bool, typer.Option("--overwrite", help="Replace the store that is there.")
     ] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Import examples and their clients into a store that training maps instead of reading."""
-    from fedshuffle.populations import import_file, open_store
-    from fedshuffle.report.population import print_store
+    from fedshuffle.populations import import_file
 
     if standardise and standardise_like is not None:
         raise FedShuffleError("give either --standardise or --standardise-like, not both.")
@@ -77,14 +81,15 @@ def import_data(
             dtype=_dtypes(dtype),
             format=format,
             overwrite=overwrite,
-            progress=True,
+            progress=not as_json,
         )
+    said = Console(stderr=True) if as_json else console
     for note in notes:
-        console.print(f"[bold yellow]![/] {escape(str(note.message))}", highlight=False)
-    print_store(console, open_store(out))
+        said.print(f"[bold yellow]![/] {escape(str(note.message))}", highlight=False)
+    show_data(out, as_json)
 
 
-@app.command(name="get")
+@app.command(cls=Command, name="get")
 def get_data(
     name: Annotated[str, typer.Argument(help="shakespeare, cifar100 or femnist.")],
     data: Annotated[
@@ -101,7 +106,7 @@ def get_data(
         print(f"{folder / file}: {holds:,} {what}")
 
 
-@app.command(name="show")
+@app.command(cls=Command, name="show")
 def show_data(
     folder: Annotated[Path, typer.Argument(help="The folder of a store.")], as_json: AsJson = False
 ) -> None:

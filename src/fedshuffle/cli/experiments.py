@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import json
 import shlex
+from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from fedshuffle.cli.compare import do
-from fedshuffle.cli.shared import Jobs, Out, console, refuse_unused
+from fedshuffle.cli.shared import AsJson, Jobs, Out, console, refuse_unused
 from fedshuffle.errors import unknown
+
+if TYPE_CHECKING:
+    from fedshuffle.experiments.quadratic import Claim
 
 _UNUSED = {
     "quadratic": ["scale", "data", "jobs"],
@@ -37,6 +43,7 @@ def reproduce(
         typer.Option(help="Folder of data sets; that of FEDSHUFFLE_DATA, or a cache, if none."),
     ] = None,
     jobs: Jobs = None,
+    as_json: AsJson = False,
 ) -> None:
     """Run an experiment of the paper; what was done before an interruption stays done."""
     if experiment not in _UNUSED:
@@ -45,27 +52,38 @@ def reproduce(
     if experiment == "quadratic":
         from fedshuffle.experiments.quadratic import reproduce as reproduce_quadratic
 
-        reproduce_quadratic(out, rounds)
+        _show_claims(reproduce_quadratic(out, rounds, progress=not as_json), as_json)
         return
     if experiment == "theory":
         from fedshuffle.experiments.theory import reproduce as reproduce_theory
 
-        reproduce_theory(out)
+        _show_claims(reproduce_theory(out, progress=not as_json), as_json)
         return
     from fedshuffle.experiments import real
 
     words = ["fedshuffle", "reproduce", experiment, "--scale", scale, "--out", str(out)]
     words += ["--data", str(data)] if data else []
-    do(real.load(experiment, scale, out, data), out, jobs, shlex.join(words))
+    do(real.load(experiment, scale, out, data), out, jobs, shlex.join(words), as_json)
+
+
+def _show_claims(claims: Sequence[Claim], as_json: bool) -> None:
+    """The table of claims is printed with the progress; a program gets them here."""
+    if as_json:
+        print(json.dumps([asdict(claim) for claim in claims]))
 
 
 def demo(
     out: Out = Path("fedshuffle-demo"),
     rounds: Annotated[int, typer.Option(help="Rounds of training.")] = 400,
     seed: Annotated[int, typer.Option(help="Seed of the split and of the training.")] = 0,
+    as_json: AsJson = False,
 ) -> None:
     """Audit and train three methods on real data, and write a one-page report."""
     from fedshuffle.experiments.demo import demo as run_demo
     from fedshuffle.report.demo import print_summary
 
-    print_summary(console, run_demo(out, rounds=rounds, seed=seed))
+    summary = run_demo(out, rounds=rounds, seed=seed, progress=not as_json)
+    if as_json:
+        print(json.dumps(summary.to_dict()))
+    else:
+        print_summary(console, summary)

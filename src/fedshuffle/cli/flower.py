@@ -10,12 +10,15 @@ import typer
 from rich.markup import escape
 
 from fedshuffle.cli.shared import console
+from fedshuffle.cli.words import Command, Group
 from fedshuffle.errors import FedShuffleError
 
-app = typer.Typer(help="Flower: real clients, on this machine for now.", no_args_is_help=True)
+app = typer.Typer(
+    help="Flower: real clients, on this machine for now.", no_args_is_help=True, cls=Group
+)
 
 
-@app.command()
+@app.command(cls=Command)
 def up(
     clients: Annotated[int, typer.Option(help="How many SuperNodes to start.")] = 3,
     app_folder: Annotated[

@@ -8,10 +8,14 @@ from typing import Annotated
 
 import typer
 
-app = typer.Typer(help="Something to begin with, written into a folder.", no_args_is_help=True)
+from fedshuffle.cli.words import Command, Group
+
+app = typer.Typer(
+    help="Something to begin with, written into a folder.", no_args_is_help=True, cls=Group
+)
 
 
-@app.command(name="run")
+@app.command(cls=Command, name="run")
 def new_run(
     folder: Annotated[Path, typer.Argument(metavar="DIR", help="A new folder.")],
 ) -> None:
@@ -23,7 +27,7 @@ def new_run(
     print(f"To try it:\n\n    fedshuffle run {shlex.quote(str(folder / 'config.toml'))}")
 
 
-@app.command(name="flower-app")
+@app.command(cls=Command, name="flower-app")
 def new_flower_app(
     folder: Annotated[Path, typer.Argument(metavar="DIR", help="A new folder; names the app.")],
 ) -> None:

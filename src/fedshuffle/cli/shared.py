@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated
 
+import click
 import typer
 
 from fedshuffle._terminal import Console
@@ -19,7 +20,7 @@ Jobs = Annotated[
 ]
 
 
-def was_given(context: typer.Context, name: str) -> bool:
+def was_given(context: click.Context, name: str) -> bool:
     """Whether an option stands on the command line."""
     source = context.get_parameter_source(name)
     return source is not None and source.name == "COMMANDLINE"

@@ -39,7 +39,10 @@ def load(
 def read(tables: Mapping[str, Any], folder: Path, text: str = "") -> Comparison:
     """The comparison that plain data describes; its paths start from the folder."""
     if "compare" not in tables:
-        raise FedShuffleError('compare is missing: add [compare] with methods = ["fedshuffle"].')
+        raise FedShuffleError(
+            'the section [compare] is missing: add it with methods = ["fedavg", "fedshuffle"].'
+            " To train one method, run: fedshuffle run FILE."
+        )
     base = reading.read({k: v for k, v in tables.items() if k != "compare"}, folder)
     found = reading._table(tables["compare"], "compare", _COMPARE)
     if "methods" not in found:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Self, final
 
@@ -115,6 +116,26 @@ def tail(folder: Path) -> tuple[int, str]:
             if (value := record.get(name)) is not None:
                 return records[-1]["round"], f", {name} {value:.4g}"
     return (records[-1]["round"] if records else 0), ""
+
+
+def summary(results: Mapping[str, Any], report: Sequence[Path], out: Path) -> dict[str, Any]:
+    """What the table says, for a program."""
+    found = Compared(results)
+    rows = [
+        {"method": name, "momentum": momentum, "group": group, **asdict(cell)}
+        for group in found.groups
+        for momentum in found.momenta_of(group)
+        for name, cell in found.cells(group, momentum).items()
+    ]
+    return {
+        "complete": results["complete"],
+        "metric": found.metric,
+        "rounds": found.rounds,
+        "warnings": [text for _, texts in headlines(found) for text in texts],
+        "results": rows,
+        "out": str(out),
+        "report": str(report[-1]) if report else None,
+    }
 
 
 def print_results(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import importlib
 import inspect
 import re
@@ -14,7 +13,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from fedshuffle import methods
+from fedshuffle import _synonyms, methods
 from fedshuffle.errors import FedShuffleError, one_line, user_error
 
 
@@ -169,8 +168,7 @@ def _place(module: ModuleType) -> str:
 
 
 def _near(name: str, known: Any) -> str:
-    near = difflib.get_close_matches(name, list(known), n=1)
-    return f" Did you mean {near[0]!r}?" if near else ""
+    return _synonyms.hint(name, list(known))
 
 
 def _cause(error: BaseException, folder: Path) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import difflib
 import re
 import tomllib
 from collections.abc import Callable, Mapping
@@ -11,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from fedshuffle import schedules
+from fedshuffle import _synonyms, schedules
 from fedshuffle._arrays import count
 from fedshuffle.config import imports
 from fedshuffle.config.settings import (
@@ -333,17 +332,38 @@ def _join(key: str, name: str) -> str:
 
 def _unknown_key(key: str, name: str, known: Mapping[str, Reader]) -> FedShuffleError:
     """The error for a key that does not exist; often it exists, but in another section."""
+    if not key and name in ("compare", "scale"):
+        return FedShuffleError(
+            f"[{name}] belongs to a comparison, and this command runs one method. Run: fedshuffle"
+            " compare FILE."
+        )
     homes = [section for section, readers in _SECTIONS.items() if name in readers]
-    near = difflib.get_close_matches(name, known, n=1)
     hint = ""
     if homes:
         places = [f"below [{home}]" if home else "above the first [section]" for home in homes]
         hint = f" It stands {' or '.join(places)}."
-    elif near:
-        hint = f" Did you mean {_join(key, near[0])!r}?"
+    elif near := _synonyms.nearest(name, known):
+        hint = f" Did you mean {_join(key, near)!r}?"
+    elif place := key_for(name):
+        hint = f" Did you mean {place!r}?"
     return FedShuffleError(
         f"unknown key {_join(key, name)!r}.{hint} Known: {', '.join(sorted(known))}."
     )
+
+
+def key_for(word: str) -> str | None:
+    """The dotted key that somebody may mean by a word.
+
+    >>> key_for("lr"), key_for("batch_size"), key_for("spam")
+    ('step_size', 'work.batch_size', None)
+    """
+    for section, readers in _SECTIONS.items():
+        if word in readers:
+            return _join(section, word)
+    for section, readers in _SECTIONS.items():
+        if near := _synonyms.nearest(word, readers):
+            return _join(section, near)
+    return None
 
 
 def _broken(error: tomllib.TOMLDecodeError, text: str) -> str:

@@ -66,7 +66,7 @@ class ForkServer:
     def __init__(self) -> None:
         if os.name != "posix":
             raise FedShuffleError(
-                "worker processes need Linux or macOS. Use threads: engine='lean:2'."
+                "worker processes need Linux or macOS. Use threads: the engine 'lean:2'."
             )
         ours, theirs = socket.socketpair()
         words = [str(theirs.fileno()), str(os.getpid()), *sys.path]
@@ -102,7 +102,7 @@ class ForkServer:
             connection.close()
             raise FedShuffleError(
                 "the process from which worker processes are forked has ended"
-                f" (exit code {self._process.returncode}). Use threads: engine='lean:2'."
+                f" (exit code {self._process.returncode}). Use threads: the engine 'lean:2'."
             ) from error
 
     def end(self, pid: int) -> int | None:

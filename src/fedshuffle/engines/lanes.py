@@ -62,7 +62,7 @@ class LanesEngine:
         if first_look(problem):
             raise FedShuffleError(
                 "the model draws random numbers (dropout?), which lanes would draw in another order"
-                " than the reference. Use engine='lean', or 'lean:2:processes' for two workers."
+                " than the reference. Use the engine 'lean', or 'lean:2:processes' for two workers."
             )
         stack = Stack.of(problem) if fused else None
         self._slopes: _Slopes = _ByVmap(problem) if stack is None else _ByHand(stack)
@@ -379,7 +379,7 @@ class _ByVmap(_Slopes):
         except Exception as error:
             raise FedShuffleError(
                 f"this model or loss cannot run in lanes ({type(error).__name__}: {error})."
-                " Use engine='loop' to see which client it fails at, or if it cannot be vectorised."
+                " Use the engine 'loop' to see at which client, or if it cannot be vectorised."
             ) from error
         # Lanes are independent, so one backward pass serves them all.
         found = gradients(losses.sum(dim=0), leaves)

@@ -41,7 +41,7 @@ class ThreadsEngine(Workers):
         if first_look(problem):
             raise FedShuffleError(
                 "the model draws random numbers (dropout?), and threads would draw them from one"
-                " stream in any order. Use one worker, or processes: engine='lean' or"
+                " stream in any order. Use one worker, or processes: the engine 'lean' or"
                 f" 'lean:{workers}:processes'."
             )
         self._engines = [make(problem) for _ in range(workers)]
@@ -72,7 +72,7 @@ class ProcessesEngine(Workers):
         if problem.device.type != "cpu":
             raise FedShuffleError(
                 f"worker processes compute on the CPU, and the model is on {problem.device}."
-                " Use engine='lanes' or 'lean' there."
+                " Use the engine 'lanes' or 'lean' there."
             )
         make(problem)  # what is wrong with the model is said here, not in a worker
         self._make = make

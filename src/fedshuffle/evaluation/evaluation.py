@@ -175,7 +175,7 @@ class Evaluation:
             if reasons and all(reasons):
                 raise FedShuffleError(
                     f"metric {metric.name!r} is undefined for every client: {reasons[0]}. Measure"
-                    " it over the whole only: say per_client=False."
+                    " it over the whole only: set per_client to false."
                 )
 
     def __call__(self, model: nn.Module) -> dict[str, float]:

@@ -277,7 +277,7 @@ def _steps(workload: Workload, sampling: Sampling) -> tuple[IntArray, IntArray]:
     elif isinstance(work.steps, str) and np.ptp(planned) > 0 and not isinstance(sampling, One):
         raise FedShuffleError(
             f"the theorem on FedShuffleGen is for numbers of steps that do not depend on the"
-            f" cohort, but steps={work.steps!r} does: give a number of steps, or epochs."
+            f" cohort, but steps {work.steps!r} does: give a number of steps, or epochs."
         )
     if work.interruption is None:
         return planned, planned
@@ -292,7 +292,7 @@ def _steps(workload: Workload, sampling: Sampling) -> tuple[IntArray, IntArray]:
 def _obstacle(workload: Workload, done: IntArray) -> str:
     work = workload.work
     if work.order != "reshuffled":
-        return f"the theorem is for order='reshuffled', not {work.order!r}"
+        return f"the theorem is for the order 'reshuffled', not {work.order!r}"
     if np.isfinite(work.clip):
         return "the theorem is for gradients that are not clipped"
     if (done % workload.steps_per_epoch).any():
