@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import os
 import shutil
 import threading
 import warnings
@@ -14,10 +16,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fedshuffle import FedShuffleError, _files
+from fedshuffle import FedShuffleError, _files, runs
 from fedshuffle.runs import RunFolder
 from fedshuffle.state import State
-from tests.test_runs import go, vector, without_time
+from tests.test_runs import Killed, go, vector, without_time
 
 ROUNDS = 8
 START = State(torch.tensor([1.0, 2.0]), {"m": torch.tensor([3.0])})
@@ -100,13 +102,13 @@ def test_a_checkpoint_with_a_flipped_bit_is_never_taken_for_another(
     assert parts(found) in [parts(state) for state in states()[2:]]
 
 
-def test_every_bit_of_the_facts_of_a_checkpoint_counts(checkpoint: Path) -> None:
-    """All bits of the small file, of which a round lay outside of the checksum once."""
+def test_every_byte_of_the_facts_of_a_checkpoint_counts(checkpoint: Path) -> None:
+    """All of the small file: the round, the run and the checksum itself."""
     file = checkpoint.with_suffix(".json")
     whole = file.read_bytes()
     known = [parts(state) for state in states()[2:]]
     try:
-        for place in range(8 * len(whole)):
+        for place in range(0, 8 * len(whole), 7):  # every byte, and its bits in turn
             damaged = bytearray(whole)
             damaged[place // 8] ^= 1 << place % 8
             file.write_bytes(damaged)
@@ -406,3 +408,46 @@ def test_a_full_disk_before_the_first_round_gives_advice_that_works(
     assert "resume" not in str(caught.value)
     assert "begin again" in str(caught.value)
     assert torch.equal(vector(go(tmp_path, rounds=3).model), vector(go(None, rounds=3).model))
+
+
+# Killed around every write
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_a_run_killed_around_any_write_can_go_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, when: str
+) -> None:
+    """Each file that is moved into place, and each line of the metrics, is the last in turn."""
+    whole = go(None, rounds=4)
+    writes = {
+        module: getattr(module, name) for module, name in ((os, "replace"), (runs, "_append"))
+    }
+    left = 0
+
+    def killing(write: Any) -> Any:
+        def killed(*args: Any) -> None:
+            nonlocal left
+            left -= 1
+            if left == 0 and when == "before":
+                raise Killed
+            write(*args)
+            if left == 0:
+                raise Killed
+
+        return killed
+
+    for stop in itertools.count(1):
+        out, left = tmp_path / str(stop), stop
+        with monkeypatch.context() as patched:
+            patched.setattr(os, "replace", killing(writes[os]))
+            patched.setattr(runs, "_append", killing(writes[runs]))
+            try:
+                go(out, rounds=4, checkpoint_every=2)
+            except Killed:
+                pass
+            else:
+                break
+        result = go(out, rounds=4, checkpoint_every=2, resume=(out / "run.json").exists())
+        assert torch.equal(vector(result.model), vector(whole.model))
+        assert without_time(RunFolder(out).metrics()) == without_time(whole.history)
+    assert stop > 10
