@@ -48,7 +48,7 @@ SENDERS = covering(NAMES)
 @pytest.mark.parametrize(
     ("method", "name"),
     [
-        (method, name)
+        pytest.param(method, name, marks=pytest.mark.slow if name == "fixed point" else ())
         for method in NAMES
         for name in conformance.CHECKS
         if name not in ONCE_PER_REQUEST or method in SENDERS
