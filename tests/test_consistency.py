@@ -161,6 +161,7 @@ def mean_fixed_point(
     return float(np.linalg.solve(np.eye(size) - matrix, constant)[0])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("momentum", [MVR(0.3), GlobalMomentum(0.2)], ids=["mvr", "global"])
 @pytest.mark.parametrize("sampling", SAMPLINGS[:3], ids=repr)

@@ -173,10 +173,10 @@ def test_the_reference_engine_follows_it_too(name: str, momentum: Direction | No
     work = LocalWork(epochs=EPOCHS, batch_size=BATCH)
     run = Run(federation, method, "uniform:2", work, 0.02, 0.7, SEED)
     engine = LoopEngine(quadratic(federation))
-    have = [states[0].x.numpy() for states in simulate(engine, [run], ROUNDS)]
+    have = [states[0].x.numpy() for states in simulate(engine, [run], 20)]
     sampling = parse("uniform:2", federation)
     want = closed_form(name, method.direction, sampling, points.numpy(), 0.02, 0.7, False)
-    np.testing.assert_allclose(have, want, rtol=0, atol=1e-10)
+    np.testing.assert_allclose(have, want[:20], rtol=0, atol=1e-10)
 
 
 def test_fedavg_stops_where_the_audit_says() -> None:
