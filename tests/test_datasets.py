@@ -23,6 +23,7 @@ from rich.progress import Progress
 from torch import nn
 
 from fedshuffle import Federation, FedShuffleError, LocalWork, cli, datasets, losses, train
+from fedshuffle._files import one_writer
 from fedshuffle.datasets import Augment, download, text
 from fedshuffle.datasets.images import _DEVIATION, _MEAN
 from fedshuffle.datasets.places import cache_folder
@@ -552,6 +553,16 @@ def test_a_download(tmp_path: Path, server: Server) -> None:
     assert list(datasets.shakespeare()[0].ids) == ["A", "B"]
     assert datasets.get("shakespeare") == folder
     assert server.asked == [None]
+
+
+@pytest.mark.usefixtures("archive")
+def test_two_downloads_at_once_do_not_mix(tmp_path: Path, server: Server) -> None:
+    folder = tmp_path / "cache" / "fedshuffle" / "shakespeare"
+    with one_writer(folder), pytest.raises(FedShuffleError, match="being written by"):
+        datasets.get("shakespeare")
+    assert not server.asked
+    assert datasets.get("shakespeare") == folder
+    assert names(folder) == WHOLE
 
 
 def test_a_download_goes_on_where_it_broke_off(

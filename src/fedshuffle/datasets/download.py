@@ -24,6 +24,7 @@ from rich.progress import (
     TransferSpeedColumn,
 )
 
+from fedshuffle._files import one_writer
 from fedshuffle._terminal import Console
 from fedshuffle.datasets.places import roots
 from fedshuffle.datasets.sources import SOURCES, Source
@@ -51,8 +52,9 @@ def get(name: str, data: str | Path | None = None, *, progress: bool = False) ->
         optional("h5py")  # what is missing is better missed before the download
     if not all((folder / file).is_file() for file in source.files):
         with _errors_named(source, folder):
-            folder.mkdir(parents=True, exist_ok=True)
-            _fetch(source, folder, progress)
+            folder.mkdir(parents=True, exist_ok=True)  # stays, for what is put there by hand
+            with one_writer(folder):
+                _fetch(source, folder, progress)
     source.check(folder)
     return folder
 
