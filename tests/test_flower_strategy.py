@@ -22,7 +22,7 @@ from flwr.clientapp import ClientApp
 from flwr.serverapp.strategy import Strategy
 from torch import Tensor, nn
 
-from fedshuffle import Federation, LocalWork, losses, methods, train
+from fedshuffle import Federation, LocalWork, _files, losses, methods, train
 from fedshuffle.auditing.adapters.flower import _identity
 from fedshuffle.errors import FedShuffleError
 from fedshuffle.flower import Client, FedShuffleStrategy, client_app, messages
@@ -992,6 +992,19 @@ def test_a_run_goes_on_only_as_it_began(tmp_path: Path) -> None:
         strategy(out=tmp_path / "run", resume=True, answers=0.5).start(
             LocalGrid(apps()), start(), 2
         )
+
+
+def test_only_one_server_may_write_to_a_run(tmp_path: Path) -> None:
+    def evaluate(round: int, arrays: ArrayRecord) -> MetricRecord:
+        with (
+            pytest.raises(FedShuffleError, match="is being written"),
+            _files.one_writer(tmp_path / "run"),
+        ):
+            raise AssertionError
+        return MetricRecord({"rounds": round})
+
+    strategy(out=tmp_path / "run").start(LocalGrid(apps()), start(), 1, evaluate_fn=evaluate)
+    strategy(out=tmp_path / "run", resume=True).start(LocalGrid(apps()), start(), 2)
 
 
 def test_metrics_that_are_not_finite_or_take_a_name(tmp_path: Path) -> None:
