@@ -8,9 +8,9 @@ import warnings
 from collections.abc import Sequence
 from typing import NamedTuple, final
 
-import torch
 from torch import Tensor
 
+from fedshuffle.engines.agreement import SlowerWarning, tolerance
 from fedshuffle.engines.base import Engine
 from fedshuffle.engines.loop import LoopEngine
 from fedshuffle.engines.machine import cores_here
@@ -87,6 +87,7 @@ class _Trials:
             try:
                 with warnings.catch_warnings():
                     warnings.simplefilter("error")  # such as vmap's about a slow way round
+                    warnings.simplefilter("always", SlowerWarning)
                     self._speeds[name] = self._tried(name)
             except Exception as error:
                 self._failures[name] = str(error).split("\n")[0]
@@ -97,9 +98,8 @@ class _Trials:
         if self._reference is None:
             (self._reference,) = LoopEngine(self._problem).walk([self._tiny])
         (found,) = engine.walk([self._tiny])
-        tolerance = min(0.1, max(1e-9, 1e4 * torch.finfo(self._problem.dtype).eps))
         error = (found - self._reference).norm()
-        if not error <= tolerance * self._reference.norm() + 1e-12:
+        if not error <= tolerance(self._problem.dtype) * self._reference.norm() + 1e-12:
             raise ArithmeticError("it does not agree with the reference engine")
         if self._piece is None:  # the first to be timed says how much the others are given
             steps = sum(order.minibatches.steps for order in self._tiny.orders)

@@ -7,6 +7,7 @@ import itertools
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from typing import NamedTuple, final
 
 import numpy as np
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 from torch.func import functional_call, vmap
 
 from fedshuffle._arrays import FloatArray, IntArray
+from fedshuffle.engines.agreement import fault, trusted
 from fedshuffle.engines.base import (
     Stopped,
     check_probe,
@@ -64,10 +66,32 @@ class LanesEngine:
                 "the model draws random numbers (dropout?), which lanes would draw in another order"
                 " than the reference. Use the engine 'lean', or 'lean:2:processes' for two workers."
             )
-        stack = Stack.of(problem) if fused else None
-        self._slopes: _Slopes = _ByVmap(problem) if stack is None else _ByHand(stack)
         self._shapes = [p.shape for p in problem.parameters.values()]
+        self._slopes = self._trusted(Stack.of(problem) if fused else None)
         self._rewound = Rewound()
+
+    def _trusted(self, stack: Stack | None) -> _Slopes:
+        """The fastest way to the gradients that agrees with the reference."""
+        problem = self.problem
+        if stack is not None:
+            by_hand = _ByHand(stack)
+            way = "differentiated by hand in lanes"
+            if trusted(problem, way, lambda: partial(self._gradients, by_hand)):
+                return by_hand
+        _refuse_what_vmap_ignores(problem.model)
+        slopes = _ByVmap(problem)
+        wrong = fault(problem, "in lanes", lambda: partial(self._gradients, slopes))
+        if wrong is not None:
+            raise _not_in_lanes(wrong.why)
+        return slopes
+
+    def _gradients(self, slopes: _Slopes, points: Tensor, batch: tuple[Tensor, ...]) -> Tensor:
+        """The gradients at all points, each in a lane of its own, over the same examples."""
+        found = [torch.zeros_like(table) for table in self._tables(points)]
+        many = tuple(torch.stack([field] * len(points)) for field in batch)
+        shares = points.new_full((len(points), len(batch[0])), 1 / len(batch[0]))
+        slopes.descend(self._tables(points), many, shares, found, None)
+        return torch.cat([_flat(table) for table in found], dim=1)
 
     def _tables(self, models: Tensor) -> Tables:
         """Models given as rows of plain vectors."""
@@ -105,7 +129,7 @@ class LanesEngine:
             summed = _Summed(starts[0], weights, int(np.diff(first).max()))
             sizes = starts[0].new_zeros(len(group))
             for table, end, begin in zip(sums, y, x, strict=True):
-                update = end.sub_(begin).flatten(1)
+                update = _flat(end.sub_(begin))
                 sizes += update.sum(dim=1)
                 summed.add(update, table)
             finite = torch.isfinite(sizes)
@@ -161,13 +185,16 @@ class LanesEngine:
             into, kept = here, None if keep is None else keep[lanes]
             if scale is not None:  # the whole step first, then it is scaled
                 into, kept = _scaled(here, less[lanes]), None
+            again = batch
+            if at_y and at_x and not self._slopes.by_hand:  # a model may change what it is given
+                again = tuple(field.clone() for field in batch)
             if at_y:
                 self._descend(here, batch, share, along[lanes], into, kept, limit)
             elif kept is not None:
                 torch._foreach_mul_(into, [_column(kept, table) for table in into])
             if at_x:
                 there = [table[lanes] for table in x]
-                self._descend(there, batch, share, against[lanes], into, None, limit)
+                self._descend(there, again, share, against[lanes], into, None, limit)
             for more in (pulled, push):
                 if more is not None:
                     torch._foreach_add_(into, [table[lanes] for table in more])
@@ -206,7 +233,7 @@ class LanesEngine:
             return
         gradient = [torch.zeros_like(table) for table in at]
         self._slopes.descend(at, batch, shares, gradient, None)
-        norms = torch.stack([table.flatten(1).norm(dim=1) for table in gradient]).norm(dim=0)
+        norms = torch.stack([_flat(table).norm(dim=1) for table in gradient]).norm(dim=0)
         shorter = (clip / norms.clamp_min(1e-30)).clamp_max(1.0)  # a zero gradient stays zero
         if keep is not None:
             torch._foreach_mul_(into, [_column(keep, table) for table in into])
@@ -245,7 +272,7 @@ class LanesEngine:
                 weights = np.zeros((len(answers), len(group)))
                 for lane, piece in enumerate(group):
                     weights[piece.answers, lane] = piece.weights
-                flat = torch.cat([table.flatten(1) for table in found], dim=1)
+                flat = torch.cat([_flat(table) for table in found], dim=1)
                 _Summed(flat, weights, most).add(flat, answers)
         parts = torch.split(answers, [sums * count for sums, count in shapes])
         return [
@@ -390,6 +417,26 @@ class _ByVmap(_Slopes):
             table.addcmul_(gradient, _column(by, table))
 
 
+def _not_in_lanes(why: str) -> FedShuffleError:
+    return FedShuffleError(
+        f"this model or loss cannot run in lanes ({why}). Use the engine 'lean', or 'loop' to see"
+        " which client it fails at."
+    )
+
+
+def _refuse_what_vmap_ignores(model: nn.Module) -> None:
+    """What embeddings do besides looking up; tried examples might not show it."""
+    for name, module in model.named_modules():
+        for option in ("padding_idx", "max_norm", "scale_grad_by_freq"):
+            if isinstance(module, nn.Embedding | nn.EmbeddingBag) and (
+                getattr(module, option) not in (None, False)
+            ):
+                raise FedShuffleError(
+                    f"layer {name!r} has {option}, which has no effect in lanes. Use the engine"
+                    " 'lean'."
+                )
+
+
 class _Objective(nn.Module):
     """Model and loss as one module, so that functional_call can swap the parameters."""
 
@@ -484,6 +531,11 @@ def _blindly(orders: Sequence[Order]) -> Iterator[_Step]:
 def _column(values: Tensor, like: Tensor) -> Tensor:
     """One number per row, to be multiplied with a table."""
     return values.view(-1, *[1] * (like.ndim - 1))
+
+
+def _flat(table: Tensor) -> Tensor:
+    """Every row of a table as a vector."""
+    return table.reshape(len(table), -1)
 
 
 def _scaled(tables: Tables, by: Tensor) -> Tables:

@@ -36,9 +36,9 @@ class Layout:
         found = []
         parts = torch.split(flat, self._lengths, dim=-1)
         for part, shape, order in zip(parts, self._shapes, self._orders, strict=True):
-            stored = part.view(*lead, *(shape[axis] for axis in order))
-            back = (len(lead) + order.index(axis) for axis in range(len(order)))
-            found.append(stored.permute(*range(len(lead)), *back))
+            stored = part.view([*lead, *(shape[axis] for axis in order)])
+            back = [len(lead) + order.index(axis) for axis in range(len(order))]
+            found.append(stored.permute([*range(len(lead)), *back]))
         return found
 
     def arrange(self, plain: Tensor) -> Tensor:

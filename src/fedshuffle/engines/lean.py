@@ -11,7 +11,6 @@ from __future__ import annotations
 import abc
 import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
 from dataclasses import replace
 from functools import lru_cache, partial
 from itertools import chain
@@ -21,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from fedshuffle import kernel
+from fedshuffle.engines.agreement import Gradients, trusted
 from fedshuffle.engines.base import (
     Stopped,
     check_probe,
@@ -59,10 +59,7 @@ class LeanEngine:
         keep_freed_memory()
         self._random = first_look(problem)
         self._rewound = Rewound()
-        stack = Stack.of(problem) if fused else None
-        self._replica: Callable[[], _Replica] = (
-            partial(_by_autograd, problem) if stack is None else partial(_ByHand, problem, stack)
-        )
+        self._replica = _replica(problem, fused)
         self._here = self._replica()
         # Others, for those who need them: at the global model, and to gather a direction or a sum.
         self._there: _Replica | None = None
@@ -131,9 +128,11 @@ class LeanEngine:
         for batch in self._batches(order):
             if self.stop:
                 raise Stopped
+            again = here.spare(batch) if steering.beta else batch
             here.descend(batch, -gamma * steering.alpha, here, 1 - shrink, order.clip, seed)
             if steering.beta and there:
-                there.descend(batch, gamma * steering.beta, here, 1.0, order.clip, seed)
+                self._settle(there, x)
+                there.descend(again, gamma * steering.beta, here, 1.0, order.clip, seed)
             if pull:
                 y.add_(x, alpha=pull)
             if v is not None:
@@ -153,16 +152,25 @@ class LeanEngine:
         for batch in self._batches(order):
             if self.stop:
                 raise Stopped
-            torch.add(fixed, y, alpha=shrink, out=direction.flat)
+            direction.flat.copy_(fixed)
+            again = here.spare(batch) if steering.alpha and steering.beta else batch
             if steering.alpha:
                 here.descend(batch, steering.alpha, direction, clip=order.clip, seed=seed)
             if steering.beta and there:
-                there.descend(batch, -steering.beta, direction, clip=order.clip, seed=seed)
+                self._settle(there, x)
+                there.descend(again, -steering.beta, direction, clip=order.clip, seed=seed)
+            if shrink:  # last, for the model may change its parameters when it runs
+                direction.flat.add_(y, alpha=shrink)
             if scale is None:
                 y.add_(direction.flat, alpha=-gamma)
             else:
                 y.addcmul_(direction.flat, scale, value=-gamma)
             seed += 1
+
+    def _settle(self, replica: _Replica, point: Tensor) -> None:
+        """Put a replica back at a point that its own forward pass may have moved it from."""
+        if self.problem.restless:
+            replica.flat.copy_(point)
 
     def _coast(self, x: Tensor, order: Order, v: Tensor | None, scale: Tensor | None) -> None:
         """The kernel without any gradient: no example is looked at."""
@@ -195,6 +203,7 @@ class LeanEngine:
                 own.flat.zero_()
                 with named(self.problem, client, probe.round, "probe"):
                     for rows, share in self.problem.pieces(client) if counts else ():
+                        self._settle(here, point)
                         here.descend(here.ready(self.problem.batch(rows)), share, own)
                 for k, weight in counts:
                     sums[k, j].add_(own.flat, alpha=weight)
@@ -224,6 +233,10 @@ class _Replica(abc.ABC):
     def ready(self, fields: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """Examples as this replica likes them."""
         return fields
+
+    def spare(self, batch: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """The same examples once again, as a model may change those that it is given."""
+        return tuple(field.clone() for field in batch)
 
     @abc.abstractmethod
     def descend(
@@ -303,6 +316,9 @@ class _ByHand(_Replica):
         self.blocks = stack.transposed(self.views)
         self._scratch: list[Tensor] | None = None
 
+    def spare(self, batch: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        return batch  # which nothing here changes
+
     def descend(
         self,
         batch: tuple[Tensor, ...],
@@ -333,19 +349,38 @@ def _shortening(gradient: list[Tensor] | tuple[Tensor, ...], clip: float) -> flo
     return min(1.0, clip / norm) if norm else 1.0
 
 
-def _by_autograd(problem: Problem) -> _Replica:
-    """A replica for any model.
+def _replica(problem: Problem, fused: bool) -> Callable[[], _Replica]:
+    """What makes the fastest replica that agrees with the reference.
 
     On a CPU, max-pooling is ten times as quick with channels last, while convolutions hardly care.
-    But a model that views its activations in another shape cannot be run so.
+    But a model that looks at the memory of its activations cannot be run so.
     """
+    ways: dict[str, Callable[[], _Replica]] = {}
+    if fused and (stack := Stack.of(problem)) is not None:
+        ways["differentiated by hand"] = partial(_ByHand, problem, stack)
     pools = any(isinstance(module, nn.MaxPool2d) for module in problem.model.modules())
     if pools and problem.device.type == "cpu":
-        with suppress(Exception):
-            replica = _ByAutograd(problem, channels_last=True)
-            replica.descend(replica.ready(problem.few()), 0.0, replica)
-            return replica
-    return _ByAutograd(problem)
+        ways["with channels last"] = partial(_ByAutograd, problem, channels_last=True)
+    for way, make in ways.items():
+        if trusted(problem, way, partial(_gradients, make)):
+            return make
+    return partial(_ByAutograd, problem)
+
+
+def _gradients(make: Callable[[], _Replica]) -> Gradients:
+    """The gradients that a replica gives."""
+    here, own = make(), make()
+
+    def found(points: Tensor, batch: tuple[Tensor, ...]) -> Tensor:
+        rows = []
+        for point in here.layout.arrange(points):
+            here.flat.copy_(point)
+            own.flat.zero_()
+            here.descend(here.spare(here.ready(batch)), 1.0, own)
+            rows.append(own.flat.clone())
+        return here.layout.restore(torch.stack(rows))
+
+    return found
 
 
 def _pool_first(layers: nn.Module) -> None:

@@ -61,10 +61,10 @@ class LoopEngine:
                 rows = self.problem.rows(client, positions)
                 gradient, anchor = nothing, None
                 if steering.alpha:
-                    gradient, y = self._gradient(y, rows, seed + k)
+                    gradient, y = gradient_at(self.problem, y, rows, seed + k)
                     gradient = kernel.adjusted(gradient, y, order.clip, order.weight_decay)
                 if steering.beta:
-                    anchor, _ = self._gradient(x, rows, seed + k)
+                    anchor, _ = gradient_at(self.problem, x, rows, seed + k)
                     anchor = kernel.adjusted(anchor, x, order.clip, order.weight_decay)
                 y = kernel.step(
                     y,
@@ -88,21 +88,24 @@ class LoopEngine:
             with named(self.problem, client, probe.round, "probe"):
                 for rows, share in self.problem.pieces(client) if counts else ():
                     for j, point in enumerate(points):
-                        gradient, _ = self._gradient(point, rows, seed=0)
+                        gradient, _ = gradient_at(self.problem, point, rows, seed=0)
                         for k, weight in counts:
                             sums[k, j] += weight * share * gradient
         return check_probe(self.problem, probe, sums)
 
-    def _gradient(self, point: Tensor, rows: IntArray, seed: int) -> tuple[Tensor, Tensor]:
-        """The gradient of the loss over some examples; the seed rules the model's own randomness.
 
-        And the point as the model leaves it: some layers change their own parameters, such as
-        ``nn.Embedding(max_norm=...)``. The examples are gathered anew each time, as the model may
-        change them, too.
-        """
-        parameters = list(self.problem.parameters.values())
-        with model_randomness(self.problem, seed):
-            loss = self.problem.loss_at(point, self.problem.batch(rows))
-        parts = gradients(loss, parameters)
-        left = torch.cat([parameter.detach().reshape(-1) for parameter in parameters])
-        return torch.cat([part.reshape(-1) for part in parts]), left
+def gradient_at(
+    problem: Problem, point: Tensor, rows: IntArray, seed: int
+) -> tuple[Tensor, Tensor]:
+    """The gradient of the loss over some examples; the seed rules the model's own randomness.
+
+    And the point as the model leaves it: some layers change their own parameters, such as
+    ``nn.Embedding(max_norm=...)``. The examples are gathered anew each time, as the model may
+    change them, too.
+    """
+    parameters = list(problem.parameters.values())
+    with model_randomness(problem, seed):
+        loss = problem.loss_at(point, problem.batch(rows))
+    parts = gradients(loss, parameters)
+    left = torch.cat([parameter.detach().reshape(-1) for parameter in parameters])
+    return torch.cat([part.reshape(-1) for part in parts]), left

@@ -29,6 +29,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from fedshuffle import _identity
+from fedshuffle.engines.agreement import check_digest, digest
 from fedshuffle.engines.problem import Problem
 from fedshuffle.errors import FedShuffleError
 from fedshuffle.federation import Federation
@@ -105,8 +106,11 @@ def sent(problem: Problem) -> bytes:
     stored = federation.path is not None
     settings = torch.get_default_dtype(), torch.get_float32_matmul_precision()
     data = (federation, _stamp(federation)) if stored else (replace(federation, fields=()), "")
+    checks = digest(problem), problem.tried
     try:
-        task: bytes = cloudpickle.dumps((settings, problem.replica().cpu(), problem.loss, data))
+        task: bytes = cloudpickle.dumps(
+            (settings, problem.replica().cpu(), problem.loss, data, checks)
+        )
     except Exception as error:
         raise FedShuffleError(
             f"the model or the loss cannot be sent to workers: {error}. Make them in a module, of"
@@ -120,7 +124,7 @@ def received(task: bytes, fields: Sequence[Tensor], device: torch.device | str =
     unless they lie on disk.
     """
     try:
-        (dtype, precision), model, loss, (federation, stamp) = pickle.loads(task)
+        (dtype, precision), model, loss, (federation, stamp), checks = pickle.loads(task)
     except (ImportError, AttributeError) as error:
         missing = getattr(error, "name", None)
         what = repr(missing) if isinstance(error, ImportError) and missing else "a module"
@@ -140,7 +144,10 @@ def received(task: bytes, fields: Sequence[Tensor], device: torch.device | str =
             f"the store {str(federation.path)!r} holds other data for a worker than for the run."
             " Copy it to every machine of the cluster once more."
         )
-    return Problem(model.to(device), loss, federation)
+    problem = Problem(model.to(device), loss, federation)
+    wanted, problem.tried = checks  # all workers go the same way, which was said already
+    check_digest(problem, wanted)
+    return problem
 
 
 def _stamp(federation: Federation) -> str:

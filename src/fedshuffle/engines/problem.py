@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, final
+from typing import Any, NamedTuple, final
 
 import numpy as np
 import torch
@@ -25,6 +25,21 @@ PROBE_ROWS = 1024
 
 Loss = Callable[..., Tensor]
 """``loss(model, *fields)``: the mean loss over the examples of a minibatch, a scalar tensor."""
+
+
+class _Habits(NamedTuple):
+    """What running a model does besides computing."""
+
+    random: bool
+    restless: bool
+
+
+class Fault(NamedTuple):
+    """Why a fast way to compute gradients cannot be gone."""
+
+    why: str
+    differs: bool
+    """Whether it gives other gradients than the reference, or none at all."""
 
 
 @final
@@ -67,6 +82,9 @@ class Problem:
         self.start = torch.cat(flat)
         self._untouched = copy.deepcopy(self.model)
         self._shares: dict[int, list[float]] = {}
+        self._given = list(model.parameters())
+        self.tried: dict[str, Fault | None] = {}
+        """Ways to compute that were held against the reference, and what is wrong with each."""
 
     def _ready(self, field: Tensor) -> Tensor:
         """Examples on the model's device, and floating-point ones in its precision."""
@@ -89,15 +107,26 @@ class Problem:
         """The mean loss of model ``x`` on a minibatch."""
         return self.loss(self.load(x), *batch)
 
-    @functools.cached_property
+    @property
     def random(self) -> bool:
         """Whether the model or the loss draws random numbers of its own, such as dropout."""
+        return self._habits.random
+
+    @property
+    def restless(self) -> bool:
+        """Whether the forward pass changes parameters, as ``nn.Embedding(max_norm=...)`` does."""
+        return self._habits.restless
+
+    @functools.cached_property
+    def _habits(self) -> _Habits:
+        """What is seen when the model runs once; an error for what cannot be trained."""
         model = self.replica()
+        parameters = {k: p for k, p in model.named_parameters() if p.requires_grad}
+        versions = [p._version for p in parameters.values()]
         with forked(self.device):
             before = _random_state(self.device)
             loss = self.loss(model, *self.few())
             after = _random_state(self.device)
-        _refuse_sparse_gradients(loss, model)
         buffers = dict(self._untouched.named_buffers())
         for name, buffer in model.named_buffers():
             if name in buffers and not torch.equal(buffer, buffers[name]):
@@ -105,7 +134,10 @@ class Problem:
                     f"the forward pass changes the model's buffer {name!r}. Buffers are not"
                     " averaged over clients: make it a parameter, or leave it constant."
                 )
-        return not torch.equal(before, after)
+        _check_gradients(loss, parameters, self._given)
+        self._given = []
+        restless = versions != [p._version for p in parameters.values()]
+        return _Habits(not torch.equal(before, after), restless)
 
     def replica(self) -> nn.Module:
         """A copy of the model as it was at first, with nothing that running it may leave behind."""
@@ -229,17 +261,26 @@ def _random_state(device: torch.device) -> Tensor:
     return torch.cat([state, torch.get_device_module(device).get_rng_state(device)])
 
 
-def _refuse_sparse_gradients(loss: Tensor, model: nn.Module) -> None:
+def _check_gradients(
+    loss: Tensor, parameters: Mapping[str, nn.Parameter], given: Sequence[nn.Parameter]
+) -> None:
+    """Refuse gradients that cannot be added up, and those of the model that was copied."""
     if not isinstance(loss, Tensor) or loss.ndim or not loss.requires_grad:
         return  # which is said where gradients are needed
-    trained = {k: p for k, p in model.named_parameters() if p.requires_grad}
-    found = torch.autograd.grad(loss, list(trained.values()), allow_unused=True)
-    for name, gradient in zip(trained, found, strict=True):
+    both = [*parameters.values(), *(p for p in given if p.requires_grad)]
+    found = torch.autograd.grad(loss, both, allow_unused=True)
+    for name, gradient in zip(parameters, found, strict=False):
         if gradient is not None and gradient.layout != torch.strided:
             raise FedShuffleError(
                 f"parameter {name!r} has sparse gradients, which are not averaged here. Make its"
                 " layer with sparse=False."
             )
+    if any(gradient is not None for gradient in found[len(parameters) :]):
+        raise FedShuffleError(
+            "a copy of the model still uses the parameters of the original. A forward or hook that"
+            " was given to one of its layers names that layer: take the parameters from its"
+            " argument, as a method of a class of your own does."
+        )
 
 
 def _refuse_running_statistics(model: nn.Module) -> None:

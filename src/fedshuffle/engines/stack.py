@@ -201,8 +201,14 @@ def leaves(module: nn.Module) -> Iterator[nn.Module]:
         yield nn.Module() if hooked(module) else module
 
 
+_HOOKS = ("forward_pre_hooks", "forward_hooks", "backward_pre_hooks", "backward_hooks")
+
+
 def hooked(module: nn.Module) -> bool:
-    return bool(module._forward_hooks or module._forward_pre_hooks or module._backward_hooks)
+    """Whether a module may do more than its class says: by hooks, or a ``forward`` of its own."""
+    everywhere = any(getattr(nn.modules.module, f"_global_{hooks}") for hooks in _HOOKS)
+    own = any(getattr(module, f"_{hooks}") for hooks in _HOOKS)
+    return everywhere or own or "forward" in vars(module)
 
 
 def _are_classes(labels: Tensor, classes: int) -> bool:

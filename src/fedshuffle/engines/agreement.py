@@ -1,0 +1,127 @@
+"""A fast way to compute gradients is held against the reference once, before it is used.
+
+What is tried are examples from all over the federation, so the answer is a function of the problem
+alone: every worker finds the same, and so does a run that is resumed.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fedshuffle._arrays import IntArray
+from fedshuffle.engines.base import named
+from fedshuffle.engines.loop import gradient_at
+from fedshuffle.engines.machine import threads_for
+from fedshuffle.engines.problem import Fault, Problem
+from fedshuffle.errors import FedShuffleError
+
+_CLIENTS = 16
+"""The first and the last example of so many clients are tried: the last is where padding is."""
+
+Gradients = Callable[[Tensor, tuple[Tensor, ...]], Tensor]
+"""``gradients(points, batch)``: a row for every point, of the mean loss over the batch. The model's
+own randomness follows from the seed 0.
+"""
+
+
+class SlowerWarning(UserWarning):
+    """A model is trained in a slower way, since a faster one computes something else."""
+
+
+def tolerance(dtype: torch.dtype) -> float:
+    """The relative error that rounding may cause after some steps."""
+    return min(0.1, max(1e-9, 1e4 * torch.finfo(dtype).eps))
+
+
+def fault(problem: Problem, way: str, make: Callable[[], Gradients]) -> Fault | None:
+    """What is wrong with a way to compute gradients; None if it gives those of the reference."""
+    if way not in problem.tried:
+        rows = _rows(problem)
+        with threads_for(problem, len(rows)):
+            problem.tried[way] = _fault(problem, rows, make)
+    return problem.tried[way]
+
+
+def trusted(problem: Problem, way: str, make: Callable[[], Gradients]) -> bool:
+    """Whether to go this way. If it gives other gradients, a warning says so, once."""
+    first = way not in problem.tried
+    found = fault(problem, way, make)
+    if found and found.differs and first:
+        warnings.warn(
+            f"{way}, the model computes something else: {found.why}. So it is trained in a slower"
+            " way, which agrees with the reference.",
+            SlowerWarning,
+            stacklevel=2,
+        )
+    return found is None
+
+
+Digest = tuple[float, float]
+"""The length of the reference's gradient, and how far it reaches in some direction."""
+
+
+def digest(problem: Problem) -> Digest:
+    """What another process must find, too, if it computes what this one does."""
+    noise, rows = _noise(problem), _rows(problem)
+    with threads_for(problem, len(rows)), named(problem, 0, 0, "first look at the model"):
+        gradient, _ = gradient_at(problem, problem.start + 0.05 * noise, rows, seed=0)
+    return float(gradient.norm()), float(gradient @ noise)
+
+
+def check_digest(problem: Problem, wanted: Digest) -> None:
+    """Refuse to compute something else than the process that sent the problem."""
+    if problem.device.type != "cpu" or not all(map(math.isfinite, wanted)):
+        return
+    allowed = tolerance(problem.dtype) * wanted[0]
+    if not all(abs(a - b) <= allowed for a, b in zip(digest(problem), wanted, strict=True)):
+        raise FedShuffleError(
+            "this model computes something else in another process: something was changed here"
+            " that does not travel with it, such as hooks of all modules or a layer's class. Use"
+            " the engine 'lean', or put the change into the model."
+        )
+
+
+def _noise(problem: Problem) -> Tensor:
+    generator = torch.Generator().manual_seed(0)
+    return torch.randn(len(problem.start), generator=generator).to(problem.start)
+
+
+def _fault(problem: Problem, rows: IntArray, make: Callable[[], Gradients]) -> Fault | None:
+    points = torch.stack([problem.start, problem.start + 0.05 * _noise(problem)])
+    with named(problem, 0, 0, "first look at the model"):
+        wanted = [gradient_at(problem, point, rows, seed=0)[0] for point in points]
+    try:
+        found = make()(points, problem.batch(rows))
+    except Exception as error:
+        cause = error.__cause__ or error
+        first = str(cause).split("\n")[0]
+        return Fault(f"{type(cause).__name__}: {first}", differs=False)
+    off = max(_distance(problem, *pair) for pair in zip(found, wanted, strict=True))
+    if off <= tolerance(problem.dtype):
+        return None
+    return Fault(f"its gradient is off by {off:.2g} of its size", differs=True)
+
+
+def _distance(problem: Problem, have: Tensor, want: Tensor) -> float:
+    """The largest relative error of any parameter's gradient; that of small ones by a tenth of the
+    whole. Zero where the reference is not finite: training will say so.
+    """
+    if not torch.isfinite(want).all():
+        return 0.0
+    lengths = [parameter.numel() for parameter in problem.parameters.values()]
+    pairs = zip(torch.split(have - want, lengths), torch.split(want, lengths), strict=True)
+    norms = torch.tensor([[float(off.norm()), float(part.norm())] for off, part in pairs])
+    sizes = norms[:, 1].clamp_min(max(0.1 * float(want.norm()), 1e-30))
+    return float((norms[:, 0] / sizes).nan_to_num(nan=math.inf).max())
+
+
+def _rows(problem: Problem) -> IntArray:
+    offsets = problem.federation.offsets
+    clients = np.linspace(0, len(offsets) - 2, _CLIENTS).round().astype(np.int64)
+    return np.unique([offsets[clients], offsets[clients + 1] - 1])
