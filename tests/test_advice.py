@@ -31,7 +31,7 @@ from fedshuffle import (
     methods,
     schedules,
 )
-from fedshuffle.config import advising, knowing, load
+from fedshuffle.config import advising, knowing, load, probing
 from fedshuffle.engines import LeanEngine, Problem
 from fedshuffle.rounds import Run, simulate
 from fedshuffle.sampling import Independent, One, Optimal, Uniform, parse
@@ -738,7 +738,7 @@ def test_advice_as_json(
     assert command(monkeypatch, str(config), "--json") == 0
     found = json.loads(capsys.readouterr().out)
     assert list(found) == [
-        "setting", "problem", "steps", "larger", "mvr", "yours", "sampling", "audit",
+        "setting", "probe", "problem", "steps", "larger", "mvr", "yours", "sampling", "audit",
     ]  # fmt: skip
     known = {source.anchor for source in sources.ALL}
     assert all(number["source"] in known for number in numbers(found))
@@ -879,6 +879,65 @@ def test_the_example_of_digits() -> None:
     assert rows["fedshuffle"]["covered"]
     assert not rows["fedavg-rr"]["covered"]
     assert found["audit"]["consistent"] is True
+
+
+# What can be measured -----------------------------------------------------------------------------
+
+
+def descent(step_size: float, rounds: int = 4) -> probing.Probe:
+    """Clients with one example each: gradient descent on 1/2 |x - x*|^2 and a constant."""
+    points = torch.tensor([[0.0, 1.0], [2.0, 1.0], [1.0, 0.0], [1.0, 2.0]], dtype=torch.float64)
+    federation = Federation.from_arrays(points, sizes=[1] * 4)
+    method, sampling = methods.get("fedshuffle"), parse("full", federation)
+    return probing.probe(
+        Point(2), federation, half_squared_distance, method,
+        sampling, LocalWork(), step_size=step_size, rounds=rounds,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("step_size", [0.01, 0.1, 1.0, 100.0])
+def test_the_probe_finds_the_stable_range_of_gradient_descent(step_size: float) -> None:
+    found = descent(step_size)
+    assert found.start == pytest.approx(1.5)
+    for size, loss in found.losses.items():
+        want = 0.5 + (1 - size) ** 8  # stable below 2
+        lost = max((1 - size) ** (2 * k) for k in range(1, 5)) + 0.5 > 15.0
+        assert loss == (math.inf if lost else pytest.approx(want, abs=1e-12))
+    assert found.largest == found.best == 1.0
+    assert found.stable == [size for size in found.losses if size < 2]
+    assert found.steps <= 16 * len(found.losses)
+    assert descent(step_size) == found  # always the same
+
+
+def test_a_probe_that_finds_nothing_says_so(
+    config: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = descent(1e6)
+    assert len(found.losses) == probing.REACH + 1  # it does not go down for ever
+    assert found.largest is None
+    assert found.best is None
+    assert command(monkeypatch, str(config), "--set", "step_size=1e9") == 0
+    assert "None of these step sizes" in capsys.readouterr().out
+
+
+def test_what_is_measured_comes_before_what_is_proved(
+    config: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert command(monkeypatch, str(config), "--probe", "3") == 0
+    said = capsys.readouterr().out
+    assert said.index("largest stable") < said.index("They differ") < said.index("What is proved")
+    assert said.index("What is proved") < said.index("rounds to target")
+    assert command(monkeypatch, str(config), "--probe", "3", "--json") == 0
+    found = json.loads(capsys.readouterr().out)
+    tried = found["probe"]["tried"]
+    assert found["probe"]["rounds"] == 3
+    assert found["probe"]["best"]["value"] in [row["step_size"] for row in tried]
+    own = found["yours"]["step_size"] / found["yours"]["times_the_limit"]["value"]
+    assert found["probe"]["best_times_the_limit"]["value"] == pytest.approx(
+        found["probe"]["best"]["value"] / own
+    )
+    assert command(monkeypatch, str(config), "--probe", "0", "--json") == 0
+    assert json.loads(capsys.readouterr().out)["probe"] is None
 
 
 def test_a_cap_holds_for_drawn_epochs_too() -> None:

@@ -116,18 +116,23 @@ def advise(
     target: Annotated[
         float, typer.Option(help="Predict rounds until this share of the start is left.")
     ] = 0.01,
+    probe: Annotated[
+        int, typer.Option(help="Rounds of each short run that tries a step size; 0 tries none.")
+    ] = 10,
     settings: Annotated[
         list[str] | None,
         typer.Option("--set", help="Another value for a key, such as work.batch_size=16."),
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Say what the theory advises for a run: step sizes and sampling, each number with a source."""
+    """Try step sizes in short runs, then say what the theory advises, each number with a source."""
     from fedshuffle import config as configs
     from fedshuffle.config.advising import advise as find_advice
 
     chosen = configs.load(config, dict(configs.setting(text) for text in settings or []))
-    found = find_advice(chosen, clients=clients, points=points, target=target, progress=not as_json)
+    found = find_advice(
+        chosen, clients=clients, points=points, target=target, probe=probe, progress=not as_json
+    )
     if as_json:
         print(json.dumps(found.to_dict()))
         return

@@ -1,4 +1,4 @@
-"""What the theory advises for the run that a config describes."""
+"""Advice for the run that a config describes: what short runs measure, then what is proved."""
 
 from __future__ import annotations
 
@@ -7,10 +7,14 @@ import math
 from dataclasses import dataclass
 from typing import Any, final
 
+from torch import nn
+
 from fedshuffle._arrays import count, number
 from fedshuffle.auditing import Audit, audit
-from fedshuffle.config import imports, running
+from fedshuffle.config import imports, probing, running
 from fedshuffle.config.knowing import Known, Measured, Start, know
+from fedshuffle.config.probing import Probe
+from fedshuffle.config.running import Task
 from fedshuffle.config.settings import Config, Scheduled
 from fedshuffle.errors import FedShuffleError
 from fedshuffle.federation import Federation
@@ -32,6 +36,7 @@ from fedshuffle.theory.sources import (
     AUDIT,
     COHORT,
     LARGER,
+    MEASURED,
     METHOD,
     MVR_PROOF,
     MVR_THEOREM,
@@ -54,10 +59,12 @@ _DRAWS = 4000
 @final
 @dataclass(frozen=True, eq=False)
 class Advice:
-    """All that the theory says of a run. Every number has a source; :meth:`to_dict` for JSON."""
+    """What short runs and the theory say of a run; every number has a source."""
 
     setting: dict[str, Any]
     """What is run: clients, method, sampling, rounds, step sizes."""
+    probe: dict[str, Any] | None
+    """Step sizes tried in short runs: the largest stable one and the best; None if none were."""
     problem: dict[str, Any]
     """The constants of the losses, and how they were found."""
     steps: list[dict[str, Any]]
@@ -85,9 +92,10 @@ def advise(
     clients: int = 50,
     points: int = 2,
     target: float = 0.01,
+    probe: int = 10,
     progress: bool = False,
 ) -> Advice:
-    """What the theory advises for a run.
+    """What short runs and the theory advise for a run.
 
     Args:
         config: the run.
@@ -95,20 +103,25 @@ def advise(
         points: at so many models: the start, and others on the way of the config's own training.
         target: rounds are predicted until the gap (for losses that are not convex the squared
             gradient) is this share of what it is at the start.
+        probe: the rounds of each short run that tries a step size; 0 to try none.
         progress: show a bar while measuring.
     """
     count(clients, "clients")
     count(points, "points")
+    if probe != 0:
+        count(probe, "probe")
     if not 0.0 < number(target, "target") < 1.0:
         raise FedShuffleError(f"target is {target}, but must be a share between 0 and 1.")
     with imports.importable(config.folder):
         task = running.task(dataclasses.replace(config, evaluation=None))
         method = running._method(config)
         sampling = running._sampling(config, task.federation)
+        model = running.model(config)
+        tried = _probe(config, task, model, method, sampling, probe, clients) if probe else None
         found = know(
             config,
             task.federation,
-            running.model(config),
+            model,
             task.loss,
             method,
             sampling,
@@ -116,7 +129,31 @@ def advise(
             points=points,
             progress=progress,
         )
-        return _Adviser(config, task.federation, method, sampling, found, target).all()
+        return _Adviser(config, task.federation, method, sampling, found, target, tried).all()
+
+
+def _probe(
+    config: Config,
+    task: Task,
+    model: nn.Module,
+    method: Method,
+    sampling: Sampling,
+    rounds: int,
+    clients: int,
+) -> Probe:
+    return probing.probe(
+        model,
+        task.federation,
+        task.loss,
+        method,
+        sampling,
+        config.work,
+        step_size=_first(config.step_size, config.rounds),
+        server_step_size=_first(config.server_step_size, config.rounds),
+        seed=config.seed,
+        rounds=min(rounds, config.rounds),
+        clients=clients,
+    )
 
 
 class _Adviser:
@@ -128,10 +165,11 @@ class _Adviser:
         sampling: Sampling,
         found: Known | Measured,
         target: float,
+        probe: Probe | None = None,
     ) -> None:
         self.config, self.federation = config, federation
         self.method, self.sampling = method, sampling
-        self.found, self.target = found, target
+        self.found, self.target, self.probe = found, target, probe
         self.eta_g = _first(config.server_step_size, config.rounds)
         self.meant: Start = found.start()
 
@@ -144,13 +182,15 @@ class _Adviser:
             if advice.method in COMPARED and advice.method != "fedshuffle" and advice.regime in mine
         ]
         mvr = self._mvr()
+        yours = self._yours(steps, mvr)
         return Advice(
             setting=self._setting(),
+            probe=None if self.probe is None else self._probed(self.probe, yours),
             problem=self._problem(),
             steps=[*tables, *refused],
             larger=larger,
             mvr=mvr,
-            yours=self._yours(steps, mvr),
+            yours=yours,
             sampling=self._sampling(mine),
             audit=self._audit(),
         )
@@ -165,6 +205,29 @@ class _Adviser:
             "rounds": self.config.rounds,
             "server_step_size": self.eta_g,
             "target": self.target,
+        }
+
+    def _probed(self, probe: Probe, yours: dict[str, Any]) -> dict[str, Any]:
+        best, times = probe.best, yours["times_the_limit"]
+        ratio = None
+        if best is not None and times is not None:  # of the best one to what is proved
+            ratio = Number(times.value * best / yours["step_size"], MEASURED)
+        return {
+            "rounds": probe.rounds,
+            "clients": probe.clients,
+            "local_steps": probe.steps,
+            "start": Number(probe.start, MEASURED),
+            "tried": [
+                {
+                    "step_size": size,
+                    "loss": Number(loss, MEASURED),
+                    "stable": size in probe.stable,
+                }
+                for size, loss in probe.losses.items()
+            ],
+            "largest_stable": _measured(probe.largest),
+            "best": _measured(best),
+            "best_times_the_limit": ratio,
         }
 
     # The problem ------------------------------------------------------------------------------
@@ -384,6 +447,10 @@ class _Adviser:
 def _first(size: float | Scheduled, rounds: int) -> float:
     """A step size in the first round."""
     return float(size.over(rounds)(0) if isinstance(size, Scheduled) else size)
+
+
+def _measured(size: float | None) -> Number | None:
+    return None if size is None else Number(size, MEASURED)
 
 
 def _limit(limit: StepLimit, source: Source) -> dict[str, Any]:

@@ -1,7 +1,8 @@
-"""What the theory advises, for a person."""
+"""Advice for a person: first what short runs measured, then what is proved."""
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from rich.console import Console
@@ -17,7 +18,7 @@ _MANY = 10**7
 
 
 def print_advice(console: Console, advice: Advice) -> None:
-    """Constants, step sizes, sampling and the audit's verdict, each with where it comes from."""
+    """What was measured, then constants, step sizes and sampling, each with where it comes from."""
     setting = advice.setting
     momentum = "" if setting["momentum"] == "none" else f", momentum {setting['momentum']}"
     console.print(
@@ -26,6 +27,9 @@ def print_advice(console: Console, advice: Advice) -> None:
         f" {setting['rounds']} rounds",
         highlight=False,
     )
+    if advice.probe is not None:
+        _probe(console, advice.probe)
+        console.print("\n[bold underline]What is proved[/]", highlight=False)
     _problem(console, advice.problem)
     _steps(console, advice)
     _mvr(console, advice.mvr, setting["rounds"])
@@ -48,6 +52,41 @@ def _table(*columns: str) -> Table:
     for k, column in enumerate(columns):
         table.add_column(column, justify="left" if k == 0 else "right", overflow="fold")
     return table
+
+
+def _probe(console: Console, probe: dict[str, Any]) -> None:
+    start: Number = probe["start"]
+    _heading(console, "What can be measured: step sizes tried in short runs", _anchor(start))
+    table = _table("step_size", f"loss after {probe['rounds']} rounds", "")
+    best, largest = probe["best"], probe["largest_stable"]
+    for row in probe["tried"]:
+        size, loss = row["step_size"], row["loss"].value
+        words = [] if row["stable"] else ["not stable"]
+        words += ["best"] * (best is not None and size == best.value)
+        words += ["largest stable"] * (largest is not None and size == largest.value)
+        value = f"{loss:.4g}" if math.isfinite(loss) else "diverged"
+        table.add_row(f"{size:g}", value, ", ".join(words))
+    console.print(Padding(table, (0, 0, 0, 2)))
+    if best is None:
+        console.print("  None of these step sizes lowers the loss: try smaller ones.")
+    else:
+        ratio = probe["best_times_the_limit"]
+        times = f", {ratio.value:.3g} times the largest that is proved" if ratio else ""
+        console.print(
+            f"  Try step_size {best.value:g}{times}. They differ because a proof holds for the"
+            f" worst problem with the same constants and for every round, and these are"
+            f" {probe['rounds']} rounds of yours.",
+            highlight=False,
+        )
+    _notes(
+        console,
+        [
+            f"stable: the loss is no higher than at the start, {start.value:.4g}, on"
+            f" {probe['clients']} clients' training data",
+            f"it cost {probe['local_steps']:,} local steps; over many rounds smaller step sizes may"
+            " do better: compare tries them for longer",
+        ],
+    )
 
 
 def _problem(console: Console, problem: dict[str, Any]) -> None:

@@ -35,6 +35,7 @@ MVR_THEOREM = Source(f"{_THEORY}#fedshufflemvr", "theorem on FedShuffleMVR")
 MVR_PROOF = Source(f"{_THEORY}#fedshufflemvr", "theorem on FedShuffleMVR, its proof done again")
 SAMPLING = Source(f"{_THEORY}#which-sampling", "sampling variance lemma")
 COHORT = Source(f"{_THEORY}#when-a-larger-cohort-stops-paying", "general theorem, recursion over M")
+MEASURED = Source(f"{_THEORY}#what-can-be-measured", "short runs, no theorem")
 AUDIT = Source("docs/audit.md", "general theorem, definition of w-hat")
 
 ALL = (
@@ -49,6 +50,7 @@ ALL = (
     MVR_PROOF,
     SAMPLING,
     COHORT,
+    MEASURED,
     AUDIT,
 )
 
