@@ -9,7 +9,7 @@ import io
 import itertools
 import logging
 import pickle
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -714,6 +714,8 @@ def lying(**lies: Any) -> ClientApp:
         ({"update": torch.full((43,), torch.nan)}, "not finite"),
         ({"update": torch.zeros(43, dtype=torch.int64)}, "floating point"),
         ({"update": torch.full((43,), 1e300, dtype=torch.float64)}, "not finite"),
+        ({"update": torch.full((43,), 3.4e38)}, "too long"),
+        ({"update": torch.full((43,), -1e30)}, "too long"),
         ({"steps": 9}, "did 9 of 8 steps"),
         ({"steps": 0}, "did 0 of 8 steps"),
         ({"client": 2}, "client 2 answered for client 1"),
@@ -728,6 +730,24 @@ def test_an_answer_that_cannot_be_right_is_refused(
     result = strategy(sampling="full", answers=0.9).start(LocalGrid(all_apps), start(), 1)
     assert result.train_metrics_clientapp[1]["answered"] == 3
     assert said in warnings(log)
+
+
+def test_a_model_that_is_not_finite_is_neither_taken_nor_saved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Updates that are finite one by one, but not when they are weighed."""
+    all_apps = apps()
+    all_apps[1] = lying(update=torch.full((43,), 3e37))
+    monkeypatch.setattr("fedshuffle.flower.asking.LONGEST", float("inf"))
+    ours = {"sampling": "full", "server_step_size": 200.0, "out": tmp_path / "run"}
+    strategy(**ours).start(LocalGrid(apps()), start(), 1)
+    with pytest.raises(FedShuffleError, match=r"round 2.*Client 1") as error:
+        strategy(**ours, resume=True).start(LocalGrid(all_apps), start(), 3)
+    assert "\n" not in str(error.value)
+    latest = RunFolder(tmp_path / "run").latest()
+    assert latest is not None
+    assert latest.round == 1
+    assert latest.x.isfinite().all()
 
 
 def _written(values: np.ndarray) -> bytes:
@@ -1050,6 +1070,54 @@ def test_an_evaluation_that_cannot_be_right_is_refused(log: pytest.LogCaptureFix
     result = ours.start(LocalGrid([apps()[0], app, *apps()[2:]]), start(), 1)
     assert result.evaluate_metrics_clientapp[1]["clients"] == 3
     assert "client 2 answered for client 1" in warnings(log)
+
+
+def metrics_of(client: int, change: Callable[[dict[str, float]], dict[str, float]]) -> ClientApp:
+    """A client that tells other metrics than it found."""
+    inside = Client(client, model(), own(client), losses.cross_entropy)
+
+    def answer(message: Message, context: Context) -> Message:
+        reply = inside.answer(message)
+        if message.metadata.message_type == messages.EVALUATE:
+            found = dict(reply.content.metric_records["metrics"])
+            reply.content["metrics"] = MetricRecord(change(found))
+        return reply
+
+    app = ClientApp()
+    for kind in (app.query("hello"), app.train(), app.evaluate()):
+        kind(answer)
+    return app
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda found: found | {"loss": float("nan")},
+        lambda found: found | {"loss": float("inf")},
+        lambda found: {"my loss": found["loss"], "accuracy": found["accuracy"]},
+    ],
+)
+def test_one_clients_metrics_do_not_spoil_those_of_all(
+    change: Callable[[dict[str, float]], dict[str, float]], log: pytest.LogCaptureFixture
+) -> None:
+    honest, odd = (
+        strategy(evaluate_every=1)
+        .start(LocalGrid([apps()[0], app, *apps()[2:]]), start(), 1)
+        .evaluate_metrics_clientapp[1]
+        for app in (metrics_of(1, lambda found: found | {"loss": 5.0}), metrics_of(1, change))
+    )
+    weights = np.array(SIZES) / sum(SIZES)
+    rest = (honest["loss"] - weights[1] * 5.0) / (1 - weights[1])
+    assert odd["loss"] == pytest.approx(rest)
+    assert odd["accuracy"] == honest["accuracy"]
+    assert set(odd) == set(honest)
+    assert "client 1" in warnings(log)
+
+
+def test_a_metric_that_is_nowhere_finite_is_said_to_be_so() -> None:
+    everyone = [metrics_of(k, lambda found: found | {"loss": float("nan")}) for k in range(4)]
+    result = strategy(evaluate_every=1).start(LocalGrid(everyone), start(), 1)
+    assert np.isnan(result.evaluate_metrics_clientapp[1]["loss"])
 
 
 # Settings that cannot be -------------------------------------------------------------------------

@@ -16,6 +16,9 @@ from fedshuffle.flower.spool import Spool
 from fedshuffle.kernel import Order, Probe, Request, Walk
 from fedshuffle.rounds import Run
 
+LONGEST = 1e18
+"""Updates and gradients with a larger norm are refused: their squares do not fit into float32."""
+
 
 @final
 class Asking:
@@ -35,6 +38,8 @@ class Asking:
         self.withheld = withheld
         self.group = str(round + 1)
         """By what an answer is known to be one to this round."""
+        self.lengths: dict[int, float] = {}
+        """The Euclidean norm of what each client sent."""
         self._steps: dict[int, int] = {}
         self._last: tuple[tuple[Tensor | None, ...], ArrayRecord] | None = None
         if isinstance(request, Walk):
@@ -80,6 +85,12 @@ class Asking:
             planned = self._orders[client].minibatches.steps
             if not 1 <= done.steps <= planned:
                 raise FedShuffleError(f"it says that it did {done.steps} of {planned} steps.")
+        self.lengths[client] = length = float(found[name].double().norm())
+        if length > LONGEST:
+            raise FedShuffleError(
+                f"its {name} is too long ({length:.0e}): no training gives that. The step size is"
+                " probably too large: lower it."
+            )
         return done.steps, found[name]
 
     def keep(self, client: int, answer: tuple[int, Tensor]) -> None:

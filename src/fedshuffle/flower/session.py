@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -153,22 +154,29 @@ class Session:
         connected = self.roster.connected(grid)
         missing = ask(grid, connected, places, write, read, keep, timeout=self.terms.timeout)
         self._log_missing(missing, "evaluation")
-        if not found:
-            return None
-        clients = sorted(found)
-        names = [name for name in found[clients[0]] if all(name in each for each in found.values())]
-        weights = self.run.federation.weights[clients]
-        return MetricRecord(
-            {
-                name: float(np.average([found[c][name] for c in clients], weights=weights))
-                for name in names
+        return self._averaged(found) if found else None
+
+    def _averaged(self, found: dict[int, dict[str, float]]) -> MetricRecord:
+        """Every metric that half of the clients tell, over those who tell a finite number."""
+        told = Counter(name for numbers in found.values() for name in numbers)
+        averages: dict[str, float] = {}
+        for name in (name for name, times in told.items() if 2 * times >= len(found)):
+            good = {
+                c: n[name] for c, n in sorted(found.items()) if math.isfinite(n.get(name, math.nan))
             }
-            | {"clients": len(clients)}
-        )
+            weights = self.run.federation.weights[list(good)]
+            averages[name] = (
+                float(np.average([*good.values()], weights=weights)) if good else math.nan
+            )
+            for client in sorted(found.keys() - good.keys()):
+                value = found[client].get(name, "missing")
+                _log.warning("evaluation: client %d is left out of %s: %s", client, name, value)
+        return MetricRecord(averages | {"clients": len(found)})
 
     def _until_walk(self, grid: Grid) -> Walk | State:
         """Begin a round, and ask all that the method asks before the walk."""
         self._begun, self._watch.seconds, self._missing = time.perf_counter(), 0.0, {}
+        self._asking = None
         self._round = Round(self.run, self.state, self.terms.answers)
         while not isinstance(request := self._watch.timed(self._round.next)(), State | Walk):
             self._ask(grid, request)
@@ -176,7 +184,7 @@ class Session:
 
     def _ask(self, grid: Grid, request: Request) -> None:
         assert self._round is not None
-        asking = Asking(self.run, self.state.round, request, self.terms.withheld)
+        self._asking = asking = Asking(self.run, self.state.round, request, self.terms.withheld)
         self._missing |= ask(
             grid,
             asking.clients,
@@ -193,10 +201,11 @@ class Session:
         assert self._round is not None
         after = self._watch.timed(self._round.next)()
         assert isinstance(after, State)
+        self._refuse_infinite(after)
         asked, cohort = self.run.cohort(self.state.round), self._round.cohort
         self._log_missing(self._missing, f"round {after.round}")
         self._give_up_if_in_vain(asked, cohort)
-        self._round, self.state = None, after
+        self._round, self._asking, self.state = None, None, after
         size, direction = len(after.x) * after.x.element_size(), self.run.method.direction
         return {
             "round": after.round,
@@ -211,6 +220,20 @@ class Session:
             "seconds": time.perf_counter() - self._begun,
             "server_seconds": self._watch.seconds,
         }
+
+    def _refuse_infinite(self, after: State) -> None:
+        """Numbers that are finite one by one may not be so when they are weighed and added."""
+        if all(tensor.isfinite().all() for tensor in (after.x, *after.memory.values())):
+            return
+        whose = ""
+        if self._asking and (lengths := self._asking.lengths):
+            client = max(lengths, key=lengths.__getitem__)
+            whose = f" Client {client} sent the largest numbers (norm {lengths[client]:.0e})."
+        raise FedShuffleError(
+            f"the model would not be finite after round {after.round}, which does not count."
+            f"{whose} Lower the step sizes or leave that client out, and go on from the last"
+            " checkpoint."
+        )
 
     def _as_stated(self, cohort: Participants) -> bool:
         """Whether the round is one of the stated dropout model, and unfinished work is repaired."""
