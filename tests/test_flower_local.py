@@ -23,7 +23,7 @@ from fedshuffle import FedShuffleError
 from fedshuffle.flower import certificates as certs
 from fedshuffle.flower.local import Deployment, app_config
 from fedshuffle.flower.new_app import new_app
-from fedshuffle.flower.processes import Process, marked
+from fedshuffle.flower.processes import MARK, Process, Watcher, marked
 from tests.processes import LOOPBACK, PATIENCE, listening, wait_for
 from tests.test_cli import run as command
 
@@ -304,6 +304,63 @@ def test_no_process_is_left(
     assert not [path for path in Path("/proc").glob("[0-9]*") if str(folder) in commanded(path)]
     assert (folder / "logs" / "superlink.log").exists()
     assert f"FLWR_HOME={folder / 'flower'}" in said or number == signal.SIGINT
+
+
+@pytest.mark.slow
+@pytest.mark.xdist_group("flower")
+@pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="looks into Linux's /proc")
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_neither_processes_nor_keys_are_left_by_a_kill(
+    number: signal.Signals, tmp_path: Path
+) -> None:
+    words = [sys.executable, "-m", "fedshuffle.cli", "flower", "up", "--clients", "1"]
+    environment = os.environ | {"TMPDIR": str(tmp_path)}
+    with subprocess.Popen(words, stdout=subprocess.PIPE, text=True, env=environment) as up:
+        assert up.stdout is not None
+        while "Ctrl-C ends it" not in (line := up.stdout.readline()):
+            assert line, "it ended early"
+        (folder,) = tmp_path.glob("fedshuffle-flower-*")
+        assert marked(folder)
+        assert list(folder.glob("keys/*.key"))
+        up.send_signal(number)
+        up.wait()
+        wait_for(lambda: not marked(folder), "the processes to end")
+        wait_for(lambda: not list(folder.rglob("*.key")), "the keys to go")
+    assert (folder / "logs" / "superlink.log").exists()
+
+
+@pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="looks into Linux's /proc")
+@pytest.mark.parametrize("temporary", [False, True])
+@pytest.mark.parametrize("in_order", [False, True])
+def test_a_watcher_acts_only_if_nobody_else_did(
+    in_order: bool, temporary: bool, tmp_path: Path
+) -> None:
+    """Its program hangs up when it is killed."""
+    key = tmp_path / "keys" / "node-0.key"
+    key.parent.mkdir()
+    key.touch()
+    with subprocess.Popen(["sleep", "1000"], env={MARK: str(tmp_path)}) as process:
+        watcher = Watcher(tmp_path, temporary)
+        if in_order:
+            watcher.dismiss()
+            assert process.poll() is None
+            process.kill()
+        else:
+            watcher._popen.communicate()
+            assert process.wait() == -signal.SIGKILL
+    assert key.exists() == (in_order or not temporary)
+
+
+def test_a_folder_that_cannot_be_written_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").touch()
+    place = str(tmp_path / "file" / "app")
+    for words in (["new", "flower-app", place], ["flower", "up", "--dir", place]):
+        assert command(monkeypatch, *words) == 2
+        (line,) = capsys.readouterr().err.strip().split("\n")
+        assert "cannot write to" in line
+        assert place in line
 
 
 def test_ctrl_c_is_heeded_from_the_moment_that_it_is_promised(

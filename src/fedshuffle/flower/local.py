@@ -6,19 +6,17 @@
 
 All of it listens on 127.0.0.1 only, knows its nodes by their keys, and has a Flower configuration
 of its own, so that the user's is neither read nor changed. At the end no process is left, whatever
-ended it; the logs stay.
+ended it, and no key in a temporary folder; the logs stay.
 """
 
 from __future__ import annotations
 
-import contextlib
 import http.client
 import importlib.util
 import json
 import os
 import shlex
 import shutil
-import signal
 import ssl
 import subprocess
 import tempfile
@@ -30,16 +28,20 @@ from pathlib import Path
 from typing import Any, final
 
 from fedshuffle._arrays import count
-from fedshuffle.errors import FedShuffleError, unknown
+from fedshuffle.errors import FedShuffleError, one_line, unknown
 from fedshuffle.flower.certificates import Certificates, NodeKey, certificates
 from fedshuffle.flower.processes import (
     HOST,
+    KEYS,
     MARK,
     Process,
+    Watcher,
     checked_port,
+    forget_keys,
     free_port,
     marked,
     scripts,
+    sweep,
     tail,
     tool,
 )
@@ -106,6 +108,7 @@ class Deployment:
         self.nodes: dict[int, Process] = {}
         self.node_ids: list[str] = []
         self._others: list[Process] = []
+        self._watcher: Watcher | None = None
 
     def __enter__(self) -> Deployment:
         try:
@@ -123,10 +126,17 @@ class Deployment:
         self._close(keep=False)
 
     def _start(self) -> None:
-        self._made_folder()
-        self._progress(f"certificates and keys in {self.folder / 'keys'}")
-        self.certificates = certificates(self.folder / "keys", self.clients)
-        self._configure()
+        try:
+            self._made_folder()
+            self._watcher = Watcher(self.folder, self._temporary)
+            self._progress(f"certificates and keys in {self.folder / KEYS}")
+            self.certificates = certificates(self.folder / KEYS, self.clients)
+            self._configure()
+            self.logs.mkdir(exist_ok=True)
+        except OSError as error:
+            raise FedShuffleError(
+                f"cannot write to {str(self.folder)!r}: {one_line(error)}. Choose another folder."
+            ) from error
         self._progress(f"SuperLink on https://{self.address}")
         self.superlink = self._process("superlink", self._superlink_command())
         self._await("the SuperLink to answer", self._answers)
@@ -312,7 +322,7 @@ class Deployment:
 
     def _made_folder(self) -> None:
         self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        if not (self.folder / "keys").is_dir() and any(self.folder.iterdir()):
+        if not (self.folder / KEYS).is_dir() and any(self.folder.iterdir()):
             raise FedShuffleError(
                 f"{str(self.folder)!r} holds other things than a deployment. Choose a new folder."
             )
@@ -385,19 +395,13 @@ class Deployment:
         finally:
             for process in [*begun, *link]:
                 process.kill()
-            self._sweep()
+            sweep(self.folder, 5.0)  # what the SuperLink put into sessions of their own
+            if self._temporary:
+                forget_keys(self.folder)
+            if self._watcher:
+                self._watcher.dismiss()
         if self._temporary and not keep:
             shutil.rmtree(self.folder, ignore_errors=True)
-
-    def _sweep(self) -> None:
-        """Wait for what the SuperLink put into sessions of their own, then end it."""
-        limit = time.monotonic() + 5
-        while left := self.processes():
-            if time.monotonic() > limit:
-                for pid in left:
-                    with contextlib.suppress(ProcessLookupError):
-                        os.kill(pid, signal.SIGKILL)
-            time.sleep(0.05)
 
 
 def app_config(folder: Path, changes: Mapping[str, Any]) -> dict[str, Any]:

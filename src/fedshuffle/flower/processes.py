@@ -8,8 +8,10 @@ import shutil
 import signal
 import socket
 import subprocess
+import sys
 import sysconfig
 import threading
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
@@ -20,6 +22,15 @@ from fedshuffle.errors import FedShuffleError
 HOST = "127.0.0.1"
 MARK = "FEDSHUFFLE_DEPLOYMENT"
 """Every process of a deployment carries its folder under this name in its environment."""
+KEYS = "keys"
+"""The folder of a deployment with its certificates and private keys."""
+_WATCH = """
+import sys
+sys.path[:] = sys.argv[3:]
+from pathlib import Path
+from fedshuffle.flower.processes import watch
+watch(Path(sys.argv[1]), bool(sys.argv[2]))
+"""
 _STOP = 15.0  # seconds until a process that was asked to end is made to
 
 
@@ -80,6 +91,46 @@ class Process:
         if self.exit_code is None:  # else its number may be another's by now
             os.killpg(self.pid, signal.SIGKILL)
         self._popen.wait()
+
+
+@final
+class Watcher:
+    """A process that takes a deployment down if this program is killed before it can."""
+
+    def __init__(self, folder: Path, temporary: bool) -> None:
+        words = [str(folder), "temporary" if temporary else "", *sys.path]
+        self._popen = subprocess.Popen(
+            [sys.executable, "-c", _WATCH, *words], stdin=subprocess.PIPE, start_new_session=True
+        )
+
+    def dismiss(self) -> None:
+        """All is in order: it has nothing to do."""
+        with contextlib.suppress(BrokenPipeError):
+            self._popen.communicate(b"in order")
+
+
+def watch(folder: Path, temporary: bool) -> None:
+    """The life of a watcher: wait until the program says that all is in order, or is gone."""
+    if not sys.stdin.buffer.read():
+        sweep(folder, 0.0)
+        if temporary:
+            forget_keys(folder)
+
+
+def sweep(folder: Path, seconds: float) -> None:
+    """Wait until no process of a deployment is left, and enforce it after these seconds."""
+    limit = time.monotonic() + seconds
+    while left := marked(folder):
+        if time.monotonic() >= limit:
+            for pid in left:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+        time.sleep(0.05)
+
+
+def forget_keys(folder: Path) -> None:
+    """Remove the keys of a deployment; its logs stay."""
+    shutil.rmtree(folder / KEYS, ignore_errors=True)
 
 
 @contextlib.contextmanager
