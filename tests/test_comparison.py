@@ -203,6 +203,25 @@ def test_the_table(done: tuple[Path, dict[str, Any]], capsys: pytest.CaptureFixt
     assert "2 of 2" in out  # diverged
 
 
+def test_every_client_of_every_full_run_is_left_and_json_is_printed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = str(project(tmp_path / "here"))
+    words = ["rounds=2", "evaluation.per_client=true", "compare.seeds=[0]", "compare.tune.rounds=1"]
+    words += ["compare.step_sizes=[0.1, 0.2]", "compare.common_step_sizes=[0.2]"]
+    words += ["compare.tune.widen=1"]
+    changes = [part for word in words for part in ("--set", word)]
+    assert command(monkeypatch, "compare", file, "--jobs", "1", "--json", *changes) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["complete"]
+    assert {row["method"] for row in found["results"]} == {"fedavg-rr", "fedshuffle"}
+    assert all(row["step_size"] == 0.2 for row in found["results"])
+    tables = list((Path(found["out"]) / "runs").glob("*/clients.csv"))
+    assert len(tables) == 2  # of the short runs none
+    assert tables[0].read_text().splitlines()[0] == "client,examples,loss"
+    assert Path(found["report"]).exists()
+
+
 def test_what_is_done_stays_done(
     done: tuple[Path, dict[str, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:

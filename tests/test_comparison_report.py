@@ -19,8 +19,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fedshuffle import FedShuffleError
+from fedshuffle.evaluation import ClientTable
 from fedshuffle.report import comparison as report
 from fedshuffle.report import comparison_tables as tables
+from fedshuffle.report.comparison_clients import gains
 from fedshuffle.report.comparison_details import audits, histogram, tuning
 from fedshuffle.report.comparison_numbers import Compared, higher_is_better
 from fedshuffle.report.comparison_warnings import warnings
@@ -422,6 +424,35 @@ def test_one_method_under_two_labels_is_two() -> None:
         ("fedavg/slow", "slow"),
         ("fedavg/fast", "fast"),
     ]
+
+
+def test_who_gains_and_who_loses(tmp_path: Path) -> None:
+    """Against the first method, client by client, as means over the seeds."""
+    names = ["<north>", "south, east", "west"]
+    accuracies = {"fedavg": [0.2, 0.6, 0.5], "fedshuffle": [0.8, 0.5, 0.5]}
+    curves = []
+    for method, values in accuracies.items():
+        runs = [run(seed, 0.5, folder=f"runs/{method}-{seed}") for seed in (1, 2)]
+        curves.append(curve(method, *runs))
+        for seed, shift in ((1, 0.1), (2, -0.1)):
+            place = tmp_path / f"runs/{method}-{seed}"
+            place.mkdir(parents=True)
+            sizes = np.array([1, 2, 3])
+            table = ClientTable(
+                names, sizes, {"accuracy": np.array(values) + shift}, {"accuracy": True}
+            )
+            table.to_csv(place / "clients.csv")
+    comparison = Compared(results(*curves))
+    (found,) = gains(comparison, tmp_path)
+    assert (found.reference, found.method) == ("FedAvg", "FedShuffle")
+    assert (found.better, found.worse, found.same) == (1, 1, 1)
+    assert found.gains_most == "<north>: 20.00 to 80.00"
+    assert found.loses_most == "south, east: 60.00 to 50.00"
+    (page,) = (path for path in report.write(comparison.results, tmp_path) if "html" in path.name)
+    text = page.read_text()
+    assert "Who gains and who loses" in text
+    assert "&lt;north&gt;: 20.00 to 80.00" in text
+    assert gains(Compared(results(*curves)), tmp_path / "elsewhere") == []
 
 
 def test_an_outlier_does_not_decide_about_the_axis() -> None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from fedshuffle.cli.shared import AsJson, Jobs, console
+from fedshuffle.cli.shared import AsJson, Jobs, alone, console
 from fedshuffle.errors import FedShuffleError
 
 if TYPE_CHECKING:
@@ -70,7 +70,8 @@ def do(
     from fedshuffle.report.comparison import write
 
     try:
-        results = found.run(out, jobs=jobs, progress=not as_json, command=command)
+        with alone(as_json):
+            results = found.run(out, jobs=jobs, progress=not as_json, command=command)
     except KeyboardInterrupt:
         raise typer.Exit(130) from None
     report = write(results, out)

@@ -15,7 +15,7 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
-from fedshuffle.cli.shared import AsJson, console
+from fedshuffle.cli.shared import AsJson, alone, console
 from fedshuffle.errors import FedShuffleError, user_error
 
 
@@ -61,14 +61,14 @@ def run(
         folder = out or chosen.out
         if folder is None:
             raise FedShuffleError(f"{config}: out is missing: add it, or give --out.")
-        with _interruptible(folder):
+        with alone(as_json), _interruptible(folder):
             result = chosen.run(folder, progress=not as_json, address=address)
     elif resume is not None and config is None:
         if out is not None or changes.keys() - {"rounds"}:
             raise FedShuffleError(
                 "a run goes on as it began: --resume takes only --rounds and --address."
             )
-        with _interruptible(resume):
+        with alone(as_json), _interruptible(resume):
             result = configs.resume(resume, progress=not as_json, address=address, **changes)
     else:
         raise FedShuffleError("give either a config file to run, or --resume and a run's folder.")
@@ -130,9 +130,10 @@ def advise(
     from fedshuffle.config.advising import advise as find_advice
 
     chosen = configs.load(config, dict(configs.setting(text) for text in settings or []))
-    found = find_advice(
-        chosen, clients=clients, points=points, target=target, probe=probe, progress=not as_json
-    )
+    with alone(as_json):
+        found = find_advice(
+            chosen, clients=clients, points=points, target=target, probe=probe, progress=not as_json
+        )
     if as_json:
         print(json.dumps(found.to_dict()))
         return

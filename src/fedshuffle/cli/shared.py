@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+from contextlib import AbstractContextManager, nullcontext, redirect_stdout
 from pathlib import Path
 from typing import Annotated
 
@@ -18,6 +20,11 @@ Out = Annotated[Path, typer.Option(help="Folder for the results; made if it does
 Jobs = Annotated[
     int | None, typer.Option(help="Runs at once, each on one core; as many as cores if none.")
 ]
+
+
+def alone(as_json: bool) -> AbstractContextManager[object]:
+    """Within this context, what a user's module prints does not get between lines of JSON."""
+    return redirect_stdout(sys.stderr) if as_json else nullcontext()
 
 
 def was_given(context: click.Context, name: str) -> bool:

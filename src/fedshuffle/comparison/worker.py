@@ -61,18 +61,32 @@ def _watch(
 def work(folder: Path, task: Callable[[Config], Task]) -> None:
     """Do the run in a folder, or what is left of it, and say there how it ended."""
     config = load(folder / "config.toml")
+    short = folder.name.startswith(SHORT)
+    shared = task(config)
     try:
-        running.resume(folder, task=watched(config, task(config)))
+        result = running.resume(folder, task=watched(config, shared))
     except FedShuffleError as error:
         lost = isinstance(error, DivergedError) or isinstance(error.__cause__, HopelessError)
         if not lost:
             raise
         end(folder, "diverged", str(error))
     else:
-        end(folder, "finished")  # first: without checkpoints, nothing could go on
-        if folder.name.startswith(SHORT):  # it will not go on, and many models take room
+        if not short:
+            _save_clients(shared, result.model, folder)
+        end(folder, "finished")  # before the rest: without checkpoints, nothing could go on
+        if short:  # it will not go on, and many models take room
             (folder / "model.safetensors").unlink()
             shutil.rmtree(folder / "checkpoints")
+
+
+def _save_clients(task: Task, model: nn.Module, folder: Path) -> None:
+    """Leave the table of clients in the run's folder, if they are measured."""
+    evaluate = task.evaluate
+    assert isinstance(evaluate, Evaluation | Evaluations)
+    if evaluate.over_clients:
+        _, clients = evaluate.both(model)
+        assert clients is not None
+        clients.to_csv(folder / "clients.csv")
 
 
 class _LastTask:

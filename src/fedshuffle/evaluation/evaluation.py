@@ -361,6 +361,7 @@ class Evaluations:
         twice = [name for k, name in enumerate(self.names) if name in self.names[:k]]
         if twice:
             raise FedShuffleError(f"two evaluations give {twice[0]!r}: give one a prefix.")
+        self.over_clients = any(part.over_clients for part in parts)
 
     @property
     def names(self) -> list[str]:

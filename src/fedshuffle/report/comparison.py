@@ -14,7 +14,7 @@ import hashlib
 import json
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,7 @@ from markupsafe import Markup
 from fedshuffle.errors import FedShuffleError
 from fedshuffle.report import comparison_figures as figures
 from fedshuffle.report import comparison_tables as tables
+from fedshuffle.report.comparison_clients import Gains, gains
 from fedshuffle.report.comparison_details import (
     Audited,
     audits,
@@ -84,7 +85,8 @@ def write(results: Mapping[str, Any], out: Path) -> list[Path]:
             "curves.csv": tables.csv_text(comparison),
         }
         names = [*(path.name for path in written), *texts]
-        texts["report.html"] = render_page(comparison, found, pictures, shown, names)
+        clients = gains(comparison, out)
+        texts["report.html"] = render_page(comparison, found, pictures, shown, names, clients)
         for name, text in texts.items():
             (out / name).write_text(text, encoding="utf-8", newline="\n")
             written.append(out / name)
@@ -184,6 +186,7 @@ def render_page(
     pictures: Mapping[str, str],
     weights: str | None,
     names: list[str],
+    clients: Sequence[Gains] = (),
 ) -> str:
     """The text of the page, with the pictures given as data URIs."""
     environment = Environment(
@@ -237,6 +240,7 @@ def render_page(
         momentum_words=momentum_title,
         searched=[key for key in ("weight_decay", "clip") if searched(comparison, key)],
         runs=_runs(comparison),
+        gains=clients,
         names=names,
         data=_data(comparison, found),
         script=Markup(script),
