@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 from rich.markup import escape
 
+from fedshuffle._terminal import Console
 from fedshuffle.cli.shared import AsJson, alone, console
 from fedshuffle.errors import FedShuffleError, user_error
 
