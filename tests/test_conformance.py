@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, final
 
 import numpy as np
 import pytest
@@ -30,7 +30,7 @@ from fedshuffle.methods.fedshuffle import RULE as FEDSHUFFLE
 from fedshuffle.methods.momentum import MVR, GlobalMomentum
 from fedshuffle.methods.servers import ServerOptimiser
 from fedshuffle.rounds import Run
-from fedshuffle.sampling import Optimal, Sampling, Uniform
+from fedshuffle.sampling import Optimal, Sampling, Table, Uniform
 from tests.kernel_requests import covering
 from tests.problems import Point
 
@@ -265,6 +265,44 @@ class NoFormula(Direction):
     def round(self, start: RoundStart) -> Steps:
         yield Heading(Steering())
         return Memory()
+
+
+@final
+@dataclass(frozen=True)
+class Anchored(Direction):
+    """All walk along the first cohort's estimate of the gradient, which is never renewed.
+
+    Its mean over all cohorts is the gradient, so the method is consistent.
+    """
+
+    def round(self, start: RoundStart) -> Steps:
+        kept = start.memory.server
+        if not kept:
+            cohort = start.cohort
+            weights = (cohort.weight / cohort.probability)[:, None]
+            ((first,),) = yield Probe((start.x,), cohort.clients, weights, cohort.round)
+            kept = {"first": first}
+        yield Heading(Steering(alpha=0.0, v=kept["first"]))
+        return Memory(kept)
+
+    def pull(self, moments: Moments) -> Floats:
+        return moments.weights
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        "independent:0.5,0.9,0.2,0.4",
+        "importance:2",
+        "one",
+        Table(4, [((0, 1), 0.25), ((2, 3), 0.5), ((1, 2, 3), 0.25)]),
+    ],
+    ids=str,
+)
+def test_cohorts_count_by_their_probability(sampling: str | Sampling) -> None:
+    method = Method("anchored", "", FEDSHUFFLE, Anchored())
+    report = check(method, [sampling], ["expectation"])
+    assert report.passed, report
 
 
 def test_a_method_without_a_formula_passes() -> None:

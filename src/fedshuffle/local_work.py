@@ -217,16 +217,20 @@ class Workload:
     def plan(self, cohort: IntArray, seed: int, round: int) -> Plan:
         """Steps planned and done by each client of a cohort: pure in (seed, round, client)."""
         planned = self._planned(cohort, seed, round)
-        done = planned
-        if self.work.interruption is not None and len(cohort):
-            done = self.work.interruption.done(planned, cohort, seed, round)
-            if ((done < 1) | (done > planned)).any():
-                raise FedShuffleError(
-                    f"{self.work.interruption!r} left a client with {done.min()} steps done."
-                    " Leave at least 1 and at most the planned number; a client that did nothing"
-                    " did not take part, which is the sampling's to say."
-                )
-        return Plan(planned, done)
+        return Plan(planned, self.done(planned, cohort, seed, round))
+
+    def done(self, planned: IntArray, cohort: IntArray, seed: int, round: int) -> IntArray:
+        """How many of its planned steps each client of a cohort does."""
+        if self.work.interruption is None or not len(cohort):
+            return planned
+        done = self.work.interruption.done(planned, cohort, seed, round)
+        if ((done < 1) | (done > planned)).any():
+            raise FedShuffleError(
+                f"{self.work.interruption!r} left a client with {done.min()} steps done."
+                " Leave at least 1 and at most the planned number; a client that did nothing"
+                " did not take part, which is the sampling's to say."
+            )
+        return done
 
     def _planned(self, cohort: IntArray, seed: int, round: int) -> IntArray:
         if self._drawn is None:

@@ -18,6 +18,9 @@ objective unless every cohort moves equally far (docs/audit.md has the derivatio
 
 from __future__ import annotations
 
+import dataclasses
+import functools
+import hashlib
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -29,22 +32,34 @@ from fedshuffle import methods
 from fedshuffle._arrays import FloatArray, IntArray, count, expect
 from fedshuffle.auditing.findings import Finding, differ, find
 from fedshuffle.auditing.quadrature import expected_ratio, probability_of_anybody
+from fedshuffle.auditing.reading import Reads, survey
 from fedshuffle.auditing.weighed import Weighed
 from fedshuffle.errors import FedShuffleError
 from fedshuffle.federation import Federation
 from fedshuffle.local_work import LocalWork, Workload
-from fedshuffle.methods import Direction, InclusionProbability, Method, Moments, Participants
+from fedshuffle.methods import (
+    Custom,
+    Direction,
+    InclusionProbability,
+    Method,
+    Moments,
+    Participants,
+    SumOne,
+)
 from fedshuffle.methods.averaging import RatioOfSums, objective_weight, steps_of_the_longest
 from fedshuffle.methods.directions import gradient_weights
 from fedshuffle.randomness import Purpose, check_seed, generator
-from fedshuffle.sampling import One, Sampling, resolve
-from fedshuffle.sampling.base import AlikePairs
+from fedshuffle.sampling import One, Optimal, Sampling, resolve
+from fedshuffle.sampling.base import AlikePairs, check_cohort
 
 _COHORTS = 4096
 """So many cohorts are enumerated where no formula applies; beyond, the audit samples."""
 
 _LEVELS = 200
 """So many different numbers of steps are taken one by one for the minimum over the cohort."""
+
+_ROUNDS = 100
+"""Where clients count otherwise in other rounds, the audit is the mean over so many."""
 
 _BATCHES = 32
 """The draws of a Monte Carlo estimate are split in so many parts to find its standard error."""
@@ -65,6 +80,10 @@ class Audit(Weighed):
     exact: bool
     how: str
     """closed form, quadrature, enumeration, or Monte Carlo."""
+    rounds: int | None
+    """Over how many rounds, from 0 on, the weights are the mean, where a rule or an interruption
+    depends on the round; None where every round counts clients alike.
+    """
     standard_errors: FloatArray | None
     """Of the effective weights, where they are Monte Carlo estimates."""
     findings: tuple[Finding, ...]
@@ -83,10 +102,12 @@ class Audit(Weighed):
 
     @property
     def consistent(self) -> bool | None:
-        """Whether the two objectives are the same; None where sampling cannot tell."""
+        """Whether the two objectives are the same; None where sampling cannot tell, or where only
+        some rounds were looked at and others may differ.
+        """
         if differ(self.objective_weights, self.effective_weights, self.standard_errors):
             return False
-        return True if self.standard_errors is None else None
+        return True if self.standard_errors is None and self.rounds is None else None
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data, ready for JSON; null for what is infinite."""
@@ -94,7 +115,7 @@ class Audit(Weighed):
             "method": self.method.name,
             "momentum": self.method.momentum,
             "sampling": repr(self.sampling),
-            **self._plain(),
+            **self._plain(rounds=self.rounds),
         }
 
 
@@ -106,10 +127,13 @@ def audit(
     *,
     seed: int = 0,
     draws: int = 32_000,
+    rounds: int = _ROUNDS,
 ) -> Audit:
     """The objective that a method really minimises on this federation.
 
-    ``seed`` and ``draws`` matter only where nothing exact is known and the audit has to sample.
+    ``seed`` and ``draws`` matter only where nothing exact is known and the audit has to sample;
+    ``rounds`` only where a rule or an interruption of your own depends on the round: the weights
+    are then the mean over that many rounds.
 
         >>> result = audit(Federation.from_sizes([1, 2, 3]), "fedavg-rr")
         >>> (result.effective_weights * 14).round(6).tolist(), result.consistent
@@ -123,7 +147,7 @@ def audit(
     count(draws, "draws")
     workload = method.local_work(work).on(method.clients(federation).sizes)
     method.check(workload, method.sampling(sampling))
-    setting = _Setting(federation, method, sampling, workload)
+    setting = _Setting(federation, method, sampling, workload, count(rounds, "rounds"))
     pull, how, errors = _found(setting, check_seed(seed), draws)
     if not pull.sum() > 0:
         raise FedShuffleError(
@@ -131,6 +155,7 @@ def audit(
             " walk downhill, so it minimises nothing."
         )
     effective = pull / pull.sum()
+    seen = None if method.pooled else setting.reads.rounds
     return Audit(
         method=method,
         sampling=sampling,
@@ -141,8 +166,9 @@ def audit(
         inclusion_probabilities=sampling.p,
         exact=errors is None,
         how=how,
+        rounds=seen,
         standard_errors=errors,
-        findings=find(federation.weights, effective, errors, method, sampling, workload),
+        findings=find(federation, effective, errors, method, sampling, workload, seen),
     )
 
 
@@ -152,18 +178,54 @@ class _Setting:
     method: Method
     sampling: Sampling
     workload: Workload
+    rounds: int = _ROUNDS
 
-    def participants(self, clients: IntArray, planned: IntArray, done: IntArray) -> Participants:
-        """Clients as the rules see them; arrays take the shape of ``planned``."""
-        column = (slice(None),) + (None,) * (planned.ndim - 1)
+    @functools.cached_property
+    def reads(self) -> Reads:
+        """On what the clients' movements depend."""
+        return survey(self, self.rounds)
+
+    def participants(
+        self, clients: IntArray, planned: IntArray, seed: int = 0, round: int = 0
+    ) -> Participants:
+        """Clients as the rules see them."""
         return Participants(
             clients=clients,
-            weight=np.broadcast_to(self.federation.weights[clients][column], planned.shape),
-            probability=np.broadcast_to(self.sampling.p[clients][column], planned.shape),
+            weight=self.federation.weights[clients],
+            probability=self.sampling.p[clients],
             planned=planned,
-            done=done,
+            done=self.workload.done(planned, clients, seed, round),
             longest=self.workload.longest,
+            round=round,
         )
+
+    def alone(self, clients: IntArray, alternative: int = 0, round: int = 0) -> Participants:
+        """Clients with the steps that each may be given by its own epochs."""
+        planned = self.workload.alone[0][clients, alternative]
+        return self.participants(clients, planned, round=round)
+
+    @functools.cached_property
+    def drawn(self) -> Participants:
+        """A cohort that may be drawn."""
+        draws = (
+            check_cohort(self.sampling.draw(0, r), len(self.sampling), self.sampling)
+            for r in range(100)
+        )
+        members = next((drawn for drawn in draws if len(drawn)), np.arange(len(self.federation)))
+        planned = self.workload.together(self.workload.alone[0][members, 0])
+        return self.participants(members, planned)
+
+    def seen(self, round: int) -> tuple[FloatArray, ...]:
+        """What the rules make in a round of all clients, and of the cohort."""
+        rule, everyone = self.method.averaging, self.alone(np.arange(len(self.sampling)), 0, round)
+        cohort = self.participants(self.drawn.clients, self.drawn.planned, 0, round)
+        alone = rule.client_weights(everyone), rule.step_scale(everyone)
+        return (*alone, rule.aggregation_weights(cohort))
+
+    def address(self, seed: int, draw: int) -> tuple[int, int]:
+        """The seed and the round that a draw stands for; all rounds of the window equally often."""
+        window = self.reads.window
+        return (seed, draw) if not window else ((seed + draw // window) % 2**64, draw % window)
 
     @property
     def common_steps(self) -> bool:
@@ -183,17 +245,34 @@ def _found(setting: _Setting, seed: int, draws: int) -> tuple[FloatArray, str, F
     """The weights of the mean movement, not normalised; how they were found; standard errors."""
     if setting.method.pooled:  # every example counts equally
         return setting.federation.sizes.astype(np.float64), "closed form", None
-    if type(setting.method.direction).pull is not Direction.pull:
+    if type(setting.method.direction).pull is not Direction.pull and not _unselected(setting):
         with suppress(_NoFormulaError):
             exact, how = _exact(setting)
+            rounds = setting.reads.rounds
             if exact is not None:
-                return exact, how, None
+                return exact, how if rounds is None else f"{how}, {_named(rounds)}", None
             pull, errors = _monte_carlo(setting, seed, draws)
-            return pull, f"Monte Carlo, {draws} draws", errors
+            of = f" of {_named(setting.reads.window)}" if setting.reads.window else ""
+            return pull, f"Monte Carlo, {draws} draws{of}", errors
     from fedshuffle.auditing.playing import played
 
     pull, errors = played(setting, seed, draws)
-    return pull, f"played with linear clients, {draws} rounds", errors
+    optimal = isinstance(setting.sampling, Optimal)
+    alike = " with equally long gradients" if optimal else ""
+    return pull, f"played with linear clients{alike}, {draws} rounds", errors
+
+
+def _named(rounds: int) -> str:
+    return "round 0" if rounds == 1 else f"rounds 0 to {rounds - 1}"
+
+
+def _unselected(setting: _Setting) -> bool:
+    """Whether the weights of those who are asked under optimal sampling are not those of the pool.
+
+    They are asked with a probability that depends on their updates, and so on the data.
+    """
+    reads = setting.reads
+    return isinstance(setting.sampling, Optimal) and (reads.probability or reads.company)
 
 
 class _NoFormulaError(Exception):
@@ -207,7 +286,7 @@ def _pull(
     anybody = probability_of_anybody(setting.sampling)
     moments = Moments(setting.federation.weights, anybody, mass, joint, estimate)
     pull = setting.method.direction.pull(moments)
-    if pull is None:
+    if pull is None or _memory_waits(setting, moments, pull):
         raise _NoFormulaError
     n, name = len(setting.federation), type(setting.method.direction).__name__
     if np.shape(pull) != (n,):
@@ -220,15 +299,26 @@ def _pull(
     return pull
 
 
+def _memory_waits(setting: _Setting, moments: Moments, pull: FloatArray) -> bool:
+    """Whether the direction has a momentum that is not renewed in rounds that draw a pool of which
+    nobody is asked: how many those are, and with whom, depends on the data.
+    """
+    if not isinstance(setting.sampling, Optimal):
+        return False
+    rarer = setting.method.direction.pull(dataclasses.replace(moments, anybody=moments.anybody / 2))
+    return rarer is None or not np.array_equal(rarer, pull)
+
+
 def _exact(setting: _Setting) -> tuple[FloatArray | None, str]:
     """The pull by formula or by enumeration; None where neither is possible."""
-    interruption = setting.workload.work.interruption
-    if interruption is not None and interruption.random:
+    reads = setting.reads
+    if reads.chance:
         return None, ""
+    parts: _Parts | None = None
+    how = ""
     if setting.common_steps:
-        parts = _by_levels(setting)
-        how = "quadrature"
-    else:
+        parts, how = _by_levels(setting), "quadrature"
+    elif not reads.company:
         parts, how = _by_formula(setting)
     if parts is None:
         parts, how = _by_enumeration(setting), "enumeration"
@@ -239,29 +329,82 @@ _Parts = tuple[FloatArray, FloatArray | None, FloatArray | None]
 
 
 def _by_formula(setting: _Setting) -> tuple[_Parts | None, str]:
-    """Closed forms and quadrature, where every client's steps are its own."""
-    method, sampling = setting.method, setting.sampling
-    planned, chances = setting.workload.alone
-    everyone = np.arange(len(setting.federation))
-    done = planned
-    if setting.workload.work.interruption is not None:
-        columns = planned.T
-        done = np.stack(
-            [setting.workload.work.interruption.done(c, everyone, 0, 0) for c in columns], axis=1
+    """Closed forms and quadrature, where every client's steps are its own: the mean over rounds."""
+    if isinstance(setting.method.averaging.normaliser, Custom):
+        return None, ""
+    tables: dict[bytes, tuple[_Table, int]] = {}
+    rounds = setting.reads.rounds or 1
+    for round in range(rounds):  # most are the same
+        table = _Table.of(setting, round)
+        key = table.digest
+        tables[key] = table, tables[key][1] + 1 if key in tables else 1
+    how = ""
+    columns: tuple[list[FloatArray], ...] = ([], [], [])
+    for table, _ in tables.values():
+        parts, how = _of_table(setting, table)
+        if parts is None:
+            return None, ""
+        for column, part in zip(columns, parts, strict=True):
+            if part is not None:
+                column.append(part)
+    shares = [times / rounds for _, times in tables.values()]
+    mass_, joint, estimate = (np.average(c, axis=0, weights=shares) if c else None for c in columns)
+    assert mass_ is not None
+    return (mass_, joint, estimate), how
+
+
+@dataclass(frozen=True)
+class _Table:
+    """What the rules give every client in a round, in each of its alternatives: shape (n, A)."""
+
+    walked: FloatArray
+    """Mass times q."""
+    ratio: RatioOfSums | None
+
+    @classmethod
+    def of(cls, setting: _Setting, round: int) -> _Table:
+        """Each alternative is shown to the rules as a cohort of its own, as in training."""
+        rule, everyone = setting.method.averaging, np.arange(len(setting.federation))
+        walked, ratios = [], []
+        for alternative in range(len(setting.workload.alone[1])):
+            clients = setting.alone(everyone, alternative, round)
+            weights = rule.client_weights(clients)
+            walked.append(weights * rule.step_scale(clients) * clients.done)
+            ratios.append(rule.normaliser.ratio(weights, clients))
+        known = [ratio for ratio in ratios if ratio is not None]
+        if len(known) < len(ratios):
+            return cls(np.stack(walked, axis=1), None)
+        v = [ratio.v for ratio in known if ratio.v is not None]
+        return cls(
+            np.stack(walked, axis=1),
+            RatioOfSums(
+                np.stack([ratio.u for ratio in known], axis=1),
+                np.stack(v, axis=1) if v else None,
+                known[0].power,
+            ),
         )
-    clients = setting.participants(everyone, planned, done)
-    rule, w = method.averaging, setting.federation.weights
-    weights = rule.weight(clients)
-    walked = weights * rule.step_scale(clients) * done  # mass times q
+
+    @property
+    def digest(self) -> bytes:
+        """Equal for equal tables."""
+        arrays = [self.walked]
+        if self.ratio is not None:
+            arrays += [self.ratio.u, *(() if self.ratio.v is None else (self.ratio.v,))]
+        return hashlib.sha256(b"".join(array.tobytes() for array in arrays)).digest()
+
+
+def _of_table(setting: _Setting, table: _Table) -> tuple[_Parts | None, str]:
+    method, sampling, walked = setting.method, setting.sampling, table.walked
+    chances, w = setting.workload.alone[1], setting.federation.weights
     needs_joint = method.direction.needs_joint
     needs_estimate = method.direction.needs_estimate
 
-    if isinstance(rule.normaliser, InclusionProbability):
+    if isinstance(method.averaging.normaliser, InclusionProbability):
         mean = walked @ chances
         joint = w / sampling.p * sampling.expected_sums(mean / sampling.p) if needs_joint else None
         return (mean, joint, w if needs_estimate else None), "closed form"
 
-    ratio = rule.normaliser.ratio(weights, clients)
+    ratio = table.ratio
     if ratio is None:
         return None, ""
     mass_ = expected_ratio(
@@ -275,7 +418,8 @@ def _by_formula(setting: _Setting) -> tuple[_Parts | None, str]:
         joint = expected_ratio(sampling, total.u, v=total.v, power=total.power, chances=chances)
         joint = None if joint is None else w / sampling.p * joint
     if needs_estimate:
-        estimate = expected_ratio(sampling, clients.weight, c=clients.weight, chances=chances)
+        each = np.repeat(w[:, None], len(chances), axis=1)
+        estimate = expected_ratio(sampling, each, c=each, chances=chances)
     if mass_ is None or (needs_joint and joint is None) or (needs_estimate and estimate is None):
         return None, ""
     listed = len(chances) == 1 and sampling.cohorts(0) is not None
@@ -304,17 +448,15 @@ def _by_levels(setting: _Setting) -> _Parts | None:
     levels = np.unique(planned)
     if work.steps != "min" or len(chances) > 1 or not plain or len(levels) > _LEVELS:
         return None
-    w = setting.federation.weights[:, None]
-    everyone = setting.participants(np.arange(len(w)), planned, planned)
     rule = method.averaging
-    ratio = rule.normaliser.ratio(w, everyone)
     simple = rule.weight is objective_weight and rule.step_normalisation is steps_of_the_longest
-    if not simple or ratio is None or ratio.v is not None:
+    if not simple or not isinstance(rule.normaliser, SumOne):
         return None
+    w = setting.federation.weights[:, None]
     pull = np.zeros(len(w))
     for level, below in zip(levels, [0, *levels[:-1]], strict=True):
-        u = np.where(planned >= level, ratio.u, np.inf)
-        part = expected_ratio(setting.sampling, u, c=w, power=ratio.power)
+        u = np.where(planned >= level, w, np.inf)
+        part = expected_ratio(setting.sampling, u, c=w)
         if part is None:
             return None
         pull += (level - below) * part
@@ -324,15 +466,19 @@ def _by_levels(setting: _Setting) -> _Parts | None:
 
 
 def _by_enumeration(setting: _Setting) -> _Parts | None:
-    """The definition itself, over every cohort."""
+    """The definition itself, over every cohort, and every round if they are not alike."""
     cohorts = setting.sampling.cohorts(_COHORTS)
     planned, chances = setting.workload.alone
-    if cohorts is None or len(cohorts) > _COHORTS or len(chances) > 1:
+    rounds = setting.reads.rounds or 1
+    most = _COHORTS if rounds == 1 else 16 * _COHORTS // rounds
+    if cohorts is None or len(cohorts) > most or len(chances) > 1:
         return None
     total = _Totals(setting)
-    for members, probability in cohorts:
-        if len(members):
-            total.add(members, planned[members, 0], seed=0, round=0, share=probability)
+    for round in range(rounds):
+        for members, probability in cohorts:
+            if len(members):
+                share = probability / rounds
+                total.add(members, planned[members, 0], seed=0, round=round, share=share)
     return total.mass, total.joint, total.estimate
 
 
@@ -346,10 +492,7 @@ class _Totals:
     def add(self, members: IntArray, alone: IntArray, seed: int, round: int, share: float) -> None:
         """Count one cohort, whose members would plan ``alone`` steps if it were for them."""
         setting, method = self.setting, self.setting.method
-        planned = setting.workload.together(alone)
-        interruption = setting.workload.work.interruption
-        done = planned if interruption is None else interruption.done(planned, members, seed, round)
-        cohort = setting.participants(members, planned, done)
+        cohort = setting.participants(members, setting.workload.together(alone), seed, round)
         own = mass(method, cohort)
         self.mass[members] += share * own
         self.joint[members] += share * own.sum() * cohort.weight / cohort.probability
@@ -359,7 +502,7 @@ class _Totals:
 def _monte_carlo(setting: _Setting, seed: int, draws: int) -> tuple[FloatArray, FloatArray]:
     """The pull from drawn cohorts, and the standard error of the effective weights.
 
-    Clients with equal numbers have equal expectations, so they share their draws.
+    Clients that are alike have equal expectations, so they share their draws.
     """
     if draws < _BATCHES:
         raise FedShuffleError(f"{draws} draws are too few to judge by: use at least {_BATCHES}.")
@@ -370,13 +513,13 @@ def _monte_carlo(setting: _Setting, seed: int, draws: int) -> tuple[FloatArray, 
         total = _Totals(setting)
         each = draws // _BATCHES
         for k in range(each):
-            round = batch * each + k
-            members = setting.sampling.draw(seed, round)
+            draw = batch * each + k
+            members = setting.sampling.draw(seed, draw)
             if not len(members):
                 continue
-            rng = generator(seed, Purpose.MONTE_CARLO, round=round)
+            rng = generator(seed, Purpose.MONTE_CARLO, round=draw)
             pick = rng.choice(len(chances), size=len(members), p=chances)
-            total.add(members, values[members, pick], seed, round, share=1 / each)
+            total.add(members, values[members, pick], *setting.address(seed, draw), share=1 / each)
         pulls.append(_pull(setting, pool(total.mass), pool(total.joint), pool(total.estimate)))
     mean = np.mean(pulls, axis=0)
     if not mean.sum() > 0:
@@ -392,8 +535,11 @@ def _monte_carlo(setting: _Setting, seed: int, draws: int) -> tuple[FloatArray, 
 
 
 def _interchangeable(setting: _Setting) -> Callable[[FloatArray], FloatArray]:
-    """A function that averages over clients with equal weight, steps and probability."""
-    if not isinstance(setting.sampling, AlikePairs):  # equal clients may keep different company
+    """A function that averages over clients with equal weight, steps and probability, where
+    nothing else tells them apart.
+    """
+    alike = isinstance(setting.sampling, AlikePairs)  # else they may keep different company
+    if not alike or setting.reads.clients or setting.reads.company:
         return lambda values: values
     table = np.column_stack(
         [setting.federation.weights, setting.sampling.p, setting.workload.alone[0]]

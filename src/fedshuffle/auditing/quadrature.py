@@ -80,8 +80,7 @@ def expected_ratio(
     chances = np.ones(1) if chances is None else chances
     c = np.ones_like(u) if c is None else c
     if isinstance(sampling, One):
-        numerator = c if v is None else c * v
-        return sampling.p * ((numerator / u**power) @ chances)
+        return sampling.p * (_over(c, u, v, power) @ chances)
     listed = sampling.cohorts(0) if len(chances) == 1 else None
     if listed is not None:
         return _by_cohorts(listed, u[:, 0], c[:, 0], None if v is None else v[:, 0], power)
@@ -155,10 +154,17 @@ def _by_cohorts(
     """The expectation by its definition, over a list of cohorts."""
     cohort_of = np.repeat(np.arange(len(cohorts)), np.diff(cohorts.starts))
     sums = np.bincount(cohort_of, weights=u[cohorts.members], minlength=len(cohorts))
-    share = cohorts.probabilities / np.where(sums > 0, sums, 1.0) ** power
+    above: FloatArray | None = None
     if v is not None:
-        share *= np.bincount(cohort_of, weights=v[cohorts.members], minlength=len(cohorts))
+        above = np.bincount(cohort_of, v[cohorts.members], len(cohorts)).astype(np.float64)
+    share = _over(cohorts.probabilities, np.where(sums > 0, sums, 1.0), above, power)
     return c * np.bincount(cohorts.members, weights=share[cohort_of], minlength=len(u))
+
+
+def _over(c: FloatArray, u: FloatArray, v: FloatArray | None, power: int) -> FloatArray:
+    """``c v / u**power``, without a power of u, which may be too small for a float."""
+    share = c / u if v is None else c / u * v
+    return share if power == 1 else share / u ** (power - 1)
 
 
 @dataclass(frozen=True)
@@ -447,6 +453,8 @@ def _integral(
     f is constant to the accuracy wanted, and that part of the rule is a geometric series. None
     where the accuracy is not reached.
     """
+    if power * np.log(700 / smallest) > np.log(np.finfo(float).max):
+        return None  # t**power is too large for a float before f has decayed
     start = np.log(1e-8 / largest)
     for step in (1 / 6, 1 / 12, 1 / 24):
         t = float(np.exp(start))
@@ -459,7 +467,7 @@ def _integral(
             t = float(np.exp(start + k * step))
             value = f(t)
             sums[k % 2] += value * t**power
-            rest = value * (t ** (power - 1) / smallest + (power - 1) / smallest**2)
+            rest = value * (t ** (power - 1) / smallest) * (1 + (power - 1) / (t * smallest))
         left = [first / np.expm1(power * h) for h in (step, 2 * step)]
         fine: FloatArray = step * (sums[0] + sums[1] + left[0])
         coarse = 2 * step * (sums[0] + left[1])

@@ -9,7 +9,7 @@ from typing import final
 import numpy as np
 
 from fedshuffle._arrays import FloatArray, IntArray
-from fedshuffle.auditing.findings import Finding
+from fedshuffle.auditing.findings import Finding, divided_by_a_larger_sum
 
 CLOSE = 1e-5
 """Answers within this relative distance count as equal: servers may compute in single precision."""
@@ -249,6 +249,8 @@ def find_traits(traits: Traits) -> list[Finding]:
 
 def find_bias(
     traits: Traits,
+    objective: FloatArray,
+    effective: FloatArray,
     *,
     partial: bool,
     uneven_steps: tuple[int, int] | None,
@@ -281,8 +283,7 @@ def find_bias(
                 "The weights sum to one over the cohort."
                 if abs(traits.sums_to - 1) < CLOSE
                 else f"The weights sum to {traits.sums_to:.4g} in every cohort.",
-                "A client is divided by a larger sum when it is sampled itself, and most of all"
-                " when it is large, so large clients count too little and small ones too much.",
+                divided_by_a_larger_sum(objective, effective, others=bool(found)),
                 "Divide each client's weight by its inclusion probability instead.",
             )
         )

@@ -103,6 +103,8 @@ def conclude(
     if told is False:
         findings += find_bias(
             traits,
+            objective,
+            found.weights,
             partial=bool((probabilities < 1).any()),
             uneven_steps=uneven_steps,
             uneven_weights=uneven(objective),

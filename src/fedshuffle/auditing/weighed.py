@@ -95,6 +95,8 @@ class Weighed(abc.ABC):
         if self.consistent:
             return "consistent", "it minimises the objective you meant."
         if self.consistent is None:
+            if self.standard_errors is None:
+                return "undecided", f"no bias was seen ({self.how}), but rounds differ."
             return "undecided", "no bias larger than the sampling error was seen."
         i = self.furthest_off
         return "not consistent", (

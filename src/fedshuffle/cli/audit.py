@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from pathlib import Path
 from typing import Annotated
@@ -77,6 +78,10 @@ def audit(
     draws: Annotated[
         int | None, typer.Option(help="For audits that have to sample: 32000, others' code 2000.")
     ] = None,
+    rounds: Annotated[
+        int | None,
+        typer.Option(help="For rules that depend on the round: the mean over so many, 100."),
+    ] = None,
     check: Annotated[
         bool, typer.Option("--check", help="Exit with 1 if the objective is not the one you meant.")
     ] = False,
@@ -85,12 +90,13 @@ def audit(
     """Say which objective a method, or other people's code, really minimises."""
     from fedshuffle.auditing import commands
 
+    rules = ["method", "momentum", "rounds"]
     others = flower is not None or function is not None or log is not None
     if log is not None:
-        unused = ["method", "momentum", "sampling", "epochs", "batch_size", "step_sizes"]
-        refuse_unused(context, [*unused, "seed", "draws", "data", "config"], "--log")
+        unused = ["sampling", "epochs", "batch_size", "step_sizes", "seed", "draws"]
+        refuse_unused(context, [*rules, *unused, "data", "config"], "--log")
     elif others:
-        refuse_unused(context, ["method", "momentum"], "--flower, --callable")
+        refuse_unused(context, rules, "--flower, --callable")
     else:
         refuse_unused(context, ["step_sizes", "confidence"], "--method")
     objective = None if weights is None else _numbers(weights, "--weights")
@@ -130,7 +136,9 @@ def audit(
             as_json,
         )
         return
-    result = run_audit(*subject, seed=seed, draws=32_000 if draws is None else draws)
+    numbers = {"draws": draws, "rounds": rounds}
+    counts = {key: value for key, value in numbers.items() if value is not None}
+    result = functools.partial(run_audit, *subject, seed=seed)(**counts)
     _show(result, check, as_json)
 
 

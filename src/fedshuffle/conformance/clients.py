@@ -179,7 +179,7 @@ class MeanMap:
     matrix: FloatArray
     constant: FloatArray
     start: FloatArray
-    """The mean after the first round."""
+    """The mean after the first round in which anybody takes part."""
     d: int
     """The model is the first d numbers."""
 
@@ -213,7 +213,7 @@ def mean_map(clients: Parabolas) -> MeanMap:
     cohorts = run.sampling.cohorts(_COHORTS)
     if cohorts is None:
         raise DoesNotApplyError(f"the cohorts of {run.sampling!r} are too many to go through.")
-    pack = _Packing(clients, [members for members, _ in cohorts if len(members)])
+    pack = _Packing(clients, [cohort for cohort in cohorts if len(cohort[0])])
     width = len(pack.start)
     matrix, constant = np.zeros((width, width)), np.zeros(width)
     for members, probability in cohorts:
@@ -235,7 +235,7 @@ def mean_map(clients: Parabolas) -> MeanMap:
 class _Packing:
     """Between states and flat vectors."""
 
-    def __init__(self, clients: Parabolas, cohorts: list[IntArray]) -> None:
+    def __init__(self, clients: Parabolas, cohorts: list[tuple[IntArray, float]]) -> None:
         run = clients.run
         self.clients, self.sampling = clients, run.sampling
         self.pool = self.sampling.pool if isinstance(self.sampling, Optimal) else self.sampling
@@ -243,11 +243,13 @@ class _Packing:
         self.n = len(run.federation)
         fresh = run.start(torch.zeros(self.d, dtype=torch.float64))
         self.shelf = None if fresh.clients is None else Shelf(self.d, torch.float64)
-        firsts = [self._play(members, fresh) for members in cohorts]
+        firsts = [self._play(members, fresh) for members, _ in cohorts]
         self.memory = _shapes(firsts[0])
         if any(value.dtype != torch.float64 for value in firsts[0].memory.values()):
             raise NotAffineError
-        self.start: FloatArray = np.mean([self.flat(first) for first in firsts], axis=0)
+        self.start: FloatArray = np.average(
+            [self.flat(first) for first in firsts], axis=0, weights=[share for _, share in cohorts]
+        )
 
     def _play(self, members: IntArray, state: State) -> State:
         run = self.clients.run

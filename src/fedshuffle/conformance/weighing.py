@@ -49,13 +49,27 @@ def expectation(method: Method, sampling: str | Sampling) -> None:
     """
     plain = averaged(method)
     run = bound(plain, sampling, federation(method), work=WORK, step_size=_SMALL)
-    said = audit(federation(method), plain, sampling, WORK, draws=_DRAWS)
+    said = _said(plain, sampling)
     found, errors = effective_weights(run)
     slack = _SIGMAS * (_errors(said) + errors)
     what = f"effective weights under {run.sampling!r}, beside the audit's"
     equal(found, said.effective_weights, 1e-6 + slack, what)
     if isinstance(run.sampling, Optimal):
         _asked(run)
+
+
+def _said(method: Method, sampling: str | Sampling) -> Audit:
+    return audit(federation(method), method, _pool(sampling, method), WORK, draws=_DRAWS)
+
+
+def _pool(sampling: str | Sampling, method: Method) -> Sampling:
+    """The sampling; of optimal sampling its pool, since who of it is asked is checked apart.
+
+    Who is asked depends on the updates, so that a round would be no affine map of what a method
+    remembers.
+    """
+    drawn = resolve(sampling, federation(method))
+    return drawn.pool if isinstance(drawn, Optimal) else drawn
 
 
 def _errors(said: Audit) -> FloatArray:
@@ -69,7 +83,8 @@ def effective_weights(run: Run) -> tuple[FloatArray, FloatArray]:
         drift = -mean_map(Parabolas(run, np.zeros(4), -np.eye(4), scaled=False)).drift()
         return drift / drift.sum(), np.zeros(4)
     except NotAffineError:
-        setting = _Setting(run.federation, run.method, run.sampling, run.workload)
+        drawn = run.sampling.pool if isinstance(run.sampling, Optimal) else run.sampling
+        setting = _Setting(run.federation, run.method, drawn, run.workload)
         pull, errors = played(setting, seed=run.seed, rounds=_DRAWS)
         return pull / pull.sum(), errors
 
@@ -113,7 +128,8 @@ def fixed_point(method: Method, sampling: str | Sampling) -> None:
     to none. Where it is not affine the method is run at full participation until it rests.
     """
     plain = averaged(method)
-    said = audit(federation(method), plain, _defined(plain, sampling), WORK, draws=_DRAWS)
+    bound(plain, sampling, federation(method), work=WORK)
+    said = _said(plain, sampling)
     spread = float(np.ptp(OPTIMA))
     slack = _SIGMAS * spread * float(_errors(said).sum())
     want = said.effective_weights @ OPTIMA
@@ -166,8 +182,3 @@ def _run_down(clients: Parabolas) -> FloatArray:
         if k >= rounds - last:
             total += state.x.numpy() / last
     return total
-
-
-def _defined(method: Method, sampling: str | Sampling) -> str | Sampling:
-    bound(method, sampling, federation(method), work=WORK)
-    return sampling

@@ -179,8 +179,10 @@ class EffectiveSteps(Normaliser):
     """
 
     def divide(self, weights: FloatArray, cohort: Participants) -> FloatArray:
-        walked = float(cohort.weight @ cohort.done)
-        return weights * (walked / float(cohort.weight.sum()) ** 2)
+        walked, total = float(cohort.weight @ cohort.done), float(cohort.weight.sum())
+        if total < 1e-150:  # its square is not a float any more
+            return weights / total * (walked / total)
+        return weights * (walked / total**2)
 
     def ratio(self, weights: FloatArray, clients: Participants) -> RatioOfSums:
         return RatioOfSums(u=clients.weight, v=clients.weight * clients.done, power=2)
@@ -231,9 +233,13 @@ class FedShuffleGen:
         c = _each(self.step_normalisation(clients), clients, "step normalisation c")
         return _positive(clients.longest / c, "step normalisation c")
 
+    def client_weights(self, clients: Participants) -> FloatArray:
+        """``w-tilde_i``."""
+        return _each(self.weight(clients), clients, "weight w-tilde")
+
     def aggregation_weights(self, cohort: Participants) -> FloatArray:
         """``a_i = w-tilde_i / q_i^S`` for the clients of a cohort."""
-        weights = _each(self.weight(cohort), cohort, "weight w-tilde")
+        weights = self.client_weights(cohort)
         shares = self.normaliser.divide(weights, cohort)
         return _positive(_each(shares, cohort, "aggregation weight w/q"), "aggregation weight w/q")
 
