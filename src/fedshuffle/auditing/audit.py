@@ -148,14 +148,13 @@ def audit(
     workload = method.local_work(work).on(method.clients(federation).sizes)
     method.check(workload, method.sampling(sampling))
     setting = _Setting(federation, method, sampling, workload, count(rounds, "rounds"))
-    pull, how, errors = _found(setting, check_seed(seed), draws)
+    pull, how, errors, seen = _found(setting, check_seed(seed), draws)
     if not pull.sum() > 0:
         raise FedShuffleError(
             f"the clients' pulls on {method.name} sum to {pull.sum():g}: the mean round does not"
             " walk downhill, so it minimises nothing."
         )
     effective = pull / pull.sum()
-    seen = None if method.pooled else setting.reads.rounds
     return Audit(
         method=method,
         sampling=sampling,
@@ -241,25 +240,30 @@ def mass(method: Method, cohort: Participants) -> FloatArray:
     return rule.aggregation_weights(cohort) * rule.step_scale(cohort) * cohort.done
 
 
-def _found(setting: _Setting, seed: int, draws: int) -> tuple[FloatArray, str, FloatArray | None]:
-    """The weights of the mean movement, not normalised; how they were found; standard errors."""
+def _found(
+    setting: _Setting, seed: int, draws: int
+) -> tuple[FloatArray, str, FloatArray | None, int | None]:
+    """The weights of the mean movement, not normalised; how they were found; standard errors; and
+    over how many rounds, if rounds differ.
+    """
     if setting.method.pooled:  # every example counts equally
-        return setting.federation.sizes.astype(np.float64), "closed form", None
+        return setting.federation.sizes.astype(np.float64), "closed form", None, None
+    rounds = setting.reads.rounds
     if type(setting.method.direction).pull is not Direction.pull and not _unselected(setting):
         with suppress(_NoFormulaError):
             exact, how = _exact(setting)
-            rounds = setting.reads.rounds
             if exact is not None:
-                return exact, how if rounds is None else f"{how}, {_named(rounds)}", None
+                return exact, how if rounds is None else f"{how}, {_named(rounds)}", None, rounds
             pull, errors = _monte_carlo(setting, seed, draws)
             of = f" of {_named(setting.reads.window)}" if setting.reads.window else ""
-            return pull, f"Monte Carlo, {draws} draws{of}", errors
+            return pull, f"Monte Carlo, {draws} draws{of}", errors, rounds
     from fedshuffle.auditing.playing import played
 
     pull, errors = played(setting, seed, draws)
     optimal = isinstance(setting.sampling, Optimal)
     alike = " with equally long gradients" if optimal else ""
-    return pull, f"played with linear clients{alike}, {draws} rounds", errors
+    how = f"played with linear clients{alike}, {draws} rounds"
+    return pull, how, errors, None if rounds is None else draws
 
 
 def _named(rounds: int) -> str:
