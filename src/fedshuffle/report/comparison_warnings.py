@@ -91,5 +91,5 @@ def headlines(comparison: Compared) -> list[tuple[str, list[str]]]:
 _TITLES = {
     "diverged": "Runs diverged",
     "edge": "The best step size is at an edge of those tried: the ranking is not settled",
-    "majority": "No better than the commonest class",
+    "majority": "No better than the commonest class: are the inputs scaled, and the rounds enough?",
 }
