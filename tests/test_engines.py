@@ -40,6 +40,7 @@ from fedshuffle.engines import (
     LoopEngine,
     Problem,
     choose,
+    forkserver,
     make,
 )
 from fedshuffle.engines.machine import flushed_denormals, keep_freed_memory, operations
@@ -1189,3 +1190,6 @@ def test_worker_processes_inherit_no_locks_of_threads() -> None:
             LOCK.release()
     (want,) = next(simulate(LoopEngine(problem), [run], 1))
     torch.testing.assert_close(have.x, want.x)
+    if sys.platform == "linux":
+        threads = Path(f"/proc/{forkserver.fork_server().pid}/task")
+        assert len(list(threads.iterdir())) == 1
