@@ -130,7 +130,7 @@ NAMES = [  # the averaging methods; others are held against it in tests/test_con
 ]
 
 
-@settings(max_examples=250)
+@settings(max_examples=120)
 @given(samplings(), st.sampled_from(NAMES), st.data())
 def test_random_cases_equal_enumeration(sampling: Sampling, name: str, data: st.DataObject) -> None:
     n = len(sampling)

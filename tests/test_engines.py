@@ -714,6 +714,7 @@ def fatal(model: Point, rows: Tensor) -> Tensor:
     return half_squared_distance(model, rows)
 
 
+@pytest.mark.slow
 def test_a_worker_that_dies_is_named_and_the_engine_can_go_on(tmp_path: Path) -> None:
     federation = Federation.from_arrays(targets(10, 2), client_ids=list("aabbbbbccc"))
     problem = Problem(Point(2), fatal, federation)

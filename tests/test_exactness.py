@@ -30,7 +30,7 @@ SIZES = [1, 2, 3, 7]
 EPOCHS = [3, 1, 2, 1]
 BATCH = 2
 WEIGHTS = [0.1, 0.3, 0.4, 0.2]
-ROUNDS = 60
+ROUNDS = 40
 SEED = 11
 
 
@@ -184,8 +184,8 @@ def test_fedavg_stops_where_the_audit_says() -> None:
     sizes = [1, 2, 3]
     points = targets(3, 2)
     federation = copies(sizes, points)
-    run = Run(federation, "fedavg-rr", "full", LocalWork(), 1e-4, 100.0, 0)
-    *_, (state,) = simulate(LanesEngine(quadratic(federation)), [run], 2000)
+    run = Run(federation, "fedavg-rr", "full", LocalWork(), 1e-4, 1000.0, 0)
+    *_, (state,) = simulate(LanesEngine(quadratic(federation)), [run], 200)
     wrong = (points * torch.tensor([[1.0], [4.0], [9.0]])).sum(0) / 14
     right = (points * torch.tensor([[1.0], [2.0], [3.0]])).sum(0) / 6
     assert torch.allclose(state.x, wrong, atol=1e-3)

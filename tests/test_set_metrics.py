@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from sklearn.metrics import f1_score, roc_auc_score
 from torch import Tensor, nn
@@ -50,6 +50,7 @@ def scikit(name: str, outputs: Any, labels: Any, weights: Any = None) -> float:
     ("name", "classes"), [("auc", 2), ("auc", 3), ("f1", 2), ("f1-macro", 2), ("f1-macro", 3)]
 )
 @pytest.mark.parametrize("weights", [None, [3.0, 1.0, 1.0, 2.0]])
+@settings(max_examples=15)
 @given(seed=st.integers(0, 10_000))
 def test_metrics_by_name_equal_scikit_learn(
     name: str, classes: int, weights: list[float] | None, seed: int
