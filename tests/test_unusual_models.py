@@ -24,7 +24,7 @@ from fedshuffle.state import State
 
 ENGINES = ["lean", "lean:2", "lanes"]
 SIZES = [3, 5, 8]
-METHODS = ["fedavg-rr", "fedshuffle-mvr", "mime"]
+METHODS = ["fedshuffle-mvr", "mime"]
 
 
 def rows(shape: tuple[int, ...] = (6,), seed: int = 0) -> Federation:
