@@ -841,6 +841,29 @@ def test_what_is_recognised(config: Path) -> None:
     assert start.distance == pytest.approx(float(away @ away))
 
 
+def test_small_models_are_measured_on_one_thread(config: Path) -> None:
+    chosen = load(config)
+    data = Federation.from_arrays(torch.eye(4), torch.arange(4.0), sizes=[1, 3])
+    seen = set()
+
+    def loss(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        seen.add(torch.get_num_threads())
+        error: torch.Tensor = model(x).squeeze(-1) - y
+        return error.square().mean()
+
+    method, sampling = methods.get("fedshuffle"), parse("uniform:1", data)
+    options: Any = {"clients": 2, "points": 1, "progress": False}
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        found = knowing.know(chosen, data, nn.Linear(4, 1), loss, method, sampling, **options)
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)
+    assert isinstance(found, knowing.Measured)
+    assert seen == {1}
+
+
 def test_classes_that_can_be_separated_are_measured(config: Path) -> None:
     changes = {"data.separable": True, "work.weight_decay": 0.0}
     found = advising.advise(load(config, changes), points=1).to_dict()

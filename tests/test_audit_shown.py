@@ -7,6 +7,7 @@ from html.parser import HTMLParser
 
 import numpy as np
 import pytest
+from matplotlib import pyplot
 
 from fedshuffle import Audit, Federation, Method, audit, methods
 from fedshuffle.auditing import probe
@@ -118,3 +119,5 @@ def test_a_picture_shows_every_client() -> None:
     assert result.plot(axes) is axes
     assert ignoring().plot() is not axes
     axes.figure.canvas.draw()
+    assert [figure for k in pyplot.get_fignums() if (figure := pyplot.figure(k)) is axes.figure]
+    pyplot.close("all")

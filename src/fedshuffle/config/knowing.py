@@ -15,6 +15,8 @@ from fedshuffle._arrays import FloatArray, IntArray
 from fedshuffle.config.settings import Config, Scheduled
 from fedshuffle.engines import LeanEngine, Loss, Problem
 from fedshuffle.engines.base import gradients, named
+from fedshuffle.engines.machine import threads_for
+from fedshuffle.engines.problem import PROBE_ROWS
 from fedshuffle.errors import DivergedError, FedShuffleError
 from fedshuffle.federation import Federation
 from fedshuffle.methods import Method
@@ -215,41 +217,42 @@ def know(
     """The constants of the problem; known where the losses are recognised, else measured."""
     work, decay = config.work, config.work.weight_decay
     problem = Problem(model, loss, federation)
-    found = recognised(model, loss, federation)
-    if isinstance(found, Kind):
-        values, slope = _look(problem, np.arange(len(federation)), federation.weights, decay)
-        known = Known(
-            found,
+    with threads_for(problem, PROBE_ROWS):
+        found = recognised(model, loss, federation)
+        if isinstance(found, Kind):
+            values, slope = _look(problem, np.arange(len(federation)), federation.weights, decay)
+            known = Known(
+                found,
+                federation,
+                decay,
+                work.batch_size,
+                problem.start.double().cpu().numpy(),
+                values,
+                float(slope.double().square().sum()),
+            )
+            try:
+                known.constants()
+            except FedShuffleError as error:
+                found = str(error).rstrip(".")
+            else:
+                return known
+        models, notes = _along(config, federation, problem, method, sampling, points)
+        seen = problem_constants(
+            model,
             federation,
-            decay,
-            work.batch_size,
-            problem.start.double().cpu().numpy(),
-            values,
-            float(slope.double().square().sum()),
+            loss,
+            points=models,
+            clients=clients,
+            batch_size=work.batch_size,
+            weight_decay=decay,
+            seed=config.seed,
+            progress=progress,
         )
-        try:
-            known.constants()
-        except FedShuffleError as error:
-            found = str(error).rstrip(".")
-        else:
-            return known
-    models, notes = _along(config, federation, problem, method, sampling, points)
-    seen = problem_constants(
-        model,
-        federation,
-        loss,
-        points=models,
-        clients=clients,
-        batch_size=work.batch_size,
-        weight_decay=decay,
-        seed=config.seed,
-        progress=progress,
-    )
-    share = seen.w_hat[seen.clients]
-    share = share / float(share.sum())
-    values, _ = _look(problem, seen.clients, share, decay)
-    first = Start(math.inf, float(share @ values), float(seen.gradient[0]))
-    return Measured(seen, first, found, notes)
+        share = seen.w_hat[seen.clients]
+        share = share / float(share.sum())
+        values, _ = _look(problem, seen.clients, share, decay)
+        first = Start(math.inf, float(share @ values), float(seen.gradient[0]))
+        return Measured(seen, first, found, notes)
 
 
 def _look(

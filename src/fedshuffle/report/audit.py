@@ -86,9 +86,9 @@ def html(audit: Weighed) -> str:
 def plot(audit: Weighed, axes: Axes | None = None) -> Axes:
     """How many times what was meant each client counts, against its examples."""
     if axes is None:
-        from matplotlib.figure import Figure
+        from matplotlib import pyplot  # whose figures notebooks show
 
-        axes = Figure(figsize=(6.0, 4.0), layout="constrained").subplots()
+        axes = pyplot.subplots(layout="constrained")[1]
     errors = audit.standard_errors
     spread = None
     if errors is not None:
