@@ -154,6 +154,22 @@ def test_a_weight_that_depends_on_the_company_has_no_formula(weight: ClientRule)
     assert not audit(many, method, "uniform:10", draws=64).exact
 
 
+def triples_if_anybody_plans_much(clients: Participants) -> Floats:
+    """Looks at the numbers, and around, only where somebody plans many steps."""
+    if (clients.planned > 8).any():
+        return np.where(clients.clients == 1, 3.0, 1.0) * clients.weight
+    return clients.weight
+
+
+@pytest.mark.parametrize("sampling", ["full", "uniform:2"])
+def test_a_weight_that_depends_on_the_company_only_with_many_steps(sampling: str) -> None:
+    work, method = LocalWork(epochs=EpochRange(1, 3)), mine(triples_if_anybody_plans_much)
+    result = audit(EQUAL, method, sampling, work, draws=640)
+    assert result.standard_errors is not None
+    want = truth(EQUAL, method, sampling, work)
+    assert (np.abs(result.effective_weights - want) <= 5 * result.standard_errors).all()
+
+
 # Interruptions ----------------------------------------------------------------------------------
 
 
@@ -256,6 +272,24 @@ def test_an_interruption_that_depends_on_the_round(name: str, sampling: str) -> 
     assert result.consistent is not True
 
 
+@dataclass(frozen=True)
+class LongOnes(Interruption):
+    """In odd rounds the second client stops early, if it plans many steps."""
+
+    random = False
+
+    def done(self, planned: Ints, clients: Ints, seed: int, round: int) -> Ints:
+        return np.where((planned > 8) & (clients == 1) & (round % 2 == 1), 1, planned)
+
+
+def test_an_interruption_that_depends_on_the_round_only_with_many_steps() -> None:
+    work, method = LocalWork(epochs=EpochRange(1, 3), interruption=LongOnes()), "fedshuffle"
+    result = audit(EQUAL, method, "uniform:2", work, rounds=2)
+    want = truth(EQUAL, methods.get(method), "uniform:2", work, rounds=2)
+    np.testing.assert_allclose(result.effective_weights, want, rtol=1e-9)
+    assert says_that_rounds_differ(result)
+
+
 @pytest.mark.parametrize("first", [1, 50, 101, 5000])
 def test_a_change_in_later_rounds_is_not_called_consistent(first: int) -> None:
     work = LocalWork(interruption=From(first))
@@ -314,6 +348,17 @@ def test_monte_carlo_draws_from_the_rounds() -> None:
     assert result.standard_errors is not None
     assert (np.abs(result.effective_weights - want) <= 5 * result.standard_errors + 1e-9).all()
     assert "rounds 0 to 1" in result.how
+
+
+def test_a_rule_that_tells_clients_apart_in_later_rounds_only() -> None:
+    work = LocalWork(epochs=EpochRange(1, 2), steps="mean")
+    method = mine(
+        lambda c: by_number(c) if c.round % 2 else c.weight, c=steps_of_the_longest, q=SumOne()
+    )
+    want = truth(EQUAL, method, "full", LocalWork(), rounds=2)
+    result = audit(EQUAL, method, "full", work, rounds=2, draws=640)
+    assert result.standard_errors is not None
+    assert (np.abs(result.effective_weights - want) <= 5 * result.standard_errors + 1e-9).all()
 
 
 def test_rules_of_the_library_look_at_no_round() -> None:

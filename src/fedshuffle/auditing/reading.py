@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, final
 
 import numpy as np
@@ -26,6 +27,9 @@ if TYPE_CHECKING:
 _FIELDS = frozenset(field.name for field in dataclasses.fields(Participants))
 _FAR = (1000, 10_000, 100_000, 1_000_000)
 """Rounds beyond those that are averaged over, at which to look whether anything changes."""
+
+_MIXES = 8
+"""Of random epochs, at most so many alternatives are shown."""
 
 
 @final
@@ -50,23 +54,26 @@ class Reads:
 def survey(setting: _Setting, rounds: int) -> Reads:
     """Look at the rules and the interruption of a setting, over so many rounds if need be."""
     rules, interruption = setting.method.averaging, setting.workload.work.interruption
-    cohort = setting.drawn
-    read = _Read()
-    read.by(rules.step_normalisation, cohort)
-    read.by(lambda c: rules.normaliser.divide(rules.client_weights(cohort), c), cohort)
-    weight = _Read()
-    weight.by(rules.weight, cohort)
+    everyone = np.arange(len(setting.federation))
+    mixes = _mixes(setting.workload.alone[0])
+    read, weight = _Read(), _Read()
+    for cohort in (setting.drawn, *(setting.participants(everyone, mix) for mix in mixes)):
+        read.by(rules.step_normalisation, cohort)
+        read.by(partial(rules.normaliser.divide, rules.client_weights(cohort)), cohort)
+        weight.by(rules.weight, cohort)
     foreign = interruption is not None and not _ours(interruption)
     checked = [(rules.step_normalisation, rules.step_scale), (rules.weight, rules.client_weights)]
     own_rules = [check for rule, check in checked if not _ours(rule)]
     chance = interruption is not None and interruption.random
 
     def steps(members: IntArray, seed: int = 0, round: int = 0) -> IntArray:
-        planned = setting.workload.alone[0][members, 0]
-        return setting.workload.done(planned, members, seed, round)
+        done = setting.workload.done
+        return np.stack([done(mix[members], members, seed, round) for mix in mixes])
 
-    everyone = np.arange(len(setting.federation))
-    company = any(_looks_around(_of_clients(setting, rule), everyone) for rule in own_rules)
+    def shown(rule: ClientRule, members: IntArray) -> FloatArray:
+        return np.stack([rule(setting.participants(members, mix[members])) for mix in mixes])
+
+    company = any(_looks_around(partial(shown, rule), everyone) for rule in own_rules)
     if foreign and not chance:
         now = steps(everyone)
         chance = any(not np.array_equal(steps(everyone, seed), now) for seed in range(1, 4))
@@ -80,8 +87,9 @@ def survey(setting: _Setting, rounds: int) -> Reads:
         seen = lambda round: np.concatenate(setting.seen(round))  # noqa: E731
         window, changes = _over_rounds(seen, window)
         varies |= changes
+    named = "clients" in read.fields | weight.fields or read.opaque or weight.opaque
     return Reads(
-        clients="clients" in read.fields | weight.fields or read.opaque or weight.opaque or foreign,
+        clients=named or foreign or varies,  # other rounds may tell clients apart
         company=company,
         probability="probability" in weight.fields or weight.opaque,
         chance=chance,
@@ -90,8 +98,13 @@ def survey(setting: _Setting, rounds: int) -> Reads:
     )
 
 
-def _of_clients(setting: _Setting, rule: ClientRule) -> Callable[[IntArray], FloatArray]:
-    return lambda clients: rule(setting.alone(clients))
+def _mixes(alternatives: IntArray) -> list[IntArray]:
+    """Steps that all clients may plan at the same time; with random epochs in several ways, so that
+    clients are seen with few and with many steps, each beside others that plan more or less.
+    """
+    n, count = alternatives.shape
+    shifts = np.unique(np.linspace(0, count - 1, min(count, _MIXES)).round().astype(np.int64))
+    return [alternatives[np.arange(n), (np.arange(n) + shift) % count] for shift in shifts]
 
 
 class _Read:
@@ -129,14 +142,14 @@ def _ours(part: object) -> bool:
 
 
 def _looks_around(rule: Callable[[IntArray], FloatArray | IntArray], everyone: IntArray) -> bool:
-    """Whether a client's number changes with the company in which it is shown.
+    """Whether a client's column changes with the company in which it is shown.
 
     Each client is seen among all, and among those that agree with it in one bit of their numbers.
     """
     among_all = rule(everyone)
     for bit in range(max(len(everyone) - 1, 0).bit_length()):
         for half in (everyone >> bit & 1 == 0, everyone >> bit & 1 == 1):
-            if half.any() and not _same(rule(everyone[half]), among_all[half]):
+            if half.any() and not _same(rule(everyone[half]), among_all[:, half]):
                 return True
     return False
 
