@@ -370,6 +370,18 @@ def test_lanes_refuse_what_they_would_ignore_and_auto_takes_another(case: str) -
     assert "lanes not (" in choice.why
 
 
+@pytest.mark.parametrize("make_model", [lambda: Words(padding_idx=0), Padding])
+def test_lanes_refuse_padding_also_where_no_tried_example_has_it(
+    make_model: Callable[[], nn.Module],
+) -> None:
+    """The padding is in an example that is neither the first nor the last of its client."""
+    texts = np.random.default_rng(0).integers(1, 7, size=(sum(SIZES), 4))
+    texts[1, 2:] = 0
+    federation = Federation.from_arrays(texts, np.arange(len(texts)) % 3, sizes=SIZES)
+    with pytest.raises(FedShuffleError, match="padding_idx"):
+        LanesEngine(Problem(make_model(), losses.cross_entropy, federation))
+
+
 def test_auto_takes_what_is_left_of_the_fast_ways() -> None:
     model, federation = made("in memory")
     problem = Problem(model, losses.cross_entropy, federation)

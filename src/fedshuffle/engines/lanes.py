@@ -8,12 +8,13 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
-from typing import NamedTuple, final
+from typing import Any, NamedTuple, final
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call, vmap
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from fedshuffle._arrays import FloatArray, IntArray
 from fedshuffle.engines.agreement import fault, trusted
@@ -78,7 +79,7 @@ class LanesEngine:
             way = "differentiated by hand in lanes"
             if trusted(problem, way, lambda: partial(self._gradients, by_hand)):
                 return by_hand
-        _refuse_what_vmap_ignores(problem.model)
+        _refuse_what_vmap_ignores(problem)
         slopes = _ByVmap(problem)
         wrong = fault(problem, "in lanes", lambda: partial(self._gradients, slopes))
         if wrong is not None:
@@ -424,17 +425,43 @@ def _not_in_lanes(why: str) -> FedShuffleError:
     )
 
 
-def _refuse_what_vmap_ignores(model: nn.Module) -> None:
-    """What embeddings do besides looking up; tried examples might not show it."""
-    for name, module in model.named_modules():
-        for option in ("padding_idx", "max_norm", "scale_grad_by_freq"):
-            if isinstance(module, nn.Embedding | nn.EmbeddingBag) and (
-                getattr(module, option) not in (None, False)
+def _refuse_what_vmap_ignores(problem: Problem) -> None:
+    """What looking up embeddings does besides; the examples tried might not show it."""
+    if problem.restless:
+        raise FedShuffleError(
+            "the forward pass changes parameters (max_norm?), which has no effect in lanes. Use the"
+            " engine 'lean'."
+        )
+    with _Lookups() as lookups:
+        problem.loss(problem.replica(), *problem.few())
+    if lookups.options:
+        raise FedShuffleError(
+            f"an embedding has {lookups.options[0]}, which has no effect in lanes. Use the engine"
+            " 'lean'."
+        )
+
+
+class _Lookups(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Notes the options of embeddings that are looked up, by a layer or by a function."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.options: list[str] = []
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if func.overloadpacket in (torch.ops.aten.embedding, torch.ops.aten._embedding_bag):
+            named = zip((argument.name for argument in func._schema.arguments), args, strict=False)
+            given = {**dict(named), **(kwargs or {})}
+            if (
+                given.get("padding_idx", -1) >= 0
+                and func.overloadpacket is torch.ops.aten.embedding
             ):
-                raise FedShuffleError(
-                    f"layer {name!r} has {option}, which has no effect in lanes. Use the engine"
-                    " 'lean'."
-                )
+                self.options.append("padding_idx")
+            if given.get("scale_grad_by_freq"):
+                self.options.append("scale_grad_by_freq")
+        return func(*args, **(kwargs or {}))
 
 
 class _Objective(nn.Module):
