@@ -187,9 +187,9 @@ def test_monte_carlo_says_so_and_is_right_within_its_error() -> None:
         (LocalWork(interruption=RandomStop(0.5)), "fedavg-rr"),
         (LocalWork(epochs=EpochRange(1, 2)), "fedavg-mean"),
     ]:
-        result = audit(federation, name, "uniform:2", work, draws=3200)
+        result = audit(federation, name, "uniform:2", work, draws=640)
         assert not result.exact
-        assert result.how == "Monte Carlo, 3200 draws"
+        assert result.how == "Monte Carlo, 640 draws"
         assert result.standard_errors is not None
         assert result.consistent is not True
     # Where the answer is known: the same estimator against quadrature, within five errors.

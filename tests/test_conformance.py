@@ -59,19 +59,30 @@ def distinct() -> list[str]:
     return [name for name, _ in found]
 
 
+SOME = ("full", "uniform:2", "independent:0.5,0.9,0.2,0.4")
+REST = tuple(one for one in conformance.SAMPLINGS if one not in SOME)
+
+
 def cases() -> Iterator[Any]:
-    """Every check with every method for which it can say something new; the longest are slow."""
+    """Every check with every method for which it can say something new.
+
+    Fast are those under a few samplings; others, fixed points and long games are slow.
+    """
     some = dict.fromkeys(("engines", "workers"), SENDERS)
     some |= dict.fromkeys(("expectation", "fixed point"), distinct())
-    for name in conformance.CHECKS:
+    for name, one in conformance.CHECKS.items():
         for method in some.get(name, NAMES):
-            slow = name == "fixed point" or (name == "expectation" and method in PLAYED)
-            yield pytest.param(method, name, marks=pytest.mark.slow if slow else ())
+            long = name == "fixed point" or (name == "expectation" and method in PLAYED)
+            slow = pytest.mark.slow if long else ()
+            yield pytest.param(method, name, SOME, marks=slow, id=f"{method}-{name}")
+            if one.every_sampling:
+                rest = f"{method}-{name}-other samplings"
+                yield pytest.param(method, name, REST, marks=pytest.mark.slow, id=rest)
 
 
-@pytest.mark.parametrize(("method", "name"), list(cases()))
-def test_method(method: str, name: str) -> None:
-    report = check(method, checks=[name])
+@pytest.mark.parametrize(("method", "name", "given"), list(cases()))
+def test_method(method: str, name: str, given: tuple[Any, ...]) -> None:
+    report = check(method, given, checks=[name])
     assert report.passed, str(report)
 
 

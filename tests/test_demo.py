@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import io
 import json
@@ -48,8 +49,12 @@ def _one_thread() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def short(tmp_path_factory: pytest.TempPathFactory) -> Summary:
-    """A demo of a few rounds, in a folder whose name must be escaped."""
-    return demo(tmp_path_factory.mktemp("a <b> & 'c'"), rounds=ROUNDS, seed=5, progress=False)
+    """A demo of a few rounds, in silence and in a folder whose name must be escaped."""
+    said = io.StringIO()
+    with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
+        made = demo(tmp_path_factory.mktemp("a <b> & 'c'"), rounds=ROUNDS, seed=5, progress=False)
+    assert said.getvalue() == ""
+    return made
 
 
 @pytest.fixture(scope="module")
@@ -156,11 +161,14 @@ def test_demo_writes_what_it_says(short: Summary) -> None:
     assert json.loads(json.dumps(short.to_dict()))["files"]["page"] == str(short.files.page)
 
 
-def test_demo_repeats_itself_in_silence(
+def test_demo_repeats_itself_and_shows_progress_on_the_error_stream(
     short: Summary, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    again = demo(tmp_path / "deep" / "down", rounds=ROUNDS, seed=5, progress=False)
-    assert capfd.readouterr() == ("", "")
+    again = demo(tmp_path / "deep" / "down", rounds=ROUNDS, seed=5)
+    shown = capfd.readouterr()
+    assert shown.out == ""
+    for text in ("Audit", "Choosing step sizes", "Training"):
+        assert text in shown.err
     assert again.methods == short.methods
     assert again.files.results.read_bytes() == short.files.results.read_bytes()
     assert again.files.picture.read_bytes() == short.files.picture.read_bytes()
@@ -179,16 +187,6 @@ def test_page_is_self_contained_and_escaped(short: Summary) -> None:
     assert f"--seed {short.seed} --rounds {short.rounds}" in page
     for method in short.methods:
         assert report.settled(method).replace("'", "&#39;") in page
-
-
-def test_demo_shows_progress_on_the_error_stream(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    demo(tmp_path, rounds=1)
-    shown = capfd.readouterr()
-    assert shown.out == ""
-    for text in ("Audit", "Choosing step sizes", "Training"):
-        assert text in shown.err
 
 
 @pytest.mark.parametrize(

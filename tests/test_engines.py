@@ -772,6 +772,7 @@ def test_the_lanes_of_large_models_are_few() -> None:
     assert LanesEngine(Problem(large, losses.cross_entropy, federation)).width <= 4
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not keep_freed_memory(), reason="no allocator here that could be told")
 @pytest.mark.parametrize(("setting", "kept"), [("1", True), ("0", False)])
 def test_freed_memory_is_kept_unless_told_otherwise(setting: str, kept: bool) -> None:

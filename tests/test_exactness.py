@@ -30,7 +30,7 @@ SIZES = [1, 2, 3, 7]
 EPOCHS = [3, 1, 2, 1]
 BATCH = 2
 WEIGHTS = [0.1, 0.3, 0.4, 0.2]
-ROUNDS = 40
+ROUNDS = 25
 SEED = 11
 
 

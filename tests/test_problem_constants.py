@@ -200,6 +200,7 @@ def lowest(function: Callable[[Floats], float], start: Floats) -> float:
     return float(minimize(function, start, method="BFGS", options={"gtol": 1e-8}).fun)
 
 
+@pytest.mark.slow
 @settings(max_examples=6)
 @given(kind=st.sampled_from(["quadratic", "linear"]), seed=st.integers(0, 10**6))
 def test_quadratics_need_no_less(kind: str, seed: int) -> None:
@@ -449,6 +450,7 @@ def many(n: int, m: int = 3) -> Federation:
     return Federation.from_arrays(features, targets, sizes=np.full(n, m))
 
 
+@pytest.mark.slow
 def test_a_sample_of_clients() -> None:
     data, model = many(200), linear_model(2, 1, False)
     whole = problem_constants(
