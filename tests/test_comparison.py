@@ -203,6 +203,7 @@ def test_the_table(done: tuple[Path, dict[str, Any]], capsys: pytest.CaptureFixt
     assert "2 of 2" in out  # diverged
 
 
+@pytest.mark.slow
 def test_every_client_of_every_full_run_is_left_and_json_is_printed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -288,6 +289,7 @@ def test_the_grid_widens_until_the_best_is_inside(
     assert {p: p.stat().st_mtime_ns for p in tmp_path.rglob("outcome.json")} == stamps
 
 
+@pytest.mark.slow
 def test_the_grid_widens_no_further_than_it_is_allowed(tmp_path: Path) -> None:
     results = tuned(tmp_path, [0.001, 0.002], compare__tune__widen=4)
     assert list(trials_of(results)) == [0.001, 0.002, 0.004, 0.008]
@@ -374,6 +376,7 @@ def data():
 """
 
 
+@pytest.mark.slow
 def test_a_model_no_better_than_the_commonest_class_is_named(tmp_path: Path) -> None:
     text = (
         CONFIG.replace('"mine:Point"', '"other:Constant"')

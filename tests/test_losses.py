@@ -20,7 +20,10 @@ from fedshuffle.engines import problem as problems
 from fedshuffle.kernel import Probe
 from fedshuffle.theory.estimated import problem_constants
 
-ENGINES = ["loop", "lean", "lanes", "lean:2", "lanes:2", "lean:2:processes"]
+ENGINES = [
+    *("loop", "lean", "lanes", "lean:2", "lanes:2"),
+    pytest.param("lean:2:processes", marks=pytest.mark.slow),
+]
 SIZES = [3, 40, 25]
 PAD = 6
 

@@ -114,6 +114,7 @@ class Sideways(Direction):
         return Memory()
 
 
+@pytest.mark.slow
 def test_a_method_of_the_users_own_is_listed_too(registered: list[Method]) -> None:
     rule = methods.get("fedavg-rr").averaging
     registered.append(methods.register(Method("mine", "half steps", rule, Sideways())))

@@ -438,6 +438,7 @@ def with_momentum(name: str, rounds: int) -> tuple[Floats, Floats]:
     return shares.mean(0), shares.std(0, ddof=1) / np.sqrt(32)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["mime", "mime-lite", "fedshuffle-mvr"])
 def test_momentum_under_optimal_sampling_waits_until_somebody_is_asked(name: str) -> None:
     want, noise = with_momentum(name, 32 * 200)

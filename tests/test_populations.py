@@ -1314,6 +1314,7 @@ def test_hdf5_groups_that_hold_themselves(tmp_path: Path) -> None:
         import_hdf5(tmp_path / "u.h5", tmp_path / "p")
 
 
+@pytest.mark.slow
 def test_damaged_hdf5_files_are_refused_in_one_line(tmp_path: Path) -> None:
     """In a process of its own: a damaged file may end it."""
     code = """
