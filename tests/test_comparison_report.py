@@ -25,7 +25,7 @@ from fedshuffle.report import comparison_tables as tables
 from fedshuffle.report.comparison_clients import gains
 from fedshuffle.report.comparison_details import audits, histogram, tuning
 from fedshuffle.report.comparison_numbers import Compared, higher_is_better
-from fedshuffle.report.comparison_warnings import warnings
+from fedshuffle.report.comparison_warnings import headlines, warnings
 from fedshuffle.report.look import colour
 from tests.chromium import Browser
 
@@ -274,6 +274,18 @@ def test_a_search_in_which_all_diverged_is_no_edge() -> None:
     [caution] = warnings(Compared(found))
     assert caution.kind == "diverged"
     assert "even the smallest" in caution.text
+
+
+def test_methods_that_had_no_choice_of_step_sizes_are_not_called_tuned() -> None:
+    def found(*tuning: Any) -> list[tuple[str, list[str]]]:
+        tried = {"tuning": list(tuning)} if tuning else {}
+        both = [curve(name, run(1, 0.9), **tried) for name in ("fedavg", "fedshuffle")]
+        return headlines(Compared(results(*both)))
+
+    [(title, [text])] = found()
+    assert "tuned" in title
+    assert "0.3" in text
+    assert found(trial(0.1, 0.4), trial(0.3, 0.5), trial(1.0, 0.4)) == []
 
 
 def test_nothing_is_said_where_there_is_nothing_to_say(tmp_path: Path) -> None:

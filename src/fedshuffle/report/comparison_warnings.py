@@ -82,14 +82,32 @@ def headlines(comparison: Compared) -> list[tuple[str, list[str]]]:
     A group is named only where there are several.
     """
     found: dict[str, list[str]] = {}
+    if (size := _only_step_size(comparison)) is not None:
+        found["No method was tuned: only one step size was given"] = [
+            f"Every method takes the step size {size:g}, which may suit some better than others."
+            " Give several in step_sizes."
+        ]
     for warning in warnings(comparison):
         where = f" ({group_title(warning.group)})" if len(comparison.groups) > 1 else ""
         found.setdefault(_TITLES[warning.kind] + where, []).append(warning.text + ".")
     return list(found.items())
 
 
+def _only_step_size(comparison: Compared) -> float | None:
+    """The one that methods had instead of their own best, if they had no choice."""
+    curves = [
+        curve
+        for momentum in comparison.momenta_of("own")
+        for method in comparison.methods_of("own")
+        if (curve := comparison.curve("own", momentum, method.name)) is not None
+    ]
+    sizes = {float(curve["step_size"]) for curve in curves}
+    alone = len(comparison.methods) > 1 and len(sizes) == 1
+    return sizes.pop() if alone and not any(curve.get("tuning") for curve in curves) else None
+
+
 _TITLES = {
     "diverged": "Runs diverged",
     "edge": "The best step size is at an edge of those tried: the ranking is not settled",
-    "majority": "No better than the commonest class: are the inputs scaled, and the rounds enough?",
+    "majority": "No better than the commonest class: scale the inputs, or train for more rounds",
 }
