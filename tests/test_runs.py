@@ -269,6 +269,23 @@ def test_divergence_is_judged_by_the_last_loss(
     assert result.diverged == diverged
 
 
+@pytest.mark.parametrize("evaluate", [None, lambda model: {"accuracy": 0.5}])
+@pytest.mark.parametrize("step_size", [0.1, 40.0])
+def test_divergence_is_noticed_also_where_no_loss_is_evaluated(
+    step_size: float, evaluate: Any
+) -> None:
+    diverges = step_size > 1
+    with pytest.warns(UserWarning, match="diverges") if diverges else nullcontext():
+        result = go(
+            None,
+            rounds=3,
+            work=LocalWork(batch_size=12),
+            step_size=step_size,
+            evaluate=evaluate,
+        )
+    assert (result.diverged is not None) == diverges
+
+
 def test_divergence_is_measured_against_the_start_also_after_resuming(tmp_path: Path) -> None:
     """The first record is beyond hope already; a model that is not the start is no measure."""
 

@@ -61,6 +61,11 @@ class Watch:
                 f"the {name} is {loss:.4g} {when}, and was {self._first:.4g} {self._when}"
             )
 
+    @property
+    def blind(self) -> bool:
+        """Whether no record had a loss."""
+        return self._name is None
+
     def warn(self) -> None:
         """Say it once, as soon as it is so: whoever looks on need not wait for the end."""
         if self.diverged and not self._warned:

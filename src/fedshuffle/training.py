@@ -12,8 +12,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from fedshuffle import _identity, devices, engines, schedules
 from fedshuffle._arrays import count, number
@@ -21,6 +22,8 @@ from fedshuffle._terminal import Console
 from fedshuffle.display import Bar, Board
 from fedshuffle.divergence import Watch, watched_loss
 from fedshuffle.engines import Engine, Loss, Problem, Ray, RayEngine
+from fedshuffle.engines.base import model_randomness
+from fedshuffle.engines.machine import threads_for
 from fedshuffle.errors import FedShuffleError, user_error
 from fedshuffle.evaluation import ClientTable, Evaluation, Evaluations, evaluating
 from fedshuffle.federation import Federation
@@ -36,6 +39,9 @@ from fedshuffle.state import State
 __all__ = ["Evaluate", "Result", "train"]
 
 Evaluate = Evaluation | Evaluations | Callable[[nn.Module], Mapping[str, float]]
+
+_SAMPLED = 256
+"""Over so many training examples the loss is taken where no evaluation tells it."""
 
 
 def train(
@@ -196,6 +202,10 @@ def train(
                     watch.warn()
                     state = after
                     begun = time.perf_counter()
+                if watch.blind and known:  # nobody asked for a loss, which yet tells
+                    watch = Watch(("loss", _sampled_loss(problem, problem.start)))
+                    watch.add({"round": state.round, "loss": _sampled_loss(problem, state.x)})
+                    watch.warn()
         except (KeyboardInterrupt, SystemExit, Exception) as error:
             if folder:  # the round that did not end well is abandoned; the state before it is whole
                 with uninterrupted():  # also by a second Ctrl-C
@@ -222,6 +232,14 @@ def _loss_at_start(evaluate: Evaluate | None, problem: Problem) -> tuple[str, fl
         return None
     with _named("evaluation before training"):
         return name, evaluate(problem.copy(problem.start))[name]
+
+
+def _sampled_loss(problem: Problem, x: Tensor) -> float:
+    """The loss of a model over training examples from all over the federation."""
+    rows = np.unique(np.linspace(0, problem.federation.offsets[-1] - 1, _SAMPLED).astype(np.int64))
+    one_thread = threads_for(problem, len(rows))
+    with _named("loss after training"), one_thread, model_randomness(problem, seed=0):
+        return float(problem.loss(problem.copy(x), *problem.batch(rows)).detach())
 
 
 def _on(problem: Problem, state: State) -> State:
