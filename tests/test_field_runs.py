@@ -244,6 +244,7 @@ def test_an_empty_pool_sends_nothing() -> None:
         loss=squared_residual,
         rounds=20,
         sampling=Optimal(Independent([0.15] * N), 2),
+        step_size=0.01,
         seed=1,
     )
     pools = [record["clients"] for record in result.history]
@@ -397,6 +398,7 @@ def test_an_interrupted_run_goes_on_bit_for_bit(
         "method": method,
         "sampling": "uniform:3",
         "work": BATCHES,
+        "step_size": 0.01,
         "checkpoint_every": 3,
         "keep": keep,
     }
