@@ -736,6 +736,24 @@ def test_a_module_that_exits_does_not_pass_for_success(
     assert "bad.py, line" in line
 
 
+@pytest.mark.parametrize("code", ["raise SystemExit", "return 1 / 0"])
+@pytest.mark.parametrize("probe", ["0", "2"])
+def test_a_loss_that_fails_ends_advice_in_one_line(
+    project: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    code: str,
+    probe: str,
+) -> None:
+    (project / "bad.py").write_text(f"def loss(model, *fields):\n    {code}")
+    words = ["advise", str(project / "config.toml"), "--set", "loss=bad:loss", "--probe", probe]
+    assert command(monkeypatch, *words, "--json") == 2
+    shown = capsys.readouterr()
+    (line,) = shown.err.splitlines()
+    assert "sys.exit(" in line or "ZeroDivisionError" in line
+    assert not shown.out
+
+
 def test_a_loss_that_exits_after_some_rounds_loses_nothing(
     project: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

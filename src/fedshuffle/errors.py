@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import re
 import traceback
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -78,6 +79,22 @@ def user_error(error: BaseException) -> str:
         return f"sys.exit({error.code!r}) was called{where}; raise an error instead"
     kind, text = type(error).__name__, one_line(error)
     return f"{kind}: {text}" if text else kind
+
+
+@contextmanager
+def failing_at(stage: str) -> Iterator[None]:
+    """Say at which stage the user's code failed, in one line.
+
+    >>> with failing_at("evaluation"):
+    ...     1 / 0
+    Traceback (most recent call last):
+    fedshuffle.errors.FedShuffleError: evaluation: ZeroDivisionError: division by zero
+    """
+    try:
+        yield
+    except (Exception, SystemExit) as error:
+        said = str(error) if isinstance(error, FedShuffleError) else user_error(error)
+        raise FedShuffleError(f"{stage}: {said}") from error
 
 
 def unknown(kind: str, name: object, known: Iterable[str]) -> FedShuffleError:

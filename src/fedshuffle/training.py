@@ -6,8 +6,8 @@ import copy
 import math
 import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack, closing, contextmanager
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import ExitStack, closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ from fedshuffle.divergence import Watch, watched_loss
 from fedshuffle.engines import Engine, Loss, Problem, Ray, RayEngine
 from fedshuffle.engines.base import model_randomness
 from fedshuffle.engines.machine import threads_for
-from fedshuffle.errors import FedShuffleError, user_error
+from fedshuffle.errors import FedShuffleError, failing_at, user_error
 from fedshuffle.evaluation import ClientTable, Evaluation, Evaluations, evaluating
 from fedshuffle.federation import Federation
 from fedshuffle.local_work import LocalWork
@@ -136,7 +136,7 @@ def train(
     _warn_of_evaluation_mode(model)
     if isinstance(evaluate, Evaluation | Evaluations):
         evaluate = evaluate.with_loss(loss)
-        with _named("evaluation before training"):
+        with failing_at("evaluation before training"):
             _check_names(evaluate.names)
             evaluate.check(problem.copy(problem.start))
     elif evaluate is not None and not callable(evaluate):
@@ -230,7 +230,7 @@ def _loss_at_start(evaluate: Evaluate | None, problem: Problem) -> tuple[str, fl
     name = watched_loss(evaluate.names)
     if name is None:
         return None
-    with _named("evaluation before training"):
+    with failing_at("evaluation before training"):
         return name, evaluate(problem.copy(problem.start))[name]
 
 
@@ -308,7 +308,7 @@ def _evaluated(
     of clients, if there is one.
     """
     begun, clients = time.perf_counter(), None
-    with _named(f"evaluation after round {round}"), evaluating(model):
+    with failing_at(f"evaluation after round {round}"), evaluating(model):
         if isinstance(evaluate, Evaluation | Evaluations):
             measured: Mapping[str, float]
             measured, clients = evaluate.both(model)
@@ -324,13 +324,3 @@ def _check_names(names: Iterable[str]) -> None:
     taken = set(names) & set(FACTS)
     if taken:
         raise FedShuffleError(f"evaluate may not return {min(taken)!r}: rename that metric.")
-
-
-@contextmanager
-def _named(stage: str) -> Iterator[None]:
-    """Say in what the user's metrics or model failed."""
-    try:
-        yield
-    except (Exception, SystemExit) as error:
-        said = str(error) if isinstance(error, FedShuffleError) else user_error(error)
-        raise FedShuffleError(f"{stage}: {said}") from error

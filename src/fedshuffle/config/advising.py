@@ -16,7 +16,7 @@ from fedshuffle.config.knowing import Known, Measured, Start, know
 from fedshuffle.config.probing import Probe
 from fedshuffle.config.running import Task
 from fedshuffle.config.settings import Config, Scheduled
-from fedshuffle.errors import FedShuffleError
+from fedshuffle.errors import FedShuffleError, failing_at
 from fedshuffle.federation import Federation
 from fedshuffle.local_work import EpochRange, LocalWork
 from fedshuffle.methods import MVR, Method
@@ -117,18 +117,20 @@ def advise(
         method = running._method(config)
         sampling = running._sampling(config, task.federation)
         model = running.model(config)
-        tried = _probe(config, task, model, method, sampling, probe, clients) if probe else None
-        found = know(
-            config,
-            task.federation,
-            model,
-            task.loss,
-            method,
-            sampling,
-            clients=clients,
-            points=points,
-            progress=progress,
-        )
+        with failing_at("trying step sizes"):
+            tried = _probe(config, task, model, method, sampling, probe, clients) if probe else None
+        with failing_at("measuring the problem"):
+            found = know(
+                config,
+                task.federation,
+                model,
+                task.loss,
+                method,
+                sampling,
+                clients=clients,
+                points=points,
+                progress=progress,
+            )
         return _Adviser(config, task.federation, method, sampling, found, target, tried).all()
 
 
