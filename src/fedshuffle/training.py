@@ -238,7 +238,7 @@ def _sampled_loss(problem: Problem, x: Tensor) -> float:
     """The loss of a model over training examples from all over the federation."""
     rows = np.unique(np.linspace(0, problem.federation.offsets[-1] - 1, _SAMPLED).astype(np.int64))
     one_thread = threads_for(problem, len(rows))
-    with _named("loss after training"), one_thread, model_randomness(problem, seed=0):
+    with failing_at("loss after training"), one_thread, model_randomness(problem, seed=0):
         return float(problem.loss(problem.copy(x), *problem.batch(rows)).detach())
 
 
