@@ -48,8 +48,8 @@ def import_hdf5(
         known = clients.fields(next(iter(clients)))
         if fields is None and read is None and len(known) > 1:
             raise FedShuffleError(
-                f"the examples have the fields {', '.join(known)}. Name those you want, in the"
-                " order in which the loss takes them: inputs first, labels last."
+                f"the examples have the fields {', '.join(known)}. Name those you want as"
+                " fields, in the order in which the loss takes them: inputs first, labels last."
             )
         wanted = distinct(fields or known)
         for name in wanted:

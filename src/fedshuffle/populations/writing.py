@@ -31,10 +31,7 @@ Id = str | int
 
 _WAITING_BYTES = 1 << 22
 """Small chunks are written together when they amount to this."""
-_CONVERT = (
-    "Convert it to numbers first (with read= where a file is imported, or in the iterator), or drop"
-    " that example."
-)
+_CONVERT = "Convert it to numbers first (in Python, a function read can), or drop that example."
 
 
 @final
