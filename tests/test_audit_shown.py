@@ -121,3 +121,14 @@ def test_a_picture_shows_every_client() -> None:
     axes.figure.canvas.draw()
     assert [figure for k in pyplot.get_fignums() if (figure := pyplot.figure(k)) is axes.figure]
     pyplot.close("all")
+
+
+def test_the_representation_of_an_audit_shows_control_characters_of_names() -> None:
+    import torch
+
+    from fedshuffle import Federation, audit
+
+    names = ["\x1b[31mred"] * 2 + ["other"] * 6
+    shown = repr(audit(Federation.from_arrays(torch.zeros(8, 1), client_ids=names), "fedavg"))
+    assert "red counts" in shown
+    assert "\x1b" not in shown

@@ -11,6 +11,7 @@ import numpy as np
 
 from fedshuffle._arrays import FloatArray, IntArray
 from fedshuffle.auditing.findings import TOLERANCE, Finding
+from fedshuffle.errors import visible
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -101,7 +102,7 @@ class Weighed(abc.ABC):
         i = self.furthest_off
         return "not consistent", (
             f"{self.total_variation:.2%} of the objective is in the wrong place; client"
-            f" {self.client_ids[i]} counts {self.ratios[i]:.3g} times what you meant"
+            f" {visible(str(self.client_ids[i]))} counts {self.ratios[i]:.3g} times what you meant"
             f" ({len(self.gaining)} gain, {len(self.losing)} lose)."
         )
 
