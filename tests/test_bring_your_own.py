@@ -521,11 +521,14 @@ def test_what_a_sampling_has_without_saying() -> None:
         ({"method": "windows:make"}, "method: 'windows:make' must be of type Method"),
     ],
 )
-def test_configs_say_what_is_no_part_of_that_kind(change: dict[str, str], message: str) -> None:
+def test_configs_say_what_is_no_part_of_that_kind(
+    change: dict[str, str], message: str, tmp_path: Path
+) -> None:
     from fedshuffle import config
 
+    settings = {"out": str(tmp_path / "out"), **change}
     with pytest.raises(FedShuffleError, match=message):
-        config.load(OWN / "config.toml").override(change).run()
+        config.load(OWN / "config.toml").override(settings).run()
 
 
 def _page() -> str:
