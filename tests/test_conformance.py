@@ -83,7 +83,8 @@ def cases() -> Iterator[Any]:
 @pytest.mark.parametrize(("method", "name", "given"), list(cases()))
 def test_method(method: str, name: str, given: tuple[Any, ...]) -> None:
     report = check(method, given, checks=[name])
-    assert report.passed, str(report)
+    # Some methods are defined for full participation only: then nothing else applies.
+    assert report.passed if given is SOME else not report.failures, str(report)
 
 
 @pytest.mark.parametrize("method", ["fedprox:mu=0.5+fedshuffle", "scaffold+fedavg-rr"])
