@@ -33,14 +33,14 @@ figures: $(INSTALLED)  ## the paper's toy figures in out/quadratic
 	$(BIN)/fedshuffle reproduce quadratic --out out/quadratic
 
 docs-pictures: $(INSTALLED)  ## the pictures and tables of docs/methods
-	$(BIN)/python -m fedshuffle.experiments.method_pictures docs
+	$(BIN)/python -m fedshuffle.experiments.method_pictures.experiment docs
 
 audit-flower: $(CLUSTERS)  ## what the auditor finds for Flower's strategies
 	$(BIN)/python benchmarks/flower_strategies.py --write
 
 bench: $(CLUSTERS)  ## engines against a bare loop, and what grows with what; on an idle machine
 	$(BIN)/python benchmarks/engines.py
-	$(BIN)/python benchmarks/engines.py --works "lstm 2x256" "resnet-18 gn" --engines lean lean:2 --rounds 5
+	$(BIN)/python benchmarks/engines.py --works "lstm 2x256" "resnet-18 gn" --engines sequential sequential:2 --rounds 5
 	$(BIN)/python benchmarks/scaling.py
 	$(BIN)/python benchmarks/population.py
 	$(BIN)/python benchmarks/cluster.py

@@ -18,7 +18,7 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 
 from hypothesis import settings
 from tests.chromium import browser  # noqa: F401  one for all files
-from tests.flower_deployment import deployment  # noqa: F401  one for all files
+from tests.flower.deployment import deployment  # noqa: F401  one for all files
 
 # No test may depend on timing. In CI the examples are always the same; elsewhere they vary.
 settings.register_profile("fedshuffle", deadline=None, derandomize="CI" in os.environ)
@@ -28,9 +28,8 @@ settings.load_profile("fedshuffle")
 # as a whole, doctests included, and fast tests do not even open them.
 _NEED_RAY_OR_FLOWER = (
     "src/fedshuffle/flower",
-    "tests/flower_*",
-    "tests/test_flower_*",
-    "tests/test_ray*",
+    "tests/flower",
+    "tests/engines/test_ray*",
 )
 
 

@@ -20,21 +20,21 @@ from multiprocessing.connection import Connection
 
 import numpy as np
 import torch
-from engines import Player
 from scaling import fresh_peak, peak
 from torch import Tensor, nn
 
+from engines import Contestant
 from fedshuffle import Federation, LocalWork
-from fedshuffle.engines import Engine, Problem, RayEngine, make
+from fedshuffle.engines import Engine, Problem, make
 from fedshuffle.errors import unknown
-from fedshuffle.rounds import Run, play
 from fedshuffle.state import State
+from fedshuffle.training.rounds import Run, run_round
 
-RAY, PROCESSES = "ray:2", "lean:2:processes"
+RAY, PROCESSES = "ray:2", "sequential:2:processes"
 
 
 class Vector(nn.Module):
-    """A model that is just a vector of so many numbers."""
+    """A model that is just a vector of this many numbers."""
 
     def __init__(self, length: int) -> None:
         super().__init__()
@@ -63,7 +63,7 @@ def rounds_of(engine: Engine, run: Run, rounds: int) -> Callable[[], list[float]
         found = []
         for round in range(rounds):
             begun = time.perf_counter()
-            play(engine, [run], [State(start, {}, round)])
+            run_round(engine, [run], [State(start, round=round)])
             found.append(time.perf_counter() - begun)
         return found
 
@@ -72,38 +72,37 @@ def rounds_of(engine: Engine, run: Run, rounds: int) -> Callable[[], list[float]
 
 def overhead(rounds: int) -> None:
     """Rounds of 16 clients that have nothing to do."""
-    print(f"{'parameters':>12}{'lean':>12}{PROCESSES:>18}{RAY:>10}   ms a round")
+    print(f"{'parameters':>12}{'sequential':>12}{PROCESSES:>18}{RAY:>10}   ms a round")
     for parameters, turns in ((100, 10 * rounds), (1_000_000, 2 * rounds), (12_000_000, 2)):
         seconds: dict[str, list[float]] = {}
-        players = {}
-        for name in ("lean", PROCESSES, RAY):
+        contestants = {}
+        for name in ("sequential", PROCESSES, RAY):
             problem, run = nothing(parameters, 16)
             engine = make(name, problem)
-            players[name] = rounds_of(engine, run, turns)
-            players[name]()  # the first ones warm up
+            contestants[name] = rounds_of(engine, run, turns)
+            contestants[name]()  # the first ones warm up
         for _ in range(3):
-            for name, player in players.items():
-                seconds.setdefault(name, []).extend(player())
+            for name, contestant in contestants.items():
+                seconds.setdefault(name, []).extend(contestant())
         cells = [1000 * statistics.median(found) for found in seconds.values()]
         print(f"{parameters:12,}{cells[0]:12.2f}{cells[1]:18.2f}{cells[2]:10.2f}", flush=True)
-        if isinstance(engine, RayEngine):
-            engine.close()
+        engine.close()
 
 
 def work(rounds: int) -> None:
     """The LSTM: local steps per second of the cluster as a ratio to processes."""
-    players = {name: Player.enter("lstm 2x256", name) for name in (PROCESSES, RAY)}
+    contestants = {name: Contestant.enter("lstm 2x256", name) for name in (PROCESSES, RAY)}
     for round in range(rounds + 1):
-        for player in players.values():
-            player.play(round)
-    for player in players.values():
-        player.leave()
-    pairs = list(zip(players[RAY].speeds, players[PROCESSES].speeds, strict=True))
+        for contestant in contestants.values():
+            contestant.take_turn(round)
+    for contestant in contestants.values():
+        contestant.leave()
+    pairs = list(zip(contestants[RAY].speeds, contestants[PROCESSES].speeds, strict=True))
     ratios = sorted(ray / processes for ray, processes in pairs)
     print(
         f"LSTM, {len(ratios)} rounds: {statistics.median(ratios):.2f} of the speed of {PROCESSES}"
         f" ({ratios[0]:.2f} to {ratios[-1]:.2f}), which is"
-        f" {statistics.median(players[PROCESSES].speeds):.1f} steps/s",
+        f" {statistics.median(contestants[PROCESSES].speeds):.1f} steps/s",
         flush=True,
     )
 
@@ -130,8 +129,7 @@ def measure(connection: Connection, clients: int, rounds: int) -> None:
     before = fresh_peak()
     seconds = rounds_of(engine, run, rounds)()
     connection.send((peak() - before, statistics.median(seconds[1:])))
-    if isinstance(engine, RayEngine):
-        engine.close()
+    engine.close()
 
 
 def population(rounds: int) -> None:

@@ -7,7 +7,7 @@ they take turns, round by round, on the same cohorts. Printed are the medians of
 peak memory: absolute speeds drift, ratios hardly.
 
     make bench
-    python benchmarks/engines.py --works "small cnn" --engines lean lean:2 --rounds 20
+    python benchmarks/engines.py --works "small cnn" --engines sequential sequential:2 --rounds 20
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ from works import STEP_SIZE, WORKS
 
 from fedshuffle.engines import Problem, make
 from fedshuffle.errors import FedShuffleError, unknown
-from fedshuffle.rounds import Run, play
 from fedshuffle.state import State
+from fedshuffle.training.rounds import Run, run_round
 
-ENGINES = ("lean", "lanes")
+ENGINES = ("sequential", "vectorized")
 
 
 def bare_round(problem: Problem, run: Run, round: int) -> None:
@@ -43,7 +43,7 @@ def bare_round(problem: Problem, run: Run, round: int) -> None:
     model = copy.deepcopy(problem.load(problem.start))
     parameters = list(model.parameters())
     start = [p.detach().clone() for p in parameters]
-    cohort, batch_size = run.cohort(round), run.workload.work.batch_size
+    cohort, batch_size = run.cohort(round), run.workload.batch_size
     rng = np.random.default_rng(round)
     total = [torch.zeros_like(p) for p in parameters]
     for client in cohort.clients.tolist():
@@ -71,27 +71,27 @@ def contestant(connection: Connection, work: str, engine: str) -> None:
     torch.set_num_threads(1)
     sys.stderr = open(os.devnull, "w")  # noqa: SIM115
     problem, runs = WORKS[work].build()
-    walker = None if engine == "bare" else make(engine, problem)
-    if walker is not None:  # a model that it cannot run is found out here
-        play(walker, runs, [State(problem.start, {}, 0) for _ in runs])
+    runner = None if engine == "bare" else make(engine, problem)
+    if runner is not None:  # a model that it cannot run is found out here
+        run_round(runner, runs, [State(problem.start, {}, {}, 0) for _ in runs])
     connection.send("ready")
     while True:
         round = connection.recv()
         if round is None:
             break
         begun = time.perf_counter()
-        if walker is None:
+        if runner is None:
             for run in runs:
                 bare_round(problem, run, round)
         else:
-            play(walker, runs, [State(problem.start, {}, round) for _ in runs])
+            run_round(runner, runs, [State(problem.start, round=round) for _ in runs])
         seconds = time.perf_counter() - begun
         steps = sum(int(run.cohort(round).done.sum()) for run in runs)
         connection.send((steps, seconds, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024))
 
 
 @dataclass
-class Player:
+class Contestant:
     """A contestant, seen from the referee."""
 
     process: Any
@@ -100,7 +100,7 @@ class Player:
     megabytes: float = 0.0
 
     @classmethod
-    def enter(cls, work: str, engine: str) -> Player:
+    def enter(cls, work: str, engine: str) -> Contestant:
         context = multiprocessing.get_context("spawn")  # a fresh allocator for each
         ours, theirs = context.Pipe()
         process = context.Process(target=contestant, args=(theirs, work, engine))
@@ -109,7 +109,7 @@ class Player:
         ours.recv()
         return cls(process, ours, [])
 
-    def play(self, round: int) -> None:
+    def take_turn(self, round: int) -> None:
         self.connection.send(round)
         steps, seconds, self.megabytes = self.connection.recv()
         if round:  # the first round warms up
@@ -122,26 +122,26 @@ class Player:
 
 def contest(work: str, engines: list[str], rounds: int) -> dict[str, Any]:
     """Steps per second of the bare loop, and of each engine the median ratio and the memory."""
-    players = {}
+    contestants = {}
     for engine in ["bare", *engines]:
         try:
-            players[engine] = Player.enter(work, engine)
+            contestants[engine] = Contestant.enter(work, engine)
         except EOFError:  # it cannot run this model
             continue
     for round in range(rounds + 1):
-        for player in players.values():
-            player.play(round)
-    for player in players.values():
-        player.leave()
-    bare = players["bare"].speeds
+        for contestant in contestants.values():
+            contestant.take_turn(round)
+    for contestant in contestants.values():
+        contestant.leave()
+    bare = contestants["bare"].speeds
     return {
         "bare steps/s": statistics.median(bare),
-        "megabytes": {engine: player.megabytes for engine, player in players.items()},
+        "megabytes": {engine: contestant.megabytes for engine, contestant in contestants.items()},
         "ratio": {
             engine: statistics.median(
-                mine / its for mine, its in zip(player.speeds, bare, strict=True)
+                mine / its for mine, its in zip(contestant.speeds, bare, strict=True)
             )
-            for engine, player in players.items()
+            for engine, contestant in contestants.items()
         },
     }
 

@@ -21,7 +21,7 @@ from flwr.app import ArrayRecord, Message, RecordDict
 from flwr.serverapp import Grid
 
 from fedshuffle.auditing.adapters.flower import _identity
-from fedshuffle.flower import FedShuffleStrategy, messages
+from fedshuffle.flower import FedShuffleStrategy, protocol
 
 
 class HollowGrid(Grid):  # type: ignore[misc]
@@ -48,12 +48,12 @@ class HollowGrid(Grid):  # type: ignore[misc]
 
     def _reply(self, message: Message) -> Message:
         client = message.metadata.dst_node_id - 1
-        if message.metadata.message_type == messages.HELLO:
+        if message.metadata.message_type == protocol.INFO:
             shape = {"x": [self.parameters]}
-            content = messages.content(messages.Hello(client, shape, "float32", {}, {}, 1))
+            content = protocol.content(protocol.ClientInfo(client, shape, "float32", {}, {}, 1))
         else:
-            update = messages.arrays(update=torch.zeros(self.parameters))
-            content = messages.content(messages.Done(client, 1), update)
+            update = protocol.arrays(update=torch.zeros(self.parameters))
+            content = protocol.content(protocol.Reply(client, 1), update)
         return Message(content, reply_to=message)
 
     def set_run(self, run: Any) -> None: ...

@@ -1,4 +1,4 @@
-"""What the black-box auditor finds for the strategies that ship with Flower, as a table.
+"""The black-box audit of the strategies that ship with Flower, as a table.
 
     python benchmarks/flower_strategies.py            # print it
     python benchmarks/flower_strategies.py --write    # put it in docs/audit-others.md
@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from fedshuffle import Federation, FedShuffleError, LocalWork
-from fedshuffle.auditing import BlackBoxAudit, probe
-from fedshuffle.auditing.adapters import Flower
+from fedshuffle.auditing import Audit, audit_server
+from fedshuffle.auditing.adapters import FlowerAggregator
 
 PAGE = Path(__file__).parent.parent / "docs" / "audit-others.md"
 BEGIN, END = "<!-- begin: flower -->", "<!-- end: flower -->"
@@ -30,11 +30,11 @@ SETTINGS = {
     "3 of 6, same steps": ("uniform:3", LocalWork(steps=4)),
 }
 RATE = 2.0**-6
-"""The clients' step size, which QFedAvg wants to know."""
+"""The clients' step size, which QFedAvg needs."""
 
 
 def strategies() -> dict[str, Callable[[], Any]]:
-    """Those that average arrays: what makes each, by what to call it."""
+    """The strategies that average arrays, by name: functions that make them."""
     found = importlib.import_module("flwr.serverapp.strategy")
     clipping = found.DifferentialPrivacyServerSideFixedClipping
     return {
@@ -55,15 +55,15 @@ def strategies() -> dict[str, Callable[[], Any]]:
     }
 
 
-def audited(make: Callable[[], Any]) -> list[BlackBoxAudit | str]:
-    """The audit in every setting, or why there is none."""
+def audited(make: Callable[[], Any]) -> list[Audit | str]:
+    """The audit in every setting, or the reason why there is none."""
     federation = Federation.from_sizes(SIZES)
-    results: list[BlackBoxAudit | str] = []
+    results: list[Audit | str] = []
     for sampling, work in SETTINGS.values():
-        server = Flower(make, len(federation))
+        server = FlowerAggregator(make, len(federation))
         try:
             results.append(
-                probe(server, federation, sampling, work, step_size=RATE, draws=1000, seed=0)
+                audit_server(server, federation, sampling, work, step_size=RATE, draws=1000, seed=0)
             )
         except FedShuffleError as error:
             results.append(str(error))
@@ -71,8 +71,8 @@ def audited(make: Callable[[], Any]) -> list[BlackBoxAudit | str]:
 
 
 def table() -> str:
-    """One line a strategy."""
-    gc.freeze()  # some strategies collect garbage at every call: let there be little to look at
+    """One line per strategy."""
+    gc.freeze()  # some strategies collect garbage at every call: leave it little to look at
     head = ["strategy", "weighted sum", "weighs clients", *SETTINGS, "and"]
     lines = [
         f"Measured with Flower {version('flwr')}.",
@@ -87,42 +87,42 @@ def table() -> str:
 def row(name: str, make: Callable[[], Any]) -> str:
     """The line of one strategy."""
     results = audited(make)
-    told = [result for result in results if isinstance(result, BlackBoxAudit)]
-    linear = {result.traits.linear for result in told}
-    forms = {result.traits.form for result in told}
-    optimiser = any(result.traits.optimiser for result in told)
+    audits = [result for result in results if isinstance(result, Audit)]
+    linear = {result.properties.linear for result in audits}
+    forms = {result.properties.form for result in audits}
+    optimiser = any(result.properties.optimiser for result in audits)
     kind = "yes" if linear == {True} else "its average" if optimiser else "no"
     if kind == "no" and True in linear:
         kind = "not always"
     form = forms.pop() if len(forms) == 1 else None
-    return _line([name, kind, form or "otherwise", *map(_cell, results), _more(told)])
+    return _line([name, kind, form or "otherwise", *map(_cell, results), _more(audits)])
 
 
-def _cell(result: BlackBoxAudit | str) -> str:
+def _cell(result: Audit | str) -> str:
     if isinstance(result, str):
         return "none"
     share = f"{result.total_variation:.1%}"
-    verdict = {True: "consistent", False: share, None: f"{share}, undecided"}
-    return verdict[result.consistent]
+    cells = {True: "consistent", False: share, None: f"{share}, undecided"}
+    return cells[result.consistent]
 
 
-def _more(results: list[BlackBoxAudit]) -> str:
-    """What else is worth a word."""
-    said = []
-    if any(result.traits.remembers for result in results):
-        gains = {result.traits.gain for result in results} - {None}
+def _more(results: list[Audit]) -> str:
+    """Further properties."""
+    more = []
+    if any(result.properties.stateful for result in results):
+        gains = {result.properties.long_run_gain for result in results} - {None}
         gain = f", gain {max(g for g in gains if g is not None):.3g}" if gains else ""
-        said.append(f"remembers{gain}")
-    if any(result.traits.fails_still for result in results):
-        said.append("fails where no client moves")
-    if any(result.traits.ordered for result in results):
-        said.append("order matters")
+        more.append(f"remembers{gain}")
+    if any(result.properties.fails_on_zero_updates for result in results):
+        more.append("fails where no client moves")
+    if any(result.properties.ordered for result in results):
+        more.append("order matters")
     if any(result.standard_errors is not None for result in results):
         error = max(
             float(r.standard_errors.max()) for r in results if r.standard_errors is not None
         )
-        said.append(f"standard error up to {error:.1%}")
-    return ", ".join(said)
+        more.append(f"standard error up to {error:.1%}")
+    return ", ".join(more)
 
 
 def _line(cells: list[str]) -> str:

@@ -1,9 +1,9 @@
-"""What a large population costs: importing and opening it, and a round with a cohort from it.
+"""Cost of a large population: importing and opening it, and a round with a cohort from it.
 
-For 10,000, 100,000 and 1,000,000 clients a store is written by the streaming writer, client by
-client. A fresh process opens it, draws and plans cohorts of 1000, and trains logistic regression on
-them. A round should cost the same whatever the population; only a draw by importance asks every
-client. Times of rounds are medians; memory is the most the process ever had, torch included.
+For 10,000, 100,000 and 1,000,000 clients, a store is written client by client. A new process opens
+it, draws and plans cohorts of 1000, and trains logistic regression on them. The cost of a round
+should not depend on the population; only importance sampling looks at every client. Times of rounds
+are medians; memory is the peak of the process, torch included.
 
     python benchmarks/population.py [clients ...]
 """
@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 
 from fedshuffle import Federation, LocalWork
-from fedshuffle.populations import import_chunks
+from fedshuffle.data import import_chunks
 
 INPUTS, CLASSES, COHORT, ROUNDS = 8, 4, 1000, 20
 
@@ -43,7 +43,7 @@ def chunks(clients: int) -> Iterator[tuple[int, Any, Any]]:
 
 
 def build(folder: Path, clients: int) -> dict[str, float]:
-    """Import a population; how fast that went."""
+    """Import a population and measure the speed."""
     begun = time.perf_counter()
     federation = import_chunks(chunks(clients), folder)
     seconds = time.perf_counter() - begun
@@ -52,13 +52,13 @@ def build(folder: Path, clients: int) -> dict[str, float]:
 
 
 def measure(folder: Path) -> dict[str, float]:
-    """Open a population and train on it, in this process."""
+    """Open a population and train on it in this process."""
     import torch
 
     from fedshuffle import losses
     from fedshuffle.engines import Problem, make
-    from fedshuffle.rounds import Run, play
     from fedshuffle.state import State
+    from fedshuffle.training.rounds import Run, run_round
 
     torch.set_num_threads(1)
     begun = time.perf_counter()
@@ -66,10 +66,10 @@ def measure(folder: Path) -> dict[str, float]:
     found = {"open s": time.perf_counter() - begun}
     problem = Problem(torch.nn.Linear(INPUTS, CLASSES), losses.cross_entropy, federation)
     work = LocalWork(epochs=1, batch_size=8)
-    engine = make("lanes", problem)
+    engine = make("vectorized", problem)
 
     def train_round(run: Run, round: int) -> None:
-        play(engine, [run], [State(problem.start, {}, round)])
+        run_round(engine, [run], [State(problem.start, round=round)])
 
     for sampling in ("uniform", "importance"):
         begun = time.perf_counter()
@@ -82,12 +82,12 @@ def measure(folder: Path) -> dict[str, float]:
     return found
 
 
-def _median(act: Callable[[int], object]) -> float:
-    """Milliseconds that a round takes."""
+def _median(run: Callable[[int], object]) -> float:
+    """Median time per round in milliseconds."""
     times = []
     for round in range(ROUNDS + 1):
         begun = time.perf_counter()
-        act(round)
+        run(round)
         times.append(time.perf_counter() - begun)
     return 1000 * statistics.median(times[1:])  # the first one warms up
 

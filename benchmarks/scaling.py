@@ -26,8 +26,8 @@ from works import STEP_SIZE, mlp
 from fedshuffle import Federation, LocalWork, losses
 from fedshuffle.engines import Problem, make
 from fedshuffle.errors import unknown
-from fedshuffle.rounds import Run, play
 from fedshuffle.state import State
+from fedshuffle.training.rounds import Run, run_round
 
 
 class Case(NamedTuple):
@@ -43,22 +43,22 @@ class Case(NamedTuple):
 
 def cohort() -> Iterator[Case]:
     """A model of a million parameters, and ever more clients a round."""
-    for engine in ("lean", "lean:2", "lanes"):
+    for engine in ("sequential", "sequential:2", "vectorized"):
         for clients in (16, 64, 256, 1024):
             yield Case(f"{engine}, {clients} clients", engine, clients, hidden=1200)
 
 
 def imbalance() -> Iterator[Case]:
     """The same number of examples, ever more unevenly spread over the clients."""
-    for engine in ("lean:2", "lanes"):
+    for engine in ("sequential:2", "vectorized"):
         for spread in (0.0, 0.5, 1.0, 2.0):
             yield Case(f"{engine}, spread {spread}", engine, 64, imbalance=spread)
 
 
 def model() -> Iterator[Case]:
-    """Where lanes stop paying."""
+    """Where ``vectorized`` stops paying."""
     for hidden in (4, 32, 256, 1200):
-        for engine in ("lean", "lanes"):
+        for engine in ("sequential", "vectorized"):
             yield Case(f"{hidden * 847 + 62:,} parameters, {engine}", engine, 64, hidden)
 
 
@@ -81,7 +81,7 @@ def measure(connection: Connection, case: Case, rounds: int) -> None:
     speeds = []
     for round in range(rounds + 1):
         begun = time.perf_counter()
-        play(engine, [run], [State(problem.start, {}, round)])
+        run_round(engine, [run], [State(problem.start, round=round)])
         speeds.append(run.cohort(round).done.sum() / (time.perf_counter() - begun))
     connection.send((statistics.median(speeds[1:]), peak() - before))
 

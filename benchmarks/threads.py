@@ -17,9 +17,10 @@ import torch
 from torch import nn
 
 from fedshuffle import Federation, LocalWork, losses
-from fedshuffle.engines import LeanEngine, Problem, machine
-from fedshuffle.rounds import Run
+from fedshuffle.engines import Problem, SequentialEngine
+from fedshuffle.engines import cpu_tuning as machine
 from fedshuffle.state import State
+from fedshuffle.training.rounds import Run
 
 TURNS = 8
 SMALL = machine._SMALL
@@ -33,7 +34,7 @@ WORKS = {
 def main() -> None:
     threads = torch.get_num_threads()
     if hasattr(os, "getloadavg"):
-        print(f"load {os.getloadavg()[0]:.1f} on {machine.cores_here()} cores")
+        print(f"load {os.getloadavg()[0]:.1f} on {machine.available_cores()} cores")
     for name, (widths, batch) in WORKS.items():
         torch.manual_seed(0)
         layers = [[nn.Linear(a, b), nn.ReLU()] for a, b in itertools.pairwise(widths)]
@@ -41,18 +42,18 @@ def main() -> None:
         x, y = torch.randn(400, widths[0]), torch.randint(widths[-1], (400,))
         federation = Federation.from_arrays(x, y, sizes=[100] * 4)
         problem = Problem(model, losses.cross_entropy, federation)
-        engine = LeanEngine(problem)
-        walk = Run(federation, "fedshuffle", "full", LocalWork(batch_size=batch)).walk(
+        engine = SequentialEngine(problem)
+        request = Run(federation, "fedshuffle", "full", LocalWork(batch_size=batch)).local_training(
             State(problem.start)
         )
-        assert walk is not None
-        steps = sum(order.minibatches.steps for order in walk.orders)
+        assert request is not None
+        steps = sum(task.minibatches.steps for task in request.tasks)
         speeds: dict[float, list[float]] = {SMALL: [], 0.0: []}
         for turn in range(TURNS + 1):
             for small, found in speeds.items():
                 machine._SMALL = small
                 begun = time.perf_counter()
-                engine.walk([walk])
+                engine.local_training([request])
                 if turn:  # the first is to warm up
                     found.append(steps / (time.perf_counter() - begun))
         one, many = speeds.values()

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from fedshuffle import Federation, LocalWork, losses
 from fedshuffle.engines import Loss, Problem
 from fedshuffle.models import CharLSTM, ResNet
-from fedshuffle.rounds import Run
+from fedshuffle.training.rounds import Run
 
 STEP_SIZE = 0.05
 
@@ -28,7 +28,7 @@ class Work:
     sampling: str = "uniform:16"
     loss: Loss = losses.cross_entropy
     runs: int = 1
-    """How many runs walk in lockstep, as in a comparison over seeds."""
+    """Number of runs in lockstep, as in a comparison over seeds."""
 
     def build(self) -> tuple[Problem, list[Run]]:
         torch.manual_seed(0)

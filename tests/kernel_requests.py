@@ -15,10 +15,10 @@ import numpy as np
 import torch
 
 from fedshuffle import methods
-from fedshuffle.conformance.clients import WORK, Parabolas, bound, federation
-from fedshuffle.conformance.problems import numbers, sampled
-from fedshuffle.kernel import Probe, Request
+from fedshuffle.kernel import FullGradient, Request
 from fedshuffle.methods import Method
+from fedshuffle.testing.clients import WORK, federation, make_run, quadratic_clients
+from fedshuffle.testing.problems import numbers, partial_sampling
 
 Kind = tuple[Any, ...]
 
@@ -27,10 +27,10 @@ def kind(request: Request) -> Kind:
     """What makes one request different from another for an engine: the parts of the kernel that
     are used, whether clients are told different things, and how many sums are wanted.
     """
-    if isinstance(request, Probe):
+    if isinstance(request, FullGradient):
         clients, sums = request.weights.shape
-        return "probe", len(request.points), "own sums" if sums >= clients > 1 else sums
-    told = [order.steering for order in request.orders]
+        return "gradients", len(request.points), "own sums" if sums >= clients > 1 else sums
+    told = [order.coefficients for order in request.tasks]
     parts = frozenset(
         (
             one.alpha if one.alpha in (0, 1) else "other",
@@ -40,18 +40,18 @@ def kind(request: Request) -> Kind:
     )
     pushes = {id(one.v) for one in told}
     sums = "own sums" if request.sums >= len(told) > 1 else request.sums
-    return "walk", parts, len(pushes) > 1, sums
+    return "training", parts, len(pushes) > 1, sums
 
 
 @cache
 def kinds(name: str) -> frozenset[Kind]:
     """The kinds of requests that a method sends in its first rounds."""
     method: Method = methods.get(name)
-    run = bound(method, sampled(method), federation(method), work=WORK)
-    clients = Parabolas(run, np.ones(4), numbers(4, 2).numpy())
+    run = make_run(method, partial_sampling(method), federation(method), work=WORK)
+    clients = quadratic_clients(run, np.ones(4), numbers(4, 2).numpy())
     state, seen = run.start(torch.zeros(2, dtype=torch.float64)), list[Request]()
     for _ in range(3):
-        state = clients.play(state, seen.append)
+        state = clients.run_round(state, seen.append)
     return frozenset(map(kind, seen))
 
 

@@ -11,12 +11,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from fedshuffle import Federation, LocalWork, Method
-from fedshuffle.engines import LoopEngine, Problem
+from fedshuffle import Federation, LocalWork, Method, methods
+from fedshuffle.engines import Problem, ReferenceEngine
 from fedshuffle.local_work import Minibatches
-from fedshuffle.methods import Participants
-from fedshuffle.rounds import Run, simulate
+from fedshuffle.methods import Cohort
 from fedshuffle.state import State
+from fedshuffle.training.rounds import Run, simulate
 from tests.problems import Point
 
 Floats = NDArray[np.float64]
@@ -86,15 +86,15 @@ class Clients:
         g = sum(w * self.gradient(i, np.zeros(self.d)) for i, w in enumerate(self.w))
         return np.linalg.solve(h, -np.asarray(g))
 
-    def estimate(self, cohort: Participants, x: Floats) -> Floats:
+    def estimate(self, cohort: Cohort, x: Floats) -> Floats:
         """``sum_S w/p grad f_i(x)``."""
         shares = zip(cohort.clients, cohort.weight / cohort.probability, strict=True)
         return np.asarray(sum(share * self.gradient(i, x) for i, share in shares))
 
-    def walk(
+    def local_steps(
         self, x: Floats, minibatches: Minibatches, gamma: float, direction: Direction
     ) -> Floats:
-        """Where a client ends that walks along a direction."""
+        """The model of a client after local steps along a direction."""
         y = x
         for rows in minibatches:
             y = y - gamma * direction(minibatches.client, y, rows)
@@ -114,23 +114,25 @@ def make_run(
     step: Any = 0.05,
     server: Any = 1.0,
 ) -> Run:
+    method = methods.get(method)
+    work = None if work is None else method.drop_fixed(work)
     return Run(clients.federation, method, sampling, work, step, server, SEED)
 
 
-def played(clients: Clients, run: Run, rounds: int) -> list[State]:
+def trained(clients: Clients, run: Run, rounds: int) -> list[State]:
     """The states after each round, by the reference engine."""
     problem = Problem(Point(clients.d), squared_residual, run.federation)
-    return [state for (state,) in simulate(LoopEngine(problem), [run], rounds)]
+    return [state for (state,) in simulate(ReferenceEngine(problem), [run], rounds)]
 
 
 def models(states: list[State]) -> Floats:
     return np.stack([state.x.numpy() for state in states])
 
 
-def streams(run: Run, cohort: Participants) -> list[Minibatches]:
-    """What each client of a cohort walks through; the library's, tested elsewhere."""
+def streams(run: Run, cohort: Cohort) -> list[Minibatches]:
+    """The minibatches of each client of a cohort; the library's, tested elsewhere."""
     return [
-        run.workload.stream(int(i), int(steps), SEED, cohort.round)
+        run.workload.minibatches(int(i), int(steps), SEED, cohort.round)
         for i, steps in zip(cohort.clients, cohort.done, strict=True)
     ]
 

@@ -22,7 +22,7 @@ def test_sizes_alone_give_offsets_and_weights(sizes: list[int]) -> None:
 
 
 @given(st.lists(st.sampled_from("abcd"), min_size=1, max_size=40))
-def test_ids_pack_each_clients_rows_together_in_their_order(ids: list[str]) -> None:
+def test_rows_are_packed_by_client_id_in_order(ids: list[str]) -> None:
     rows = np.arange(len(ids))
     federation = Federation.from_arrays(rows, rows * 2, client_ids=ids)
     assert list(federation.ids) == sorted(set(ids))
@@ -33,7 +33,7 @@ def test_ids_pack_each_clients_rows_together_in_their_order(ids: list[str]) -> N
         assert federation.fields[1][own].tolist() == [2 * k for k in expected]
 
 
-def test_tensors_and_datasets_pack_alike() -> None:
+def test_tensors_and_datasets_are_packed_equally() -> None:
     x, y = torch.arange(12.0).view(6, 2), torch.arange(6)
     packed = Federation.from_arrays(x, y, sizes=[1, 2, 3])
     datasets = [TensorDataset(x[a:b], y[a:b]) for a, b in [(0, 1), (1, 3), (3, 6)]]
@@ -43,7 +43,7 @@ def test_tensors_and_datasets_pack_alike() -> None:
         assert torch.equal(one, other)
 
 
-def test_arrays_that_torch_cannot_read_as_they_are() -> None:
+def test_arrays_that_torch_cannot_read_are_converted() -> None:
     backwards = np.arange(6.0)[::-1]
     swapped = np.arange(6).astype(">i8")
     inputs, labels = Federation.from_arrays(backwards, swapped, sizes=[2, 4]).tensors()
@@ -61,7 +61,7 @@ def test_weights_may_be_anything_positive() -> None:
     assert federation.weights.tolist() == [0.5, 0.25, 0.25]
 
 
-def test_what_is_shared_cannot_be_changed() -> None:
+def test_arrays_are_read_only() -> None:
     with pytest.raises(ValueError, match="read-only"):
         Federation.from_sizes([1, 2]).weights[0] = 1
 
@@ -87,7 +87,7 @@ class Stream(IterableDataset[int]):
         return 2
 
 
-def test_a_table_whose_columns_are_of_different_kinds() -> None:
+def test_a_table_with_columns_of_different_types() -> None:
     """As get_dummies makes them: True and False beside numbers, which numpy sees as objects."""
     dummies = pandas.get_dummies(TABLE[["age", "n", "city"]])
     assert np.asarray(dummies).dtype == object
@@ -130,14 +130,14 @@ OWN = np.random.default_rng(0)
         (lambda: float(np.random.rand() < 1e-9), "draws random numbers"),
     ],
 )
-def test_random_transforms_are_noticed(draw: Callable[[], float], message: str) -> None:
+def test_random_transforms_give_a_warning(draw: Callable[[], float], message: str) -> None:
     with pytest.warns(UserWarning, match=f"{message}.*Augment") as seen:
         Federation.from_datasets([Noisy(draw), Noisy(draw)])
     assert len(seen) == 1
     assert seen[0].filename == __file__
 
 
-def test_examples_of_random_shapes_are_noticed() -> None:
+def test_examples_of_random_shapes_give_a_warning() -> None:
     class Crop(Dataset[torch.Tensor]):
         reads = 0
 
@@ -168,7 +168,7 @@ def test_the_check_for_randomness_draws_nothing_itself() -> None:
     assert reading(check=True) == reading(check=False)
 
 
-def test_examples_that_were_drawn_once_and_kept_are_not_random() -> None:
+def test_cached_examples_give_no_warning() -> None:
     kept: dict[int, float] = {}
 
     class Lazy(Dataset[float]):
@@ -209,10 +209,10 @@ def test_examples_that_were_drawn_once_and_kept_are_not_random() -> None:
             "client 1 has NaN or infinity in its example 1",
         ),
         (lambda: Federation.from_sizes([1]).tensors(), "sizes only"),
-        (lambda: Federation.from_sizes([[1], [2, 3]]), "one list"),
+        (lambda: Federation.from_sizes([[1], [2, 3]]), "different lengths"),
         (lambda: Federation.from_arrays(np.zeros((0, 2)), client_ids=[]), "no examples"),
-        (lambda: Federation.from_arrays([1.0, 2.0], client_ids=[None, "a"]), "mixes kinds"),
-        (lambda: Federation.from_arrays([[1.0], [2.0, 3.0]], sizes=[2]), "equal rows"),
+        (lambda: Federation.from_arrays([1.0, 2.0], client_ids=[None, "a"]), "mixes"),
+        (lambda: Federation.from_arrays([[1.0], [2.0, 3.0]], sizes=[2]), "different lengths"),
         (lambda: Federation.from_datasets([[{"a": 1}]]), "with no names"),  # type: ignore[list-item]
         (lambda: Federation.from_datasets([iter([])]), "must have a length"),  # type: ignore[list-item]
         (lambda: Federation.from_datasets([[(1.0, "a")]]), "part 1"),  # type: ignore[list-item]
@@ -231,6 +231,22 @@ def test_examples_that_were_drawn_once_and_kept_are_not_random() -> None:
         (lambda: Federation.from_arrays([1, None], sizes=[2]), "missing value.*row 1"),
     ],
 )
-def test_bad_input_is_named(make: object, message: str) -> None:
+def test_invalid_input_is_refused(make: object, message: str) -> None:
     with pytest.raises(FedShuffleError, match=message):
         make()  # type: ignore[operator]
+
+
+def test_subset_and_sample() -> None:
+    whole = Federation.from_arrays(torch.arange(6.0), sizes=[1, 2, 3], weights=[1, 2, 5])
+    part = whole.subset([2, 0])
+    assert part.ids == (0, 2)
+    assert part.sizes.tolist() == [1, 3]
+    assert part.weights.tolist() == pytest.approx([1 / 6, 5 / 6])
+    assert part.fields[0].tolist() == [0, 3, 4, 5]
+    for wrong in ([], [3], [-1]):
+        with pytest.raises(FedShuffleError, match="from 0 to 2"):
+            whole.subset(wrong)
+    assert whole.sample(3) is whole
+    assert whole.sample(2).ids == whole.sample(2).ids
+    drawn = {whole.sample(1, seed).ids for seed in range(20)}
+    assert drawn == {(0,), (1,), (2,)}

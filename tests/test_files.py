@@ -49,7 +49,7 @@ def assert_free(folder: Path) -> None:
         pass
 
 
-def test_the_second_process_is_refused_and_told_by_whom(tmp_path: Path) -> None:
+def test_the_second_process_is_refused_with_the_name_of_the_first(tmp_path: Path) -> None:
     folder = tmp_path / "deep" / "run"
     with holder(folder) as other:
         told = f"run' is being written by process {other.pid}"
@@ -106,7 +106,7 @@ def test_a_forked_child_neither_has_the_lock_nor_frees_it(tmp_path: Path) -> Non
         assert (tmp_path / _files.LOCK).read_text() == str(os.getpid())
 
 
-def test_only_the_lock_goes_at_the_end(tmp_path: Path) -> None:
+def test_only_the_lock_is_removed_at_the_end(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     assert_free(tmp_path / "empty")
     assert (tmp_path / "empty").exists()  # it was there before
@@ -118,7 +118,7 @@ def test_only_the_lock_goes_at_the_end(tmp_path: Path) -> None:
     assert_free(tmp_path / "new")
 
 
-def test_a_lock_that_was_removed_meanwhile_is_taken_anew(
+def test_a_lock_removed_meanwhile_is_taken_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Between opening and locking the writer before ends; then a third one begins."""
@@ -147,3 +147,15 @@ def test_a_disk_without_locks_is_named(tmp_path: Path, monkeypatch: pytest.Monke
         pass
     monkeypatch.setattr(_files, "fcntl", None)
     assert_free(tmp_path)
+
+
+def test_results_go_to_a_folder_that_can_be_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert _files.results_folder(tmp_path / "deep" / "down").is_dir()
+    (tmp_path / "file").write_text("mine")
+    with pytest.raises(FedShuffleError, match="file"):
+        _files.results_folder(tmp_path / "file")
+    monkeypatch.setattr("os.access", lambda *_: False)
+    with pytest.raises(FedShuffleError, match="permission"):
+        _files.results_folder(tmp_path)

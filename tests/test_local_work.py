@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from fedshuffle import AtMost, EpochRange, FedShuffleError, LocalWork, MissLast, RandomStop
 from fedshuffle.local_work import Minibatches
+from fedshuffle.randomness import Purpose, generator
 
 
 @given(st.integers(1, 40), st.integers(1, 12), st.integers(1, 4), st.integers(0, 99))
@@ -70,7 +71,7 @@ def test_a_client_smaller_than_the_batch_takes_one_step_per_epoch() -> None:
     workload = LocalWork(epochs=2, batch_size=32).on(np.array([5, 33]))
     plan = workload.plan(np.array([0, 1]), seed=0, round=0)
     assert plan.planned.tolist() == [2, 4]
-    assert [len(b) for b in workload.stream(0, 2, 0, 0)] == [5, 5]
+    assert [len(b) for b in workload.minibatches(0, 2, 0, 0)] == [5, 5]
 
 
 SIZES = np.array([1, 2, 3, 10])
@@ -170,21 +171,21 @@ def test_an_interruption_must_leave_a_step() -> None:
         work.on(SIZES).plan(EVERYONE, 0, 0)
 
 
-def test_a_client_alone_with_its_data_draws_as_among_all() -> None:
+def test_a_client_with_only_its_own_data_draws_the_same() -> None:
     among_all = Minibatches(7, 9, 6, 2, "reshuffled", 5, 3)
-    alone = Minibatches(0, 9, 6, 2, "reshuffled", 5, 3, known_as=7)
+    alone = Minibatches(0, 9, 6, 2, "reshuffled", 5, 3, stream_id=7)
     for mine, theirs in zip(alone, among_all, strict=True):
         assert (mine == theirs).all()
     assert alone.model_seed() == among_all.model_seed()
 
 
 @given(st.integers(1, 12), st.integers(1, 5), st.integers(0, 30))
-def test_who_has_enough_ends_after_whole_minibatches(size: int, batch: int, most: int) -> None:
+def test_a_client_that_stops_ends_after_whole_minibatches(size: int, batch: int, most: int) -> None:
     batch = min(batch, size)
     asked = iter(range(1000))
     full = Minibatches(1, size, 20, batch, "reshuffled", 5, 3)
     some = Minibatches(
-        1, size, 20, batch, "reshuffled", 5, 3, enough=lambda: next(asked) % 31 >= most
+        1, size, 20, batch, "reshuffled", 5, 3, should_stop=lambda: next(asked) % 31 >= most
     )
     expected = [b.tolist() for b in full][:most]
     assert [b.tolist() for b in some] == expected
@@ -194,3 +195,18 @@ def test_who_has_enough_ends_after_whole_minibatches(size: int, batch: int, most
 
 def test_numbers_of_numpy_are_numbers() -> None:
     assert type(LocalWork(batch_size=np.int64(3)).batch_size) is int  # type: ignore[arg-type]
+
+
+def test_a_plan_draws_epochs_for_the_cohort_only() -> None:
+    """A table of all clients and all numbers of epochs would not fit for a million clients."""
+    sizes = np.arange(1, 101)
+    workload = LocalWork(epochs=EpochRange(3, 900), batch_size=4).on(sizes)
+    cohort = np.array([2, 30, 99])
+    planned = workload.plan(cohort, seed=5, round=7).planned
+    epochs = [
+        3 + int(generator(5, Purpose.EPOCHS, round=7, client=client).integers(898))
+        for client in cohort.tolist()
+    ]
+    assert planned.tolist() == [1 * epochs[0], 8 * epochs[1], 25 * epochs[2]]
+    assert workload.longest == 25 * 900
+    assert "alone" not in vars(workload)

@@ -15,14 +15,15 @@ from torch.nn import functional
 from torch.nn.utils import parameters_to_vector
 
 from fedshuffle import Evaluation, Federation, FedShuffleError, LocalWork, losses, train
+from fedshuffle._arrays import IGNORED
 from fedshuffle.engines import Loss, Problem, make
 from fedshuffle.engines import problem as problems
-from fedshuffle.kernel import Probe
-from fedshuffle.theory.estimated import problem_constants
+from fedshuffle.kernel import FullGradient
+from fedshuffle.theory import problem_constants
 
 ENGINES = [
-    *("loop", "lean", "lanes", "lean:2", "lanes:2"),
-    pytest.param("lean:2:processes", marks=pytest.mark.slow),
+    *("reference", "sequential", "vectorized", "sequential:2", "vectorized:2"),
+    pytest.param("sequential:2:processes", marks=pytest.mark.slow),
 ]
 SIZES = [3, 40, 25]
 PAD = 6
@@ -77,7 +78,7 @@ class Case:
 
 
 CASES = {
-    "cross_entropy": Case(losses.cross_entropy, losses.IGNORED),
+    "cross_entropy": Case(losses.cross_entropy, IGNORED),
     "of one's own": Case(Padded(), PAD),
     "value by value": Case(losses.MeanLoss(each_token), PAD),
 }
@@ -94,8 +95,8 @@ def at_once(loss: Loss, federation: Federation, client: int) -> tuple[float, Ten
 
 @pytest.fixture
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in ("problem", "lanes"):
-        monkeypatch.setattr(f"fedshuffle.engines.{module}.PROBE_ROWS", 7)
+    for module in ("problem", "vectorized"):
+        monkeypatch.setattr(f"fedshuffle.engines.{module}.GRADIENT_ROWS", 7)
 
 
 @pytest.mark.usefixtures("small_pieces")
@@ -105,14 +106,14 @@ def test_a_full_gradient_is_that_of_all_examples_at_once(name: str, engine: str)
     case = CASES[name]
     federation = text(case.pad)
     problem = Problem(tagger(), case.loss, federation)
-    probe = Probe((problem.start,), np.arange(3), np.eye(3), 0)
+    probe = FullGradient((problem.start,), np.arange(3), np.eye(3), 0)
     for _ in range(2):  # the shares are remembered
-        (have,) = make(engine, problem).probe([probe])
+        (have,) = make(engine, problem).full_gradients([probe])
         want = torch.stack([at_once(case.loss, federation, k)[1] for k in range(3)])
         torch.testing.assert_close(have[:, 0], want, rtol=1e-12, atol=1e-14)
 
 
-@pytest.mark.parametrize("engine", ["loop", "lean", "lanes"])
+@pytest.mark.parametrize("engine", ["reference", "sequential", "vectorized"])
 @pytest.mark.parametrize("method", ["fedshuffle-mvr", "mime", "fedlin", "scaffold-i"])
 def test_pieces_do_not_change_a_trajectory(
     method: str, engine: str, monkeypatch: pytest.MonkeyPatch
@@ -122,7 +123,7 @@ def test_pieces_do_not_change_a_trajectory(
     def trained() -> Tensor:
         model = train(
             tagger(),
-            text(losses.IGNORED),
+            text(IGNORED),
             loss=losses.cross_entropy,
             rounds=3,
             method=method,
@@ -133,8 +134,8 @@ def test_pieces_do_not_change_a_trajectory(
         return parameters_to_vector(model.parameters()).detach()
 
     want = trained()
-    for module in ("problem", "lanes"):
-        monkeypatch.setattr(f"fedshuffle.engines.{module}.PROBE_ROWS", 7)
+    for module in ("problem", "vectorized"):
+        monkeypatch.setattr(f"fedshuffle.engines.{module}.GRADIENT_ROWS", 7)
     torch.testing.assert_close(trained(), want, rtol=1e-12, atol=1e-14)
 
 
@@ -165,7 +166,7 @@ def test_evaluation_gives_the_same_objective(name: str, batch_size: int, per_cli
 
 @pytest.mark.usefixtures("small_pieces")
 def test_constants_are_those_of_the_same_objective() -> None:
-    federation = text(losses.IGNORED)
+    federation = text(IGNORED)
     found = problem_constants(tagger(), federation, losses.cross_entropy, clients=3)
     slope = sum(
         w * at_once(losses.cross_entropy, federation, k)[1]
@@ -177,14 +178,14 @@ def test_constants_are_those_of_the_same_objective() -> None:
 
 @settings(deadline=None, max_examples=30)
 @given(st.lists(st.integers(0, 4), min_size=1, max_size=30), st.integers(1, 9))
-def test_shares_put_the_mean_together(lengths: list[int], rows: int) -> None:
+def test_batches_are_combined_by_their_counts(lengths: list[int], rows: int) -> None:
     """For any numbers of labels that count: sum of share times mean is the mean of all."""
-    labels = np.where(np.arange(4) < np.array(lengths)[:, None], 1, losses.IGNORED)
+    labels = np.where(np.arange(4) < np.array(lengths)[:, None], 1, IGNORED)
     values = np.random.default_rng(0).normal(size=labels.shape)
     federation = Federation.from_arrays(values, labels, sizes=[len(lengths)])
     problem = Problem(nn.Linear(4, 2), losses.cross_entropy, federation)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(problems, "PROBE_ROWS", rows)
+        patch.setattr(problems, "GRADIENT_ROWS", rows)
         pieces = problem.pieces(0)
     mean = sum(
         share * values[rows][labels[rows] == 1].mean()
@@ -199,7 +200,7 @@ def test_shares_put_the_mean_together(lengths: list[int], rows: int) -> None:
 @pytest.mark.parametrize("loss", [losses.cross_entropy, CASES["value by value"].loss])
 def test_a_minibatch_in_which_nothing_counts_has_no_gradient(loss: Loss, engine: str) -> None:
     tokens = torch.zeros(4, 3, dtype=torch.int64)
-    nothing = losses.IGNORED if loss is losses.cross_entropy else PAD
+    nothing = IGNORED if loss is losses.cross_entropy else PAD
     labels = torch.full((4, 3), nothing)
     assert float(loss(tagger(), tokens, labels).detach()) == 0
     federation = Federation.from_arrays(tokens, labels, sizes=[3, 1])
@@ -211,7 +212,7 @@ def test_a_minibatch_in_which_nothing_counts_has_no_gradient(loss: Loss, engine:
 
 
 @pytest.mark.parametrize("number", [-1.0, float("nan")])
-def test_counts_that_are_no_counts_are_refused(number: float) -> None:
+def test_bad_counts_are_refused(number: float) -> None:
     class Odd(Padded):
         def counted(self, *_: object) -> Tensor:
             return torch.tensor(number)

@@ -15,13 +15,13 @@ def test_a_cosine_falls_from_the_step_size_to_its_end(rounds: int) -> None:
     assert np.mean(sizes[:-1] + sizes[1:]) == pytest.approx(0.3 * 1.1 / 2)  # by symmetry
 
 
-def test_a_warm_up_grows_evenly_and_then_lets_the_schedule_be() -> None:
-    warmed, plain = (schedules.over(f"{w}cosine:0.2", 50) for w in ("warmup:5+", ""))
+def test_a_warm_up_grows_evenly_and_then_follows_the_schedule() -> None:
+    warmed, plain = (schedules.resolve(f"{w}cosine:0.2", 50) for w in ("warmup:5+", ""))
     assert callable(warmed)
     assert callable(plain)
     for r in range(50):
         assert warmed(r) == pytest.approx(plain(r) * min(1, (r + 1) / 5))
-    flat = schedules.over("warmup:4+constant:1", 50)
+    flat = schedules.resolve("warmup:4+constant:1", 50)
     assert callable(flat)
     assert [flat(r) for r in range(5)] == [0.25, 0.5, 0.75, 1, 1]
 
@@ -40,7 +40,7 @@ def test_a_warm_up_grows_evenly_and_then_lets_the_schedule_be() -> None:
 )
 def test_schedules_that_cannot_be_read_are_named(text: str, message: str) -> None:
     with pytest.raises(FedShuffleError, match=message):
-        schedules.over(text, 10)
+        schedules.resolve(text, 10)
 
 
 def test_numbers_and_functions_are_schedules() -> None:

@@ -14,13 +14,13 @@ from work import cohort as drawn
 from fedshuffle import Federation, LocalWork, losses
 from fedshuffle._arrays import IntArray
 from fedshuffle.engines import Engine, Problem, choose, make
-from fedshuffle.rounds import Run
-from fedshuffle.rounds import play as play_round
-from fedshuffle.sampling.base import AlikePairs, Cohorts
+from fedshuffle.sampling.base import Cohorts, EqualPairCorrelation
 from fedshuffle.state import State
+from fedshuffle.training.rounds import Run
+from fedshuffle.training.rounds import run_round as play_round
 
 
-class Drawn(AlikePairs):
+class Drawn(EqualPairCorrelation):
     """Uniform cohorts, drawn beforehand: the same as those of the bare loop."""
 
     def __init__(self) -> None:
@@ -34,12 +34,12 @@ class Drawn(AlikePairs):
         return None
 
 
-def engine(name: str, problem: Problem, run: Run) -> tuple[str, Engine]:
+def engine(name: str, problem: Problem, run: Run) -> Engine:
     """The engine of that name, or the one that ``auto`` chooses for the first round."""
-    walk = run.walk(State(problem.start))
+    walk = run.local_training(State(problem.start))
     if name != "auto" or walk is None:
-        return name, make(name, problem)
-    return choose(problem, walk)[:2]
+        return make(name, problem)
+    return choose(problem, walk).engine
 
 
 def contestant(turns: Turns) -> None:
@@ -50,8 +50,8 @@ def contestant(turns: Turns) -> None:
     problem = Problem(model(work), losses.cross_entropy, clients)
     settings = LocalWork(epochs=2, batch_size=32)
     run = Run(clients, "fedavg-rr", Drawn(), settings, step_size=0.05)
-    name, chosen = engine(name, problem, run)
-    turns.note = f"engine {name}."
+    chosen = engine(name, problem, run)
+    turns.note = f"engine {chosen.name}."
     states = [State(problem.start)]
     for round in turns:
         states = play_round(chosen, [run], states)

@@ -1,4 +1,4 @@
-"""From Python: what is registered goes by its name, with options; samplings are given as such."""
+"""From Python: registered methods by name, with options; a sampling as an object."""
 
 import feddyn  # noqa: F401 - registers the method
 import people

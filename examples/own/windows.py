@@ -1,4 +1,4 @@
-"""Availability windows: at any time only the clients of one time zone are awake.
+"""Availability windows: in each round only the clients of one time zone are available.
 
 In every round one window is drawn, each with the same probability, and b of its clients take part.
 """
@@ -40,7 +40,7 @@ class Windows(Sampling):
         return np.sort(rng.choice(members, self.b, replace=False))
 
     def cohorts(self, limit: int) -> Cohorts | None:
-        """Not needed; where it lists the cohorts, audits are exact."""
+        """Optional: with a list of the cohorts, audits are exact."""
         if (self.awake.astype(float) ** self.b).sum() > limit:
             return None
         rows = []
@@ -52,5 +52,5 @@ class Windows(Sampling):
 
 
 def make(federation: Federation) -> Sampling:
-    """For configs: three windows in turn, two clients a round."""
+    """For configs: three windows, two clients per round."""
     return Windows(np.arange(len(federation)) % 3, b=2)

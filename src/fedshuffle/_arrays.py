@@ -1,24 +1,44 @@
-"""Array types and the checks that every layer needs."""
+"""Array types, and checks of arguments."""
 
 from __future__ import annotations
 
+import math
 import operator
+from collections.abc import Mapping, Sequence
 from numbers import Number
 from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from fedshuffle.errors import FedShuffleError
+from fedshuffle.errors import FedShuffleError, error_context, one_line
 
 FloatArray = NDArray[np.float64]
 IntArray = NDArray[np.int64]
+
+IGNORED = -100
+"""The class of targets that losses and metrics ignore, as in torch."""
 
 
 def frozen(array: NDArray[Any]) -> NDArray[Any]:
     """Mark an array read-only, so that what is shared cannot change."""
     array.setflags(write=False)
     return array
+
+
+def jsonable(value: Any) -> Any:
+    """Plain data for JSON, which has neither NaN nor infinity: None stands for them.
+
+    >>> jsonable({"loss": np.float32("nan"), "sizes": np.array([1, 2]), "pair": (0.5, "a")})
+    {'loss': None, 'sizes': [1, 2], 'pair': [0.5, 'a']}
+    """
+    if isinstance(value, np.ndarray | np.generic):
+        value = value.tolist()
+    if isinstance(value, Mapping):
+        return {key: jsonable(entry) for key, entry in value.items()}
+    if isinstance(value, list | tuple):
+        return [jsonable(entry) for entry in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def count(value: Any, what: str) -> int:
@@ -32,12 +52,22 @@ def count(value: Any, what: str) -> int:
     return number
 
 
-def number(value: Any, what: str) -> float:
-    """A number, or a clear error."""
+def number(value: Any, what: str, within: str = "") -> float:
+    """A number, in an interval if one is given, or a clear error.
+
+    >>> number("0.5", "the share", within="(0, 1]")
+    0.5
+    """
     try:
-        return float(value)
+        found = float(value)
     except (TypeError, ValueError):
         raise FedShuffleError(f"{what} is {value!r}, but must be a number.") from None
+    if within:
+        low, high = map(float, within[1:-1].split(","))
+        above = low <= found if within[0] == "[" else low < found
+        if not (above and (found <= high if within[-1] == "]" else found < high)):
+            raise FedShuffleError(f"{what} is {value!r}, but must be in {within}.")
+    return found
 
 
 def expect(value: Any, kind: type, what: str) -> None:
@@ -49,19 +79,15 @@ def expect(value: Any, kind: type, what: str) -> None:
 
 
 def numeric(values: Any, what: str, remedy: str) -> NDArray[Any]:
-    """An array of numbers, or an error that names the first value that is none.
+    """An array of numbers, or an error that names the first value that is not a number.
 
-    Numbers may come as Python objects. That is how pandas hands out a table whose columns are of
-    different kinds, such as those of ``get_dummies`` beside others; it becomes float64, and so does
-    a table of nothing but True and False.
+    Numbers may be Python objects, as in a pandas table with columns of several dtypes. Such a table
+    becomes float64, and so does a table of booleans.
 
     >>> numeric(np.array([[1.5, True], [2, False]], dtype=object), "x", "").tolist()
     [[1.5, 1.0], [2.0, 0.0]]
     """
-    try:
-        array = np.asarray(values)
-    except ValueError as error:  # rows of different lengths
-        raise FedShuffleError(f"{what} is no array of equal rows: {error}.") from error
+    array = _as_array(values, what)
     columns = getattr(values, "columns", None) if array.ndim == 2 else None
     if array.dtype.kind in "OSU":
         for place, value in np.ndenumerate(array):
@@ -70,16 +96,22 @@ def numeric(values: Any, what: str, remedy: str) -> NDArray[Any]:
                 where += "" if columns is None else f" of column {columns[place[1]]!r}"
                 raise FedShuffleError(f"{what} holds {_kind(value)} in {where}. {remedy}")
         inferred = np.array(array.tolist())
-        array = (
-            inferred if array.ndim < 2 and inferred.dtype != object else array.astype(np.float64)
-        )
+        keep = array.ndim < 2 and inferred.dtype != object
+        array = inferred if keep else array.astype(np.float64)
     if array.dtype.kind not in "biufc":
         raise FedShuffleError(f"{what} holds {array.dtype} values. {remedy}")
     return array.astype(np.float64) if columns is not None and array.dtype == bool else array
 
 
+def _as_array(values: Any, what: str) -> NDArray[Any]:
+    with error_context(
+        lambda error: f"{what} has rows of different lengths: {one_line(error)}.", ValueError
+    ):
+        return np.asarray(values)
+
+
 def _kind(value: Any) -> str:
-    """What a value is that is no number."""
+    """The kind of a value that is not a number."""
     if isinstance(value, str | bytes):
         return f"text ({value!r:.40})"
     if value is None or type(value).__name__ in ("NAType", "NaTType"):  # of pandas
@@ -87,12 +119,20 @@ def _kind(value: Any) -> str:
     return f"a value of type {type(value).__name__}"
 
 
+def common_length(arrays: Sequence[Any], who: str = "") -> int:
+    """The number of rows of all arrays or tensors, or an error that shows how they differ."""
+    if not arrays:
+        raise FedShuffleError("give at least one array of examples.")
+    lengths = {int(array.shape[0]) if len(array.shape) else -1 for array in arrays}
+    if len(lengths) != 1 or -1 in lengths:
+        shapes = ", ".join(str(tuple(array.shape)) for array in arrays)
+        raise FedShuffleError(f"all fields{who} need one row per example, got shapes {shapes}.")
+    return lengths.pop()
+
+
 def counts(values: ArrayLike, what: str, remedy: str = "") -> IntArray:
     """A vector of whole numbers of at least one, or an error that names the first bad entry."""
-    try:
-        array = np.asarray(values)
-    except ValueError as error:  # rows of different lengths
-        raise FedShuffleError(f"{what} must be one list of whole numbers: {error}.") from error
+    array = _as_array(values, what)
     if array.ndim != 1 or array.size == 0:
         raise FedShuffleError(
             f"{what} must be a non-empty list of whole numbers, got shape {array.shape}."
@@ -101,9 +141,7 @@ def counts(values: ArrayLike, what: str, remedy: str = "") -> IntArray:
         raise FedShuffleError(f"{what} must be whole numbers, got {array.dtype} values.")
     with np.errstate(invalid="ignore"):
         whole = array.astype(np.int64)
-    bad = np.flatnonzero((whole != array) | (whole < 1))
-    if bad.size:
-        i = int(bad[0])
+    for i in np.flatnonzero((whole != array) | (whole < 1)).tolist():
         raise FedShuffleError(
             f"{what}: client {i} has {array[i]:g}, but every client must have a whole number of at"
             f" least 1.{remedy}"
@@ -113,17 +151,13 @@ def counts(values: ArrayLike, what: str, remedy: str = "") -> IntArray:
 
 def positive(values: ArrayLike, n: int, what: str) -> FloatArray:
     """A vector of n positive finite numbers, or an error that names the first bad entry."""
-    try:
+    with error_context(lambda error: f"{what} must be numbers: {error}.", (TypeError, ValueError)):
         array = np.array(values, dtype=np.float64)
-    except (TypeError, ValueError) as error:
-        raise FedShuffleError(f"{what} must be numbers: {error}.") from error
     if array.shape != (n,):
         raise FedShuffleError(
             f"{what} must be one number for each of the {n} clients, got shape {array.shape}."
         )
-    bad = np.flatnonzero(~(np.isfinite(array) & (array > 0)))
-    if bad.size:
-        i = int(bad[0])
+    for i in np.flatnonzero(~(np.isfinite(array) & (array > 0))).tolist():
         raise FedShuffleError(
             f"{what}: client {i} has {array[i]}, but every entry must be positive and finite."
         )

@@ -1,4 +1,4 @@
-"""Small pieces of HTML for what notebooks show."""
+"""Small pieces of HTML for notebooks."""
 
 from __future__ import annotations
 

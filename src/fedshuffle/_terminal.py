@@ -1,13 +1,18 @@
-"""What is printed to a terminal."""
+"""Console, tables and progress bars that are safe for names from data; signals to the program."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import final
+import signal
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, final
 
 import rich.console
 from rich.console import ConsoleOptions, RenderableType
+from rich.progress import BarColumn, Progress, ProgressColumn, TextColumn
 from rich.segment import Segment
+from rich.table import Table
 
 from fedshuffle.errors import visible
 
@@ -22,3 +27,60 @@ class Console(rich.console.Console):
         """The pieces of what is printed; rich marks those that are its own control codes."""
         for text, style, control in super().render(renderable, options):
             yield Segment(text if control else visible(text), style, control)
+
+
+def progress_bar(
+    visible: bool, *columns: str | ProgressColumn, transient: bool = False, wide: bool = False
+) -> Progress:
+    """Rich's progress display on the error stream, or nothing if it is not visible.
+
+    The columns follow the description and the bar; a text may name fields of the task, such as
+    ``"{task.completed:,.0f} rows"``. A transient display vanishes, a wide one fills the terminal.
+    """
+    texts = [TextColumn(c, markup=False) if isinstance(c, str) else c for c in columns]
+    return Progress(
+        TextColumn("{task.description}", markup=False),
+        BarColumn(None if wide else 40),
+        *texts,
+        console=Console(stderr=True),
+        disable=not visible,
+        transient=transient,
+        expand=wide,
+    )
+
+
+def plain_table(*columns: str, align: str = "", **options: Any) -> Table:
+    """A table without lines; ``align`` has a letter per column: l (also if missing), c or r."""
+    table = Table(box=None, pad_edge=False, header_style="dim")
+    names = {"l": "left", "c": "center", "r": "right"}
+    for column, letter in zip(columns, align.ljust(len(columns), "l"), strict=True):
+        table.add_column(column, justify=names[letter], **options)  # type: ignore[arg-type]
+    return table
+
+
+Handler = Callable[[int, Any], Any] | signal.Handlers | int | None
+
+
+@contextmanager
+def signals(handler: Handler, *numbers: int) -> Iterator[None]:
+    """Handle signals this way (None: as before) within the context, and as before after it.
+
+    Does nothing outside the main thread, which alone may set handlers.
+    """
+    before: dict[int, Handler] = {}
+    if threading.current_thread() is threading.main_thread():
+        found = {number: signal.getsignal(number) for number in numbers}
+        before = {k: v for k, v in found.items() if v is not None}  # None cannot be restored
+        for number in before if handler is not None else ():
+            signal.signal(number, handler)
+    try:
+        yield
+    finally:
+        for number, old in before.items():
+            signal.signal(number, old)
+
+
+def sigterm_as_interrupt() -> AbstractContextManager[None]:
+    """Let SIGTERM raise KeyboardInterrupt, unless the program handles it itself."""
+    own = signal.getsignal(signal.SIGTERM) != signal.SIG_DFL
+    return signals(signal.default_int_handler, *([] if own else [signal.SIGTERM]))

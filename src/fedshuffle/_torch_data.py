@@ -1,10 +1,10 @@
-"""Reading torch datasets: their examples packed, and a warning where reading them is random."""
+"""Reads torch datasets into packed tensors, and warns if reading them is random."""
 
 from __future__ import annotations
 
-import random
 import warnings
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -12,47 +12,49 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
 
-from fedshuffle.errors import FedShuffleError, one_line
+from fedshuffle._arrays import IntArray, counts
+from fedshuffle.errors import FedShuffleError, error_context
+from fedshuffle.randomness import restored_generators
 
-_AGAIN = 16
+_READ_TWICE = 16
 """Number of examples that are read a second time, to see whether they are random."""
 
 
-def sizes_of(datasets: Sequence[Dataset[Any]]) -> list[int]:
-    """The number of examples of each dataset, which must be of the kind that can be indexed."""
+def read_datasets(datasets: Sequence[Dataset[Any]]) -> tuple[IntArray, list[Tensor]]:
+    """The size of each map-style dataset, and all examples packed into one tensor per field."""
+    sizes = counts(_sizes(datasets), "sizes", " Leave out clients without examples.")
+    rows = [(i, j) for i, size in enumerate(sizes.tolist()) for j in range(size)]
+    fields = _packed(datasets, rows)
+    _warn_if_random(datasets, rows, fields)
+    return sizes, fields
+
+
+def _sizes(datasets: Sequence[Dataset[Any]]) -> list[int]:
     if isinstance(datasets, Dataset | DataLoader):
         raise FedShuffleError(
             f"datasets is one {type(datasets).__name__}, but must be a list with a dataset per"
             " client. Split it first, such as with torch.utils.data.Subset."
         )
+    refused = {
+        DataLoader: "a DataLoader. Give its dataset (loader.dataset): training makes minibatches of"
+        " LocalWork(batch_size=...).",
+        IterableDataset: "an IterableDataset, which cannot be indexed. Give a map-style dataset, or"
+        " its examples to fedshuffle.data.import_chunks.",
+    }
     for i, dataset in enumerate(datasets):
-        if isinstance(dataset, DataLoader):
-            raise FedShuffleError(
-                f"dataset {i} is a DataLoader. Give its dataset (loader.dataset): minibatches are"
-                " made in training, of LocalWork(batch_size=...)."
-            )
-        if isinstance(dataset, IterableDataset):
-            raise FedShuffleError(
-                f"dataset {i} is an IterableDataset, which has no order to index. Give a map-style"
-                " dataset, or its examples to fedshuffle.populations.import_chunks."
-            )
-    try:
-        sizes = [len(dataset) for dataset in datasets]  # type: ignore[arg-type]
-    except TypeError as error:
-        raise FedShuffleError(f"datasets must have a length: {one_line(error)}.") from error
-    return sizes
+        for kind, problem in refused.items():
+            if isinstance(dataset, kind):
+                raise FedShuffleError(f"dataset {i} is {problem}")
+    with error_context("datasets must have a length", TypeError):
+        return [len(dataset) for dataset in datasets]  # type: ignore[arg-type]
 
 
-def packed(datasets: Sequence[Dataset[Any]], rows: Sequence[tuple[int, int]]) -> list[Tensor]:
-    """The examples with these numbers of dataset and example, one tensor per field."""
+def _packed(datasets: Sequence[Dataset[Any]], rows: Sequence[tuple[int, int]]) -> list[Tensor]:
+    """One tensor per field of the examples with these numbers of dataset and example."""
     examples = [datasets[i][j] for i, j in rows]
-    try:
+    with error_context("the examples do not fit together", (TypeError, RuntimeError)):
         collated = default_collate(examples)
-    except (TypeError, RuntimeError) as error:
-        raise FedShuffleError(f"the examples do not fit together: {one_line(error)}.") from error
-    if isinstance(collated, Tensor):
-        return [collated]
-    fields = list(collated)
+    fields = [collated] if isinstance(collated, Tensor) else list(collated)
     for k, field in enumerate(fields):
         if not isinstance(field, Tensor):
             raise FedShuffleError(
@@ -62,46 +64,21 @@ def packed(datasets: Sequence[Dataset[Any]], rows: Sequence[tuple[int, int]]) ->
     return fields
 
 
-def warn_of_randomness(
+def _warn_if_random(
     datasets: Sequence[Dataset[Any]], rows: Sequence[tuple[int, int]], fields: Sequence[Tensor]
 ) -> None:
-    """Warn if reading is random: training sees only the one draw that was read.
-
-    Some examples are read again. They are random if they differ, or if reading them drew from one
-    of the global generators, which are then put back to where they were.
-    """
-    chosen = np.unique(np.linspace(0, len(rows) - 1, _AGAIN).astype(np.int64))
-    before = _states()
-    try:
-        again = packed(datasets, [rows[k] for k in chosen])
+    """Read some examples again: random if they differ, or if a global generator has moved."""
+    chosen = np.unique(np.linspace(0, len(rows) - 1, _READ_TWICE).astype(np.int64))
+    same = drawn = False
+    with restored_generators() as used, suppress(FedShuffleError):  # if they no longer fit together
+        again = _packed(datasets, [rows[k] for k in chosen])
         same = all(torch.equal(new, old[chosen]) for new, old in zip(again, fields, strict=True))
-        drawn = _states() != before
-    except FedShuffleError:  # they no longer fit together
-        same = drawn = False
-    finally:
-        _restore(before)
+        drawn = used()
     if drawn or not same:
         how = "draws random numbers" if same else "twice gives different values"
         warnings.warn(
-            f"reading an example {how}, as by a random transform. Each was read once, and every"
+            f"reading an example {how}, as with a random transform. Each was read once, and every"
             " epoch sees that draw. Put what is random into the model, as a layer that acts in"
-            " training only (such as fedshuffle.datasets.Augment), or leave it out.",
-            stacklevel=3,
+            " training only (such as fedshuffle.data.datasets.Augment), or leave it out.",
+            stacklevel=4,
         )
-
-
-def _states() -> tuple[Any, ...]:
-    """The global generators of Python, numpy and torch, in a form that can be compared."""
-    name, key, *rest = tuple(np.random.get_state())
-    return (
-        random.getstate(),
-        (name, np.asarray(key).tobytes(), rest),
-        torch.get_rng_state().numpy().tobytes(),
-    )
-
-
-def _restore(states: tuple[Any, ...]) -> None:
-    python, (name, key, rest), ours = states
-    random.setstate(python)
-    np.random.set_state((name, np.frombuffer(key, np.uint32), *rest))
-    torch.set_rng_state(torch.frombuffer(bytearray(ours), dtype=torch.uint8))

@@ -1,4 +1,4 @@
-"""Where a model is trained: the CPU, or a GPU that torch finds."""
+"""The devices that train a model: the CPU, or a GPU that torch finds."""
 
 from __future__ import annotations
 
@@ -23,18 +23,16 @@ def check(name: str | torch.device | None) -> torch.device | None:
     kind, _, number = name.partition(":")
     if kind not in ("cpu", "cuda", "mps") or (number and not number.isdecimal()):
         raise unknown("device", name, NAMES)
+    problem = ""
     if kind == "cuda" and not torch.cuda.is_available():
-        raise FedShuffleError(
-            f"the device {name!r} is not available: torch {torch.__version__} finds no CUDA GPU"
-            " here. Install a torch with CUDA on a machine that has one, or use 'cpu'."
+        problem = (
+            f"torch {torch.__version__} finds no CUDA GPU here. Install a torch with CUDA on a"
+            " machine that has one, or use 'cpu'"
         )
-    if kind == "cuda" and int(number or 0) >= torch.cuda.device_count():
-        raise FedShuffleError(
-            f"the device {name!r} is not available: there are {torch.cuda.device_count()} CUDA"
-            " GPUs here, counted from 0."
-        )
-    if kind == "mps" and not torch.backends.mps.is_available():
-        raise FedShuffleError(
-            f"the device {name!r} is not available: it needs a Mac with Apple's GPU. Use 'cpu'."
-        )
+    elif kind == "cuda" and int(number or 0) >= (gpus := torch.cuda.device_count()):
+        problem = f"there are {gpus} CUDA GPUs here, counted from 0"
+    elif kind == "mps" and not torch.backends.mps.is_available():
+        problem = "it needs a Mac with Apple's GPU. Use 'cpu'"
+    if problem:
+        raise FedShuffleError(f"the device {name!r} is not available: {problem}.")
     return torch.device(name)

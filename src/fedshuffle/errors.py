@@ -5,9 +5,10 @@ from __future__ import annotations
 import os
 import re
 import traceback
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -27,14 +28,24 @@ def visible(text: str) -> str:
 
 
 class FedShuffleError(ValueError):
-    """Something the user can put right: the message says what is wrong and what to do."""
+    """An error that the user can fix: the message says what is wrong and what to do.
+
+    >>> raise FedShuffleError("rounds is 0, but must be at least 1.")
+    Traceback (most recent call last):
+    fedshuffle.errors.FedShuffleError: rounds is 0, but must be at least 1.
+    """
 
     def __init__(self, *args: object) -> None:
         super().__init__(*(visible(arg) if isinstance(arg, str) else arg for arg in args))
 
 
 class TrainingError(FedShuffleError):
-    """Training could not go on; carries the client, the round and the stage where it stopped."""
+    """Training failed; carries the client, the round and the stage of the failure.
+
+    >>> error = TrainingError("no loss", client="ann", round=3, stage="local training")
+    >>> error.client, str(error)
+    ('ann', 'round 3, client ann, local training: no loss')
+    """
 
     def __init__(self, message: str, *, client: object, round: int, stage: str) -> None:
         super().__init__(f"round {round}, client {client}, {stage}: {message}")
@@ -81,20 +92,45 @@ def user_error(error: BaseException) -> str:
     return f"{kind}: {text}" if text else kind
 
 
-@contextmanager
-def failing_at(stage: str) -> Iterator[None]:
-    """Say at which stage the user's code failed, in one line.
+Errors = type[BaseException] | tuple[type[BaseException], ...]
 
-    >>> with failing_at("evaluation"):
+
+@contextmanager
+def error_context(
+    context: str | Callable[[Any], str | FedShuffleError],
+    catch: Errors = (Exception, SystemExit),
+) -> Iterator[None]:
+    """Turn an error inside into a FedShuffleError that says where or why, in one line.
+
+    The context is put before the error's own words. It may also be a function of the error that
+    returns the whole message, or the error to raise. Errors that are not to catch pass.
+
+    >>> with error_context("evaluation"):
     ...     1 / 0
     Traceback (most recent call last):
     fedshuffle.errors.FedShuffleError: evaluation: ZeroDivisionError: division by zero
+    >>> with error_context(lambda error: f"cannot read 'x': {error.strerror}.", OSError):
+    ...     open("/no/such/file")
+    Traceback (most recent call last):
+    fedshuffle.errors.FedShuffleError: cannot read 'x': No such file or directory.
     """
     try:
         yield
-    except (Exception, SystemExit) as error:
-        said = str(error) if isinstance(error, FedShuffleError) else user_error(error)
-        raise FedShuffleError(f"{stage}: {said}") from error
+    except catch as error:
+        if callable(context):
+            raised = context(error)
+        else:
+            own = isinstance(error, FedShuffleError)
+            raised = f"{context}: {error if own else user_error(error)}"
+        raise raised if isinstance(raised, Exception) else FedShuffleError(raised) from error
+
+
+def optional_import(module: str, purpose: str, extra: str, instead: str = "") -> Any:
+    """Import a module of an optional dependency, or say how to install it."""
+    install = f"Install it with pip install 'fedshuffle[{extra}]'{instead and ', ' + instead}."
+    needs = f"{purpose} needs {module.partition('.')[0]}"
+    with error_context(lambda error: f"{needs} ({error}). {install}", ImportError):
+        return import_module(module)
 
 
 def unknown(kind: str, name: object, known: Iterable[str]) -> FedShuffleError:

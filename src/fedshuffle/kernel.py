@@ -1,4 +1,4 @@
-r"""The one kernel, and the words in which methods and engines speak to each other.
+r"""The one kernel, and the requests that methods send to engines.
 
 Every method is one local step
 
@@ -7,9 +7,9 @@ Every method is one local step
 where :math:`x` is the global model, :math:`B` the minibatch, :math:`g(z; B)` the gradient of its
 loss at z, clipped to a largest norm and with weight decay :math:`\lambda z` added, and the step
 size :math:`\gamma`, the scalars :math:`\alpha, \beta, \mu`, the vector :math:`v` and the diagonal
-matrix :math:`D` (the identity, but for adaptive methods) are fixed for the round. A method sends
-two kinds of requests, :class:`Probe` and :class:`Walk`; an engine answers them. Neither knows more
-of the other than stands here. Models are flat vectors.
+matrix :math:`D` (the identity, except for adaptive methods) are fixed for the round. A method sends
+two kinds of requests, :class:`FullGradient` and :class:`LocalTraining`; an engine answers them.
+Methods and engines know nothing else of each other. Models are flat vectors.
 """
 
 from __future__ import annotations
@@ -19,7 +19,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, final
 
+import numpy as np
+
 from fedshuffle._arrays import FloatArray, IntArray
+from fedshuffle.errors import FedShuffleError
 from fedshuffle.local_work import Minibatches
 
 if TYPE_CHECKING:
@@ -28,8 +31,8 @@ if TYPE_CHECKING:
 
 @final
 @dataclass(frozen=True, slots=True)
-class Steering:
-    """The constants of the kernel: which way to walk."""
+class StepCoefficients:
+    """The constants of the kernel in one round."""
 
     alpha: float = 1.0
     beta: float = 0.0
@@ -41,12 +44,12 @@ class Steering:
 
 @final
 @dataclass(frozen=True, slots=True)
-class Order:
-    """What one client does in one round, and how its update counts in each of the sums."""
+class ClientTask:
+    """What one client does in one round, and the weight of its update in each of the sums."""
 
     minibatches: Minibatches
     step_size: float
-    steering: Steering
+    coefficients: StepCoefficients
     weights: Sequence[float] | FloatArray
     clip: float = math.inf
     weight_decay: float = 0.0
@@ -54,19 +57,19 @@ class Order:
 
 @final
 @dataclass(frozen=True, slots=True)
-class Walk:
-    """Walk every order from ``start``; the answer has a row ``sum_i weights_i[k] (y_i - start)``
+class LocalTraining:
+    """Train every client from ``start``; the answer has a row ``sum_i weights_i[k] (y_i - start)``
     for every k.
     """
 
     start: Tensor
-    orders: Sequence[Order]
+    tasks: Sequence[ClientTask]
     sums: int
 
 
 @final
 @dataclass(frozen=True, slots=True)
-class Probe:
+class FullGradient:
     """Full gradients over the clients' data. The answer has for every k and every point a row
     ``sum_i weights_i[k] (grad f_i(point) + weight_decay point)``: its shape is (sums, points, d).
     """
@@ -78,8 +81,16 @@ class Probe:
     round: int
     weight_decay: float = 0.0
 
+    def __post_init__(self) -> None:
+        if np.ndim(self.weights) != 2 or len(self.weights) != len(self.clients):
+            raise FedShuffleError(
+                f"FullGradient of {len(self.clients)} clients has weights of shape"
+                f" {np.shape(self.weights)}: give a row per client and a column per sum, as"
+                " weights[:, None] for one sum."
+            )
 
-Request = Probe | Walk
+
+Request = FullGradient | LocalTraining
 
 
 def adjusted(

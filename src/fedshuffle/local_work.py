@@ -3,29 +3,40 @@
 from __future__ import annotations
 
 import abc
+import dataclasses
 import functools
 import math
-from collections.abc import Callable, Iterator, Sequence
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple, final, get_args
+from typing import Any, Literal, NamedTuple, final, get_args
 
 import numpy as np
 
 from fedshuffle._arrays import FloatArray, IntArray, count, counts, expect, number
 from fedshuffle.errors import FedShuffleError, unknown
-from fedshuffle.randomness import Draw, Purpose, Rewound, generator
+from fedshuffle.randomness import Draw, Purpose, ReusableGenerator, generator
 
-Order = Literal["reshuffled", "replacement", "once", "sequential"]
-ORDERS: tuple[str, ...] = get_args(Order)
+ExampleOrder = Literal["reshuffled", "replacement", "once", "sequential"]
+ORDERS: tuple[str, ...] = get_args(ExampleOrder)
 
-_MOST_STEPS = 2.0**52
-"""Numbers of steps are kept below this, so that they are exact also as floats."""
+WHOLE_CLIENT = sys.maxsize
+"""A batch size that puts all examples of a client into one step."""
+
+_DEFAULTS: Mapping[str, Any] = {"epochs": 1, "batch_size": 1, "order": "reshuffled"}
+
+_MAX_STEPS = 2.0**52
+"""Above this number, steps are not exact as floats."""
 
 
 @final
 @dataclass(frozen=True)
 class EpochRange:
-    """A number of epochs drawn uniformly from ``low..high`` for every client and round."""
+    """A number of epochs drawn uniformly from ``low..high`` for every client and round.
+
+    >>> LocalWork(epochs=EpochRange(2, 5)).epochs
+    EpochRange(low=2, high=5)
+    """
 
     low: int
     high: int
@@ -33,19 +44,16 @@ class EpochRange:
     def __post_init__(self) -> None:
         count(self.low, "the fewest epochs")
         count(self.high, "the most epochs")
-        if self.low > self.high:
-            raise FedShuffleError(f"the range of epochs {self.low}..{self.high} is empty.")
-        if self.high - self.low >= 1000:
-            raise FedShuffleError(
-                f"the range of epochs {self.low}..{self.high} is too wide: use fewer than 1000."
-            )
+        if not 0 <= self.high - self.low < 1000:
+            problem = "empty" if self.low > self.high else "too wide: use fewer than 1000"
+            raise FedShuffleError(f"the range of epochs {self.low}..{self.high} is {problem}.")
 
 
 class Interruption(abc.ABC):
-    """How many of its planned steps a client really does."""
+    """How many of its planned steps a client does."""
 
     random: bool
-    """Whether the answer depends on chance (the audit then samples)."""
+    """Whether the number is random; the audit then samples."""
 
     @abc.abstractmethod
     def done(self, planned: IntArray, clients: IntArray, seed: int, round: int) -> IntArray:
@@ -55,7 +63,11 @@ class Interruption(abc.ABC):
 @final
 @dataclass(frozen=True)
 class MissLast(Interruption):
-    """Every client misses its last steps, but does at least one."""
+    """Every client misses its last steps, but does at least one.
+
+    >>> MissLast(2).done(np.array([1, 5]), np.arange(2), seed=0, round=0).tolist()
+    [1, 3]
+    """
 
     steps: int = 1
     random = False
@@ -70,7 +82,11 @@ class MissLast(Interruption):
 @final
 @dataclass(frozen=True)
 class AtMost(Interruption):
-    """A time limit: no client does more than so many steps."""
+    """A time limit: no client does more than this number of steps.
+
+    >>> AtMost(3).done(np.array([1, 5]), np.arange(2), seed=0, round=0).tolist()
+    [1, 3]
+    """
 
     steps: int
     random = False
@@ -85,20 +101,21 @@ class AtMost(Interruption):
 @final
 @dataclass(frozen=True)
 class RandomStop(Interruption):
-    """With this probability a client stops early, after a uniform number of its planned steps."""
+    """With this probability a client stops early, after a uniform number of its planned steps.
+
+    >>> RandomStop(0.5).done(np.array([9, 9, 9]), np.arange(3), seed=2, round=0).tolist()
+    [4, 6, 9]
+    """
 
     probability: float
     random = True
 
     def __post_init__(self) -> None:
-        if not 0 <= number(self.probability, "the probability of stopping early") <= 1:
-            raise FedShuffleError(
-                f"the probability of stopping early is {self.probability}; choose one in [0, 1]."
-            )
+        number(self.probability, "the probability of stopping early", within="[0, 1]")
 
     def done(self, planned: IntArray, clients: IntArray, seed: int, round: int) -> IntArray:
         result = planned.copy()
-        draw = Rewound()
+        draw = ReusableGenerator()
         for k, client in enumerate(clients.tolist()):
             rng = draw(seed, Purpose.INTERRUPTION, round=round, client=client)
             if rng.random() < self.probability:
@@ -113,15 +130,17 @@ class LocalWork:
 
     With batch size B, client i has ``k_i = ceil(|D_i| / B)`` steps per epoch (the last minibatch
     may be smaller, and a client smaller than the batch has one step) and ``tau_i = E_i k_i`` steps.
+    A part that is None is unset: the method may fix it, else the default applies. A method that
+    fixes a part refuses another value of it (:meth:`fix`).
 
     Args:
-        epochs: one number for all, a number per client, or an :class:`EpochRange`.
+        epochs: one number for all, a number per client, or an :class:`EpochRange`; 1 by default.
         steps: instead of epochs, the same number of steps for every client: a number, or the
             ``"min"`` or ``"mean"`` (rounded) over the cohort of the steps that epochs would give.
-        batch_size: examples per step.
-        order: ``"reshuffled"`` anew every epoch, with ``"replacement"``, shuffled ``"once"`` and
-            for all, or ``"sequential"``.
-        interruption: how much of the plan gets done; all of it by default.
+        batch_size: examples per step; 1 by default.
+        order: ``"reshuffled"`` in every epoch (the default), with ``"replacement"``, shuffled
+            ``"once"`` for all rounds, or ``"sequential"``.
+        interruption: how many of the planned steps are done; all of them by default.
         clip: the largest norm of a minibatch's gradient; longer ones are scaled down to it.
         weight_decay: adds ``weight_decay / 2 |x|^2`` to every client's objective.
 
@@ -129,42 +148,62 @@ class LocalWork:
     8
     """
 
-    epochs: int | Sequence[int] | EpochRange = 1
+    epochs: int | Sequence[int] | EpochRange | None = None
     steps: int | Literal["min", "mean"] | None = None
-    batch_size: int = 1
-    order: Order = "reshuffled"
+    batch_size: int | None = None
+    order: ExampleOrder | None = None
     interruption: Interruption | None = None
     clip: float = math.inf
     weight_decay: float = 0.0
 
     def __post_init__(self) -> None:
-        if not number(self.clip, "clip") > 0:
-            raise FedShuffleError(f"clip is {self.clip}, but a largest norm must be positive.")
-        if not 0 <= number(self.weight_decay, "weight_decay") < math.inf:
-            raise FedShuffleError(f"weight_decay is {self.weight_decay}, but must be 0 or more.")
-        # A number of numpy's is one, too, but not everybody downstream knows that.
-        object.__setattr__(self, "batch_size", count(self.batch_size, "batch size"))
+        number(self.clip, "clip", within="(0, inf]")
+        number(self.weight_decay, "weight_decay", within="[0, inf)")
+        if self.batch_size is not None:  # a Python int also if numpy's is given
+            object.__setattr__(self, "batch_size", count(self.batch_size, "batch size"))
         if self.interruption is not None:
             expect(self.interruption, Interruption, "interruption")
-        if self.order not in ORDERS:
+        if self.order is not None and self.order not in ORDERS:
             raise unknown("order", self.order, ORDERS)
         if isinstance(self.steps, str):
             if self.steps not in ("min", "mean"):
                 raise unknown("number of steps", self.steps, ("min", "mean"))
         elif self.steps is not None:
             count(self.steps, "the number of steps")
-        if np.ndim(self.epochs) == 0 and not isinstance(self.epochs, EpochRange):  # type: ignore[arg-type]
-            count(self.epochs, "the number of epochs")
-        elif not isinstance(self.epochs, EpochRange):
-            counts(self.epochs, "epochs")
+        epochs: Any = self.epochs
+        if epochs is not None and not isinstance(epochs, EpochRange):
+            check = counts if np.ndim(epochs) else count
+            check(epochs, "epochs")
+
+    def fix(self, parts: Mapping[str, Any], method: str) -> LocalWork:
+        """This work with the parts that a method fixes.
+
+        >>> LocalWork(epochs=2).fix({"order": "replacement"}, "fedavg").order
+        'replacement'
+        """
+        defaults: dict[str, Any] = {field.name: field.default for field in dataclasses.fields(self)}
+        for name, needed in parts.items():
+            given = getattr(self, name)
+            if not (np.array_equal(given, defaults[name]) or np.array_equal(given, needed)):
+                shown = "all examples of a client" if needed == WHOLE_CLIENT else repr(needed)
+                raise FedShuffleError(
+                    f"{method} needs {name} = {shown} in its local work, but it is set to"
+                    f" {given!r}. Leave {name} out, or choose another method."
+                )
+        return dataclasses.replace(self, **parts)
+
+    def resolved(self) -> LocalWork:
+        """This work with the default of every unset part."""
+        unset = {name: v for name, v in _DEFAULTS.items() if getattr(self, name) is None}
+        return dataclasses.replace(self, **unset)
 
     def on(self, sizes: IntArray) -> Workload:
         """The work for clients of these sizes."""
         return Workload(self, sizes)
 
 
-class Plan(NamedTuple):
-    """The steps of a cohort in one round."""
+class StepCounts(NamedTuple):
+    """The steps of each client of a cohort in one round."""
 
     planned: IntArray
     done: IntArray
@@ -175,49 +214,59 @@ class Workload:
     """Local work for given client sizes."""
 
     def __init__(self, work: LocalWork, sizes: IntArray) -> None:
-        self.work = work
+        self.work = work = work.resolved()
         self.sizes = sizes
-        self.steps_per_epoch = -(-sizes // min(work.batch_size, int(sizes.max())))
-        if not isinstance(work.epochs, EpochRange) and np.size(work.epochs) not in (1, len(sizes)):
+        assert work.batch_size is not None
+        self.batch_size: int = work.batch_size
+        self.steps_per_epoch = -(-sizes // min(self.batch_size, int(sizes.max())))
+        epochs: Any = work.epochs
+        if not isinstance(epochs, EpochRange) and np.size(epochs) not in (1, len(sizes)):
             raise FedShuffleError(
-                f"epochs lists {np.size(work.epochs)} numbers for {len(sizes)} clients: give one"
+                f"epochs lists {np.size(epochs)} numbers for {len(sizes)} clients: give one"
                 " for each, or one for all."
             )
-        most = work.epochs.high if isinstance(work.epochs, EpochRange) else np.max(work.epochs)
-        if float(most) * float(sizes.max()) > _MOST_STEPS:
+        most = epochs.high if isinstance(epochs, EpochRange) else np.max(epochs)
+        if float(most) * float(sizes.max()) > _MAX_STEPS:
             raise FedShuffleError(
                 f"{most} epochs over a client with {sizes.max()} examples are too many to count."
                 " Use fewer epochs."
             )
+        fixed = work.steps is not None and not isinstance(work.steps, str)
+        self._fixed_steps = work.steps if fixed else None
+        self._range = epochs if isinstance(epochs, EpochRange) and not fixed else None
 
     @functools.cached_property
-    def alone(self) -> tuple[IntArray, FloatArray]:
-        """The steps each client may be given by its epochs: values (n, A), chances (A,)."""
-        if self.work.steps is not None and not isinstance(self.work.steps, str):
-            return np.full((len(self.sizes), 1), self.work.steps), np.ones(1)
-        if isinstance(self.work.epochs, EpochRange):
-            epochs = np.arange(self.work.epochs.low, self.work.epochs.high + 1)
+    def possible_steps(self) -> tuple[IntArray, FloatArray]:
+        """The steps each client may be given by its epochs: values (n, A), probabilities (A,)."""
+        if self._fixed_steps is not None:
+            return np.full((len(self.sizes), 1), self._fixed_steps), np.ones(1)
+        if self._range is not None:
+            epochs = np.arange(self._range.low, self._range.high + 1)
             return np.outer(self.steps_per_epoch, epochs), np.full(len(epochs), 1 / len(epochs))
         steps = self.steps_per_epoch * np.asarray(self.work.epochs, dtype=np.int64)
         return steps[:, None], np.ones(1)
 
-    @property
-    def _drawn(self) -> EpochRange | None:
-        """What the epochs are drawn from, if they are and if steps follow from epochs."""
-        fixed = self.work.steps is not None and not isinstance(self.work.steps, str)
-        return self.work.epochs if isinstance(self.work.epochs, EpochRange) and not fixed else None
-
     @functools.cached_property
     def longest(self) -> int:
         """The most steps that any client may be asked for."""
-        if self._drawn is not None:
-            return int(self.steps_per_epoch.max()) * self._drawn.high
-        return int(self.alone[0].max())
+        if self._range is not None:
+            return int(self.steps_per_epoch.max()) * self._range.high
+        return int(self.possible_steps[0].max())
 
-    def plan(self, cohort: IntArray, seed: int, round: int) -> Plan:
+    def plan(self, cohort: IntArray, seed: int, round: int) -> StepCounts:
         """Steps planned and done by each client of a cohort: pure in (seed, round, client)."""
-        planned = self._planned(cohort, seed, round)
-        return Plan(planned, self.done(planned, cohort, seed, round))
+        if self._range is None:
+            planned = self.possible_steps[0][cohort, 0]
+        else:  # for the cohort only: the table of all clients may be too large
+            low, high = self._range.low, self._range.high
+            draw = ReusableGenerator()
+            more = [
+                draw(seed, Purpose.EPOCHS, round=round, client=client).integers(high - low + 1)
+                for client in cohort.tolist()
+            ]
+            planned = self.steps_per_epoch[cohort] * (low + np.array(more, dtype=np.int64))
+        planned = self.cohort_steps(planned)
+        return StepCounts(planned, self.done(planned, cohort, seed, round))
 
     def done(self, planned: IntArray, cohort: IntArray, seed: int, round: int) -> IntArray:
         """How many of its planned steps each client of a cohort does."""
@@ -226,74 +275,62 @@ class Workload:
         done = self.work.interruption.done(planned, cohort, seed, round)
         if ((done < 1) | (done > planned)).any():
             raise FedShuffleError(
-                f"{self.work.interruption!r} left a client with {done.min()} steps done."
-                " Leave at least 1 and at most the planned number; a client that did nothing"
-                " did not take part, which is the sampling's to say."
+                f"{self.work.interruption!r} left a client with {done.min()} steps done. Leave at"
+                " least 1 and at most the planned number; which clients take part is the"
+                " sampling's choice."
             )
         return done
 
-    def _planned(self, cohort: IntArray, seed: int, round: int) -> IntArray:
-        if self._drawn is None:
-            return self.together(self.alone[0][cohort, 0])
-        low, high = self._drawn.low, self._drawn.high
-        draw = Rewound()
-        more = [  # for the cohort only: the table of all clients may be too large to make
-            draw(seed, Purpose.EPOCHS, round=round, client=client).integers(high - low + 1)
-            for client in cohort.tolist()
-        ]
-        planned = self.steps_per_epoch[cohort] * (low + np.array(more, dtype=np.int64))
-        return self.together(planned)
-
-    def together(self, planned: IntArray) -> IntArray:
+    def cohort_steps(self, planned: IntArray) -> IntArray:
         """The steps of a cohort, where its members agree on the minimum or the mean."""
         if not isinstance(self.work.steps, str) or not len(planned):
             return planned
         common = planned.min() if self.work.steps == "min" else round(float(planned.mean()))
         return np.full_like(planned, common)
 
-    def stream(self, client: int, steps: int, seed: int, round: int) -> Minibatches:
+    def minibatches(self, client: int, steps: int, seed: int, round: int) -> Minibatches:
         """The minibatches of one client in one round."""
-        work = self.work
         size = int(self.sizes[client])
-        batch_size = min(work.batch_size, size)
-        return Minibatches(client, size, steps, batch_size, work.order, seed, round)
+        assert self.work.order is not None
+        batch_size = min(self.batch_size, size)
+        return Minibatches(client, size, steps, batch_size, self.work.order, seed, round)
 
 
 @final
 @dataclass(frozen=True, slots=True)
 class Minibatches:
-    """The minibatches a client walks through, as positions among its own examples.
+    """The minibatches of a client in a round, as positions among its own examples.
 
-    Iterate to get one index array per step. In a reshuffled epoch every example comes exactly once.
+    Iterate to get one index array per step. A reshuffled epoch has every example exactly once.
 
         >>> [b.tolist() for b in Minibatches(0, 5, 3, 2, "sequential", seed=1, round=0)]
         [[0, 1], [2, 3], [4]]
     """
 
     client: int
-    """Whose examples they are, in the federation at hand."""
+    """The client's number in the federation at hand."""
     size: int
     steps: int
     batch_size: int
-    order: Order
+    order: ExampleOrder
     seed: int
     round: int
-    known_as: int | None = None
-    """The client's number among all, by which its randomness is addressed, where only its own
-    examples are at hand; None if it is ``client``."""
-    enough: Callable[[], bool] | None = None
-    """Asked before every minibatch: whether to end here, before all steps are done."""
+    stream_id: int | None = None
+    """The client's number among all, which addresses its randomness; None if it is ``client``. They
+    differ where a federation holds only the client's own examples."""
+    should_stop: Callable[[], bool] | None = None
+    """Called before every minibatch: whether to stop before all steps are done."""
 
     def __iter__(self) -> Iterator[IntArray]:
         for epoch in self.epochs():
             for begin in range(0, len(epoch), self.batch_size):
-                if self.enough and self.enough():
+                if self.should_stop and self.should_stop():
                     return
                 yield epoch[begin : begin + self.batch_size]
 
     @property
     def examples(self) -> int:
-        """How many examples are visited, counted each time.
+        """Number of examples visited, counted each time.
 
         >>> Minibatches(0, 5, 4, 2, "sequential", seed=1, round=0).examples
         7
@@ -319,7 +356,7 @@ class Minibatches:
         >>> [(positions.tolist(), lengths) for positions, lengths in stream.portions(100)]
         [([0, 1, 2, 3, 4, 0, 1, 2, 3, 4], [2, 2, 1, 2, 2, 1])]
         """
-        if self.enough:  # asked step by step, so nothing can be gathered ahead
+        if self.should_stop:  # called step by step, so nothing can be gathered ahead
             yield from ((positions, [len(positions)]) for positions in self)
             return
         size = self.batch_size
@@ -339,10 +376,10 @@ class Minibatches:
             yield np.concatenate(pieces), lengths
 
     def _order(self, draw: Draw) -> Callable[[], IntArray]:
-        """What gives one order of the examples after another."""
+        """A function that returns the order of the examples in the next epoch."""
         if self.order == "sequential":
             return lambda: np.arange(self.size)
-        # A client that shuffles once and for all draws the same order in every round.
+        # A client that shuffles once draws the same order in every round.
         once = self.order == "once"
         rng = draw(self.seed, Purpose.ORDER, round=0 if once else self.round + 1, client=self._own)
         if once:
@@ -354,7 +391,7 @@ class Minibatches:
 
     @property
     def _own(self) -> int:
-        return self.client if self.known_as is None else self.known_as
+        return self.client if self.stream_id is None else self.stream_id
 
     def model_seed(self) -> int:
         """The seed for the model's own randomness (dropout) at this client in this round."""

@@ -1,9 +1,8 @@
 """Losses of the form ``loss(model, *fields)``, the mean over a minibatch.
 
-A client's objective is its loss over all its examples at once. Where these are too many for one
-batch, the means over several are put together by the number of values in each. That is the number
-of examples, unless the loss has a method ``counted(model, *fields)`` that gives another, such as
-the number of labels that are not padding.
+A client's objective is its loss over all its examples at once. The means over several batches are
+combined by the number of values in each: the number of examples, unless the loss has a method
+``counted(model, *fields)`` that gives another number, such as that of labels that are not padding.
 
     >>> import torch
     >>> def per_token(model, tokens, labels):
@@ -23,16 +22,13 @@ from typing import Any, final
 from torch import Tensor, nn
 from torch.nn import functional
 
+from fedshuffle._arrays import IGNORED
 from fedshuffle.errors import FedShuffleError
 
 Each = Callable[[Tensor, Tensor], Tensor | tuple[Tensor, Tensor]]
 """``each(outputs, targets)``: one value per example, or a row of values per example, such as one
-per token; or a pair of such values and of how often each of them counts, which must not depend on
-the outputs.
+per token; or a pair of such values and their weights, which must not depend on the outputs.
 """
-
-IGNORED = -100
-"""The class that stands for no target, as in torch: such entries do not count."""
 
 
 @final
@@ -40,9 +36,9 @@ IGNORED = -100
 class MeanLoss:
     """The mean over a minibatch of a function of the model's outputs and the targets.
 
-    The last field holds the targets, the model is given all the others. Any function of the model
-    and the fields will do for training. But of this form evaluation can take the values one by
-    one, and so give every client its own loss in large batches.
+    The last field holds the targets; the model gets all others. Training takes any function of the
+    model and the fields, but this form gives values per example, so that evaluation can compute
+    the loss of every client in large batches.
 
         >>> import torch
         >>> absolute = MeanLoss(lambda outputs, targets: (outputs - targets).abs().sum(1))
@@ -52,68 +48,65 @@ class MeanLoss:
 
     each: Each
     mean: Callable[[Tensor, Tensor], Tensor] | None = None
-    """The mean of the same values, if there is a faster way to it."""
+    """The mean of the same values, if there is a faster way to compute it."""
     counts: Callable[[Tensor], Tensor] | None = None
-    """How often each value counts, if that follows from the targets alone: it saves a look at the
-    outputs."""
+    """The weights of the values, if they follow from the targets alone."""
 
     def __call__(self, model: nn.Module, *fields: Tensor) -> Tensor:
         outputs, targets = predict(model, fields)
         if self.mean is not None:
             return self.mean(outputs, targets)
-        found = self.each(outputs, targets)
-        if isinstance(found, Tensor):
-            return found.mean()
-        values, counts = found
+        result = self.each(outputs, targets)
+        if isinstance(result, Tensor):
+            return result.mean()
+        values, counts = result
         total = counts.sum()
         values = (values * counts).where(counts != 0, 0.0)
-        return values.sum() / total.where(total != 0, 1)  # zero, where nothing counts
+        return values.sum() / total.where(total != 0, 1)  # zero if nothing counts
 
     def counted(self, model: nn.Module, *fields: Tensor) -> float:
-        """The number of values that the mean over a minibatch is taken over."""
+        """The number of values in the mean over a minibatch."""
         if self.counts is not None:
             return float(self.counts(fields[-1]).sum())
-        found = self.each(*predict(model, fields))
-        return float(len(found) if isinstance(found, Tensor) else found[1].sum())
+        result = self.each(*predict(model, fields))
+        return float(len(result) if isinstance(result, Tensor) else result[1].sum())
 
 
 def tells_counts(loss: object) -> bool:
-    """Whether a loss says how many values its mean is taken over."""
+    """Whether a loss gives the number of values in its mean."""
     return callable(getattr(loss, "counted", None))
 
 
 def counted(loss: Any, model: nn.Module, fields: Sequence[Tensor]) -> float:
-    """How much the loss of a minibatch counts beside that of others."""
+    """The number of values in the loss of a minibatch."""
     if not tells_counts(loss):
         return float(len(fields[0]))
-    found = float(loss.counted(model, *fields))
-    if not 0 <= found < math.inf:
-        raise FedShuffleError(f"the loss's counted(...) gave {found}: return a number from 0 on.")
-    return found
+    number = float(loss.counted(model, *fields))
+    if not 0 <= number < math.inf:
+        raise FedShuffleError(f"the loss's counted(...) gave {number}: return a number from 0 on.")
+    return number
 
 
 def predict(model: nn.Module, fields: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-    """What the model makes of all fields but the last, and the last: the targets."""
+    """The model's outputs for all fields but the last, and the last: the targets."""
     if len(fields) < 2:
         raise FedShuffleError(
             f"the examples have {len(fields)} field, but this needs inputs and targets. Give both,"
-            " or a loss(model, *fields) of your own."
+            " or your own loss(model, *fields)."
         )
     return model(*fields[:-1]), fields[-1]
 
 
 def _cross_entropies(outputs: Tensor, targets: Tensor) -> Tensor | tuple[Tensor, Tensor]:
     values = functional.cross_entropy(outputs, targets, reduction="none")
-    if targets.is_floating_point():  # a probability for every class
-        return values
-    return values, targets != IGNORED
+    return values if targets.is_floating_point() else (values, targets != IGNORED)  # soft targets
 
 
 def _mean_cross_entropy(outputs: Tensor, targets: Tensor) -> Tensor:
     if targets.is_floating_point():
         return functional.cross_entropy(outputs, targets)
     total = functional.cross_entropy(outputs, targets, reduction="sum")
-    return total / (targets != IGNORED).sum().clamp(min=1)  # zero, where nothing counts
+    return total / (targets != IGNORED).sum().clamp(min=1)  # zero if nothing counts
 
 
 def _classes_count(targets: Tensor) -> Tensor:
@@ -121,7 +114,7 @@ def _classes_count(targets: Tensor) -> Tensor:
 
 
 def _squared_errors(outputs: Tensor, targets: Tensor) -> Tensor:
-    if outputs.shape != targets.shape:  # else one would be stretched to the other in silence
+    if outputs.shape != targets.shape:  # torch would broadcast
         raise FedShuffleError(
             f"outputs of shape {tuple(outputs.shape)} do not fit targets of shape"
             f" {tuple(targets.shape)}. Reshape the targets."
@@ -130,9 +123,8 @@ def _squared_errors(outputs: Tensor, targets: Tensor) -> Tensor:
 
 
 cross_entropy = MeanLoss(_cross_entropies, _mean_cross_entropy, _classes_count)
-"""Mean cross-entropy of the model's logits: outputs (batch, classes) and a class per example, or
-outputs (batch, classes, time) and a class per token, where -100 does not count. It is zero for a
-minibatch in which no class counts.
+"""Mean cross-entropy of logits (batch, classes) and a class per example, or of logits (batch,
+classes, time) and a class per token. Class -100 is ignored; if all are, the loss is zero.
 """
 
 squared_error = MeanLoss(_squared_errors)

@@ -1,11 +1,11 @@
 """Step sizes over the rounds: a number, a function of the round, or a schedule by name.
 
-A name is written ``NAME:STEP_SIZE``, and ``warmup:ROUNDS+`` before it lets the step size grow
-evenly in the first rounds:
+A name is written ``NAME:STEP_SIZE``; ``warmup:ROUNDS+`` before it makes the step size grow evenly
+in the first rounds:
 
-    >>> cosine_by_name = over("cosine:0.1", rounds=100)
-    >>> warmed_up = over("warmup:10+cosine:0.1", rounds=100)
-    >>> round(cosine_by_name(50), 4), round(warmed_up(4) / cosine_by_name(4), 4)
+    >>> schedule = resolve("cosine:0.1", rounds=100)
+    >>> with_warmup = resolve("warmup:10+cosine:0.1", rounds=100)
+    >>> round(schedule(50), 4), round(with_warmup(4) / schedule(4), 4)
     (0.0505, 0.5)
 """
 
@@ -22,39 +22,51 @@ from fedshuffle.errors import FedShuffleError, unknown
 
 Schedule = float | Callable[[int], float]
 
-WARMUP = "warmup:"
-"""Begins the name of a schedule whose step size grows in the first rounds."""
-
 
 def value(schedule: Schedule, round: int, what: str) -> float:
     """The step size of a round, checked."""
-    size = number(schedule(round) if callable(schedule) else schedule, f"the {what}")
-    if not (math.isfinite(size) and size > 0):
-        raise FedShuffleError(
-            f"the {what} in round {round} is {size}. It must be positive and finite."
-        )
-    return size
+    size = schedule(round) if callable(schedule) else schedule
+    return number(size, f"the {what} in round {round}", within="(0, inf)")
 
 
 def describe(schedule: Schedule, rounds: int, what: str) -> float | dict[str, float]:
-    """A schedule as plain data: the number, or the values at some of so many rounds.
+    """A schedule as plain data: the number, or its values at rounds 0, 1, 2, 5, 10, 20, 50, ...
 
     >>> describe(lambda round: 0.5**round, 4, "step size")
     {'0': 1.0, '1': 0.5, '2': 0.25, '3': 0.125}
     """
     if not callable(schedule):
         return value(schedule, 0, what)
-    # The last digits are left out: they may differ from one machine to another.
-    return {str(r): float(f"{value(schedule, r, what):.12g}") for r in _some(rounds)}
+    scales = [10**k for k in range(len(str(rounds)))]
+    shown = {0, rounds - 1, *(m * scale for scale in scales for m in (1, 2, 5))}
+    # The last digits may differ between machines.
+    at = {r: float(f"{value(schedule, r, what):.12g}") for r in sorted(shown) if r < rounds}
+    return {str(r): size for r, size in at.items()}
 
 
-def _some(rounds: int) -> list[int]:
-    """0, 1, 2, 5, 10, 20, 50 and so on, and the last of the rounds."""
-    found, scale = {0, rounds - 1}, 1
-    while scale < rounds:
-        found |= {scale, 2 * scale, 5 * scale}
-        scale *= 10
-    return sorted(r for r in found if r < rounds)
+def constant(step_size: float) -> Callable[[int], float]:
+    """Always the same step size; of use after a warm-up.
+
+    >>> constant(0.5)(7)
+    0.5
+    """
+    return lambda round: step_size
+
+
+def cosine(step_size: float, rounds: int, end: float = 0.01) -> Callable[[int], float]:
+    """``step_size * (end + (1 - end) * (1 + cos(pi * round / rounds)) / 2)``, and after the rounds
+    ``step_size * end``.
+
+    >>> schedule = cosine(1.0, rounds=10, end=0.1)
+    >>> [round(schedule(r), 3) for r in (0, 5, 10, 99)]
+    [1.0, 0.55, 0.1, 0.1]
+    """
+
+    def at(round: int) -> float:
+        share = (1 + math.cos(math.pi * min(1.0, round / rounds))) / 2
+        return step_size * (end + (1 - end) * share)
+
+    return at
 
 
 def drops(
@@ -78,33 +90,6 @@ def inverse_time(step_size: float, halved_after: float) -> Callable[[int], float
     return lambda round: step_size / (1 + round / halved_after)
 
 
-def cosine(step_size: float, rounds: int, end: float = 0.01) -> Callable[[int], float]:
-    """A step size that falls along a cosine over the rounds, to the share ``end`` of itself.
-
-    ``step_size * (end + (1 - end) * (1 + cos(pi * round / rounds)) / 2)``; after the rounds it
-    stays at its end.
-
-    >>> schedule = cosine(1.0, rounds=10, end=0.1)
-    >>> [round(schedule(r), 3) for r in (0, 5, 10, 99)]
-    [1.0, 0.55, 0.1, 0.1]
-    """
-
-    def at(round: int) -> float:
-        share = (1 + math.cos(math.pi * min(1.0, round / rounds))) / 2
-        return step_size * (end + (1 - end) * share)
-
-    return at
-
-
-def constant(step_size: float) -> Callable[[int], float]:
-    """Always the same step size; of use after a warm-up.
-
-    >>> constant(0.5)(7)
-    0.5
-    """
-    return lambda round: step_size
-
-
 def warmed_up(schedule: Callable[[int], float], rounds: int) -> Callable[[int], float]:
     """A schedule times ``(round + 1) / rounds`` in the first rounds.
 
@@ -114,29 +99,26 @@ def warmed_up(schedule: Callable[[int], float], rounds: int) -> Callable[[int], 
     return lambda round: schedule(round) * min(1.0, (round + 1) / rounds)
 
 
-# By name ----------------------------------------------------------------------------------------
-
 SCHEDULES: dict[str, Callable[..., Callable[[int], float]]] = {
-    "constant": constant,
-    "cosine": cosine,
-    "drops": drops,
-    "inverse_time": inverse_time,
+    schedule.__name__: schedule for schedule in (constant, cosine, drops, inverse_time)
 }
+"""The schedules that can be given by name."""
 
 
-def read(text: str) -> tuple[str, dict[str, Any]]:
-    """The name and the arguments of a schedule that is written in one text.
+def parse(text: str) -> tuple[str, dict[str, Any]]:
+    """The name and the arguments in the text of a schedule.
 
-    Numbers follow the name in the order of the function's arguments, but for ``rounds``.
+    Numbers follow the name in the order of the function's arguments, without ``rounds``.
 
-    >>> read("warmup:10+cosine:0.1")
+    >>> parse("warmup:10+cosine:0.1")
     ('warmup:10+cosine', {'step_size': 0.1})
-    >>> read("inverse_time:0.1:30")
+    >>> parse("inverse_time:0.1:30")
     ('inverse_time', {'step_size': 0.1, 'halved_after': 30.0})
     """
-    before, plus, last = text.rpartition("+")
+    warmup, plus, last = text.rpartition("+")
     name, *numbers = last.split(":")
-    arguments = [key for key in parameters(before + plus + name) if key != "rounds"]
+    full = warmup + plus + name
+    arguments = [key for key in parameters(full) if key != "rounds"]
     try:
         given = [float(word) for word in numbers]
     except ValueError:
@@ -144,47 +126,46 @@ def read(text: str) -> tuple[str, dict[str, Any]]:
     if not given or len(given) > len(arguments) or (name == "drops" and len(given) > 1):
         raise FedShuffleError(
             f"the schedule {text!r} cannot be read: write its step size after its name, such as"
-            f" '{before}{plus}{name}:0.1'."
+            f" '{full}:0.1'."
         )
-    return before + plus + name, dict(zip(arguments, given))
+    return full, dict(zip(arguments, given))
 
 
 def parameters(name: str) -> Mapping[str, inspect.Parameter]:
-    """What the schedule of that name takes."""
+    """The parameters of the schedule of that name."""
     return inspect.signature(_split(name)[1]).parameters
 
 
-def made(name: str, arguments: Mapping[str, Any], rounds: int) -> Callable[[int], float]:
-    """The schedule of that name over a run of so many rounds, unless the arguments say how many."""
-    warmup, maker = _split(name)
-    takes = inspect.signature(maker).parameters
-    given = {"rounds": rounds} | dict(arguments) if "rounds" in takes else dict(arguments)
+def make(name: str, arguments: Mapping[str, Any], rounds: int) -> Callable[[int], float]:
+    """The schedule of that name, over this number of rounds unless the arguments set another."""
+    warmup, schedule = _split(name)
+    known = parameters(name)
+    given = {"rounds": rounds, **arguments} if "rounds" in known else dict(arguments)
     for key in given:
-        if key not in takes:
-            raise unknown(f"argument of schedule {name!r}", key, takes)
-    for key, parameter in takes.items():
+        if key not in known:
+            raise unknown(f"argument of schedule {name!r}", key, known)
+    for key, parameter in known.items():
         if parameter.default is parameter.empty and key not in given:
             raise FedShuffleError(f"schedule {name!r} needs {key!r}: add it.")
-    schedule = maker(**given)
-    return schedule if warmup is None else warmed_up(schedule, warmup)
+    made = schedule(**given)
+    return made if warmup is None else warmed_up(made, warmup)
 
 
-def over(schedule: Schedule | str, rounds: int) -> Schedule:
-    """A schedule for a run of so many rounds, where it is given by its name."""
-    return made(*read(schedule), rounds) if isinstance(schedule, str) else schedule
+def resolve(schedule: Schedule | str, rounds: int) -> Schedule:
+    """A schedule for a run of this number of rounds, also if it is given by its name."""
+    return make(*parse(schedule), rounds) if isinstance(schedule, str) else schedule
 
 
 def _split(name: str) -> tuple[int | None, Callable[..., Callable[[int], float]]]:
-    """The rounds of the warm-up, if any, and what makes the schedule after it."""
+    """The rounds of the warm-up, if any, and the function that makes the schedule after it."""
     before, plus, last = name.rpartition("+")
-    warmup = None
-    if plus:
-        if re.fullmatch(rf"{WARMUP}[0-9]+", before) is None:
-            raise FedShuffleError(
-                f"the schedule {name!r} cannot be read: write 'warmup:10+{last}' for a step size"
-                " that grows in the first 10 rounds."
-            )
-        warmup = count(int(before.removeprefix(WARMUP)), "the number of rounds of the warm-up")
+    found = re.fullmatch("warmup:([0-9]+)", before)
+    if plus and found is None:
+        raise FedShuffleError(
+            f"the schedule {name!r} cannot be read: write 'warmup:10+{last}' for a step size"
+            " that grows in the first 10 rounds."
+        )
     if last not in SCHEDULES:
         raise unknown("schedule", last, [*SCHEDULES, "warmup:ROUNDS+SCHEDULE"])
+    warmup = count(int(found[1]), "the number of rounds of the warm-up") if found else None
     return warmup, SCHEDULES[last]

@@ -4,24 +4,40 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, final
+from typing import TYPE_CHECKING, Protocol, Self, final
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
 
-    from fedshuffle.client_memory import ClientMemory
+    from fedshuffle._arrays import IntArray
+
+
+class ClientRows(Protocol):
+    """The vectors that clients keep between rounds; immutable, like all of a state."""
+
+    def rows(self, clients: IntArray, device: torch.device | str | None = None) -> Tensor:
+        """The vectors of some clients, one row each; zero for one that was never updated."""
+
+    def __len__(self) -> int: ...
+
+    def updated(self, clients: IntArray, rows: Tensor) -> Self:
+        """The same with new vectors for some clients."""
 
 
 @final
 @dataclass(frozen=True)
 class State:
-    """The model, what the server and the clients remember, and how many rounds are done."""
+    """The model, the state of the server and the clients, and the number of rounds done."""
 
     x: Tensor
-    memory: Mapping[str, Tensor] = field(default_factory=dict)
+    method_state: Mapping[str, Tensor] = field(default_factory=dict)
+    """The direction's vectors at the server: ``MethodState.shared``."""
+    optimiser_state: Mapping[str, Tensor] = field(default_factory=dict)
+    """The tensors of the server optimiser."""
     round: int = 0
-    clients: ClientMemory | None = None
-    """What clients keep, for methods with client state."""
+    clients: ClientRows | None = None
+    """The direction's vectors at the clients: ``MethodState.per_client`` of all rounds so far."""
     sent: int | None = None
-    """How many clients sent an update in the last round, if not all of its cohort; only a record,
-    nothing follows from it."""
+    """Number of clients that sent an update in the last round, if not the whole cohort; a record
+    that nothing depends on."""

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from fedshuffle.auditing.audit import Audit, audit, mass
-from fedshuffle.auditing.blackbox import probe
+from fedshuffle.auditing.audit import audit
+from fedshuffle.auditing.blackbox import audit_server
+from fedshuffle.auditing.expectation import contributions
 from fedshuffle.auditing.findings import Finding
 from fedshuffle.auditing.quadrature import expected_ratio
-from fedshuffle.auditing.verdict import BlackBoxAudit
+from fedshuffle.auditing.result import Audit
 
-__all__ = ["Audit", "BlackBoxAudit", "Finding", "audit", "expected_ratio", "mass", "probe"]
+__all__ = ["Audit", "Finding", "audit", "audit_server", "contributions", "expected_ratio"]

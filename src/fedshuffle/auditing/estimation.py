@@ -1,18 +1,17 @@
-r"""Effective weights from what was seen of rounds, with intervals.
+r"""Effective weights from observed rounds, with confidence intervals.
 
-In round k client i of the cohort moved the model by its mass :math:`m_{ki}`. The effective weights
-are :math:`\hat w_i = P_i / \sum_j P_j` with :math:`P_i = E[1\{i \in S\} m_i]`. Where the inclusion
-probabilities are known, :math:`P_i` is estimated by :math:`p_i` times the mean mass over the rounds
-that had client i, so that only what varies *beyond* who takes part adds noise; for a log, by the
-mean over all rounds. Standard errors are those of a ratio, to first order: round k moves
-:math:`\hat w_i` by :math:`(v_{ki} - \hat w_i \sum_j v_{kj}) / (K \sum_j P_j)`, where v is the mass,
-or, with known probabilities, what the mass is more than its client's mean, times ``p_i`` over the
-share of rounds that had the client; it is zero for those who did not take part.
+In round k client i of the cohort moved the model by its contribution :math:`m_{ki}`. The effective
+weights are :math:`\hat w_i = P_i / \sum_j P_j` with :math:`P_i = E[1\{i \in S\} m_i]`. Where the
+inclusion probabilities are known, :math:`P_i` is estimated by :math:`p_i` times the mean
+contribution over the rounds of client i, so that only what varies *beyond* who takes part adds
+noise; for a log, by the mean over all rounds. Standard errors are those of a ratio, to first order:
+round k moves :math:`\hat w_i` by :math:`(v_{ki} - \hat w_i \sum_j v_{kj}) / (K \sum_j P_j)`, where
+v is the contribution or, with known probabilities, its difference from the client's mean, times
+``p_i`` over the client's share of rounds; it is zero for clients that did not take part.
 """
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import final
@@ -22,44 +21,36 @@ import numpy as np
 from fedshuffle._arrays import FloatArray, IntArray
 from fedshuffle.errors import FedShuffleError
 
-_FEW = 8
-"""Clients seen less often than this borrow the spread of all, lest two equal numbers pass for
-certainty."""
-
-
-_EXPLAINED = 1e-9
-"""Relative differences up to this are rounding."""
-
-_FITS = 1000
-"""Rounds of alternation to fit proportions; ten or a hundred are the rule."""
+BATCHES = 32
+"""Batches of draws or rounds that give the standard error of their mean."""
+_FEW = 8  # clients seen less often get the spread of all clients
+_EXPLAINED = 1e-9  # relative differences up to this are rounding
+_FITS = 1000  # most iterations to fit proportions; ten to a hundred are usual
 
 
 @final
 @dataclass(frozen=True, eq=False)
-class Sightings:
-    """Who moved the model by how much in which round: entries of equal length."""
+class Observations:
+    """Which client moved the model how far in which round: entries of equal length."""
 
-    round: IntArray
-    """Numbered 0, 1, ..."""
+    round: IntArray  # numbered from 0 on
     client: IntArray
-    mass: FloatArray
+    contribution: FloatArray
     rounds: int
-    walked: FloatArray | None = None
-    """How far each client walked, so that mass over this is its aggregation weight."""
+    distance: FloatArray | None = None  # contribution over this is the aggregation weight
 
 
 @final
 @dataclass(frozen=True, eq=False)
-class Estimate:
-    """Effective weights, their standard errors, and in how many degrees of freedom those are."""
+class WeightEstimate:
+    """Effective weights, their standard errors and degrees of freedom."""
 
     weights: FloatArray
-    errors: FloatArray
-    """Infinite for a client of which nothing is known."""
+    errors: FloatArray  # infinite for a client about which nothing is known
     freedom: FloatArray
 
     def half_widths(self, confidence: float, together: bool = False) -> FloatArray:
-        """How far from the weights the intervals reach: one by one, or to hold all together."""
+        """Half widths of the intervals: one by one, or to hold for all clients together."""
         from scipy.special import stdtrit  # a third of a second to import: only when needed
 
         miss = (1 - confidence) / 2 / (len(self.weights) if together else 1)
@@ -72,89 +63,94 @@ class Estimate:
 @final
 @dataclass(frozen=True, eq=False)
 class Control:
-    """A number for every sighting whose expectation is known, to compare masses with."""
+    """A control variate: a number for every observation, with a known expectation."""
 
     value: FloatArray
-    expected: FloatArray
-    """Given that the client takes part: one number per client."""
+    expected: FloatArray  # given that the client takes part: one number per client
 
 
 def estimate(
-    seen: Sightings,
+    seen: Observations,
     objective: FloatArray,
     probabilities: FloatArray | None,
     controls: Iterable[Control] = (),
-) -> Estimate:
+) -> WeightEstimate:
     """The effective weights of clients from independent rounds.
 
-    A client that no round had is taken to count, against the objective, as the others do; nothing
-    is known of it, but the shares of the others come right.
+    A client that was never seen is assumed to have the average ratio of effective to objective
+    weight: its error is infinite, but the weights of the others come out right.
 
-    A rare round in which a client's mass is large (when it is alone, say) may be in no draw, and
-    then both the mean and its error are too small. So masses are regressed on controls. If one of
-    them explains every mass there was, its expectation gives the weights. Else what regression
-    would change is added to the errors, which then rather are too large.
+    A rare round with a large contribution of a client (when it is alone, say) may not be drawn, and
+    then both the mean and its error are too small. So contributions are regressed on control
+    variates. If one of them explains every contribution, its expectation gives the weights.
+    Otherwise the change that regression would make is added to the errors, which are then rather
+    too large.
     """
     client, n = seen.client, len(objective)
     count = np.bincount(client, minlength=n).astype(np.float64)
-    total = np.bincount(client, weights=seen.mass, minlength=n)
+    total = np.bincount(client, weights=seen.contribution, minlength=n)
     mean = total / np.maximum(count, 1.0)
+    apart = seen.contribution - mean[client]
+    unit = np.where(mean == 0, 1.0, np.abs(mean))[client]
     if probabilities is None:
-        found = _ratio(seen, count, total / seen.rounds, seen.mass)
-        return _cautious(found, count, (seen.mass - mean[client]) / _unit(mean)[client])
+        plain = _ratio(seen, count, total / seen.rounds, seen.contribution)
+        return _cautious(plain, count, apart / unit)
 
-    def known(mean: FloatArray, apart: FloatArray) -> Estimate:
-        pull = probabilities * mean
-        pull[count == 0] = objective[count == 0] * pull.sum() / objective[count > 0].sum()
+    def known(mean: FloatArray, apart: FloatArray) -> WeightEstimate:
+        raw = probabilities * mean
+        raw[count == 0] = objective[count == 0] * raw.sum() / objective[count > 0].sum()
         scale = probabilities * seen.rounds / np.maximum(count, 1.0)
-        return _ratio(seen, count, pull, scale[client] * apart)
+        return _ratio(seen, count, raw, scale[client] * apart)
 
-    apart = seen.mass - mean[client]
+    def explained(found: WeightEstimate, apart: FloatArray) -> WeightEstimate | None:
+        if np.abs(apart / unit).max() > _EXPLAINED:
+            return None
+        return WeightEstimate(found.weights, np.where(count > 0, 0.0, np.inf), found.freedom)
+
     plain = known(mean, apart)
-    unit = _unit(mean)[client]
-    shifts = [np.zeros(n)]
-    # Controls are made one by one, as each takes a while; the first that explains all is the last.
-    tries = itertools.chain([None], controls)
-    for control in tries:
-        part = (mean, apart)
-        if control is not None:
-            part = _regressed(client, apart, mean, count, control)
+    if exact := explained(plain, apart):
+        return exact
+    shift = np.zeros(n)
+    for control in controls:  # made one by one, as each takes a while
+        part = _regressed(client, apart, mean, count, control)
         found = known(*part)
-        if np.abs(part[1] / unit).max() <= _EXPLAINED:
-            return Estimate(found.weights, np.where(count > 0, 0.0, np.inf), found.freedom)
-        shifts.append(found.weights - plain.weights)
-    errors = np.hypot(plain.errors, np.abs(shifts).max(axis=0))
-    return _cautious(Estimate(plain.weights, errors, plain.freedom), count, apart / unit)
+        if exact := explained(found, part[1]):
+            return exact
+        shift = np.maximum(shift, np.abs(found.weights - plain.weights))
+    errors = np.hypot(plain.errors, shift)
+    return _cautious(WeightEstimate(plain.weights, errors, plain.freedom), count, apart / unit)
 
 
-def _ratio(seen: Sightings, count: FloatArray, pull: FloatArray, moved: FloatArray) -> Estimate:
-    """Shares of the pulls, with errors from how far each sighting moved its client's pull."""
+def _ratio(
+    seen: Observations, count: FloatArray, raw: FloatArray, moved: FloatArray
+) -> WeightEstimate:
+    """Normalised weights, with errors from how far each observation moved its client's weight."""
     client, n, k = seen.client, len(count), seen.rounds
-    whole = _downhill(pull)
-    weights = pull / whole
+    whole = _positive_sum(raw)
+    weights = raw / whole
     together = np.bincount(seen.round, weights=moved, minlength=k)[seen.round]
     present = np.bincount(client, weights=(moved - weights[client] * together) ** 2, minlength=n)
     squares = np.bincount(client, weights=together**2, minlength=n)
     absent = np.where(count == k, 0.0, np.maximum(float(together @ moved) - squares, 0.0))
     errors: FloatArray = np.sqrt((present + weights**2 * absent) / max(k - 1, 1) / k) / whole
     errors[errors <= 1e-12 * np.abs(weights)] = 0.0  # rounding alone
-    return Estimate(weights, errors, count - 1)
+    return WeightEstimate(weights, errors, count - 1)
 
 
-def _cautious(found: Estimate, count: FloatArray, spread: FloatArray) -> Estimate:
-    """The same with the spread of all for clients that were seen too seldom to show their own."""
+def _cautious(found: WeightEstimate, count: FloatArray, spread: FloatArray) -> WeightEstimate:
+    """Use the spread of all clients for those that were seen too rarely."""
     typical = float(np.sqrt(np.mean(spread**2)))
     borrowed = np.abs(found.weights) * typical / np.sqrt(np.maximum(count, 1.0))
     errors = np.where(count < _FEW, np.maximum(found.errors, borrowed), found.errors)
-    # Where nothing has varied yet there is nothing to borrow, and few rounds prove nothing.
+    # If nothing has varied yet there is no spread to borrow.
     errors[count < (_FEW if typical == 0 else 2)] = np.inf
-    return Estimate(found.weights, errors, found.freedom)
+    return WeightEstimate(found.weights, errors, found.freedom)
 
 
 def _regressed(
     client: IntArray, apart: FloatArray, mean: FloatArray, count: FloatArray, control: Control
 ) -> tuple[FloatArray, FloatArray]:
-    """The mean masses where the control has its expectation, and what it leaves unexplained."""
+    """The mean contributions if the control had its expectation, and the residuals."""
     n = len(mean)
     middle = np.bincount(client, weights=control.value, minlength=n) / np.maximum(count, 1.0)
     value = control.value - middle[client]
@@ -162,7 +158,7 @@ def _regressed(
     varied = squares > 1e-18 * count * middle**2
     usable = varied & (count >= _FEW)
     slope = np.bincount(client, weights=value * apart, minlength=n) / np.where(varied, squares, 1.0)
-    # Clients that were seen too seldom are taken to go by the control as the others do.
+    # Clients that were seen too rarely get the typical slope of the others.
     unit = np.where(middle > 0, mean / np.where(middle > 0, middle, 1.0), 0.0)
     typical = slope[usable & (unit != 0)] / unit[usable & (unit != 0)]
     slope = np.where(usable, slope, unit * (np.median(typical) if len(typical) else 0.0))
@@ -170,17 +166,17 @@ def _regressed(
     return mean + slope * way, apart - slope[client] * value
 
 
-def proportions(seen: Sightings, n: int) -> FloatArray:
+def proportions(seen: Observations, n: int) -> FloatArray:
     """A positive number for every client to which aggregation weights are proportional within
-    cohorts, as nearly as can be: a fit of ``log weight = x_i + y_k`` for client i in round k.
+    cohorts, as nearly as possible: a fit of ``log weight = x_i + y_k`` for client i in round k.
 
     >>> rounds, clients = np.array([0, 0, 1, 1]), np.array([0, 1, 1, 2])
-    >>> seen = Sightings(rounds, clients, np.array([1.0, 2.0, 20.0, 30.0]), 2)
+    >>> seen = Observations(rounds, clients, np.array([1.0, 2.0, 20.0, 30.0]), 2)
     >>> fitted = proportions(seen, 3)
     >>> (fitted / fitted[0]).round(6).tolist()
     [1.0, 2.0, 3.0]
     """
-    level = np.log(seen.mass if seen.walked is None else seen.mass / seen.walked)
+    level = np.log(seen.contribution / (1.0 if seen.distance is None else seen.distance))
     x = np.zeros(n)
     members = np.maximum(np.bincount(seen.round, minlength=seen.rounds), 1)
     count = np.maximum(np.bincount(seen.client, minlength=n), 1)
@@ -195,33 +191,35 @@ def proportions(seen: Sightings, n: int) -> FloatArray:
     return fitted
 
 
-def estimate_by_batches(moves: FloatArray, seen: IntArray) -> Estimate:
-    """The same from the mean moves of long batches of rounds: (batches, clients)."""
-    pull = moves.mean(axis=0)
-    whole = _downhill(pull)
-    weights = pull / whole
+def error_of_mean(batches: FloatArray) -> FloatArray:
+    """The standard errors of the means of the columns, from independent rows."""
+    errors: FloatArray = batches.std(axis=0, ddof=1) / np.sqrt(len(batches))
+    return errors
+
+
+def estimate_by_batches(moves: FloatArray, seen: IntArray) -> WeightEstimate:
+    """The effective weights from the mean moves over batches of rounds: (batches, clients)."""
+    raw = moves.mean(axis=0)
+    whole = _positive_sum(raw)
+    weights = raw / whole
     residuals = moves - weights * moves.sum(axis=1, keepdims=True)
-    errors: FloatArray = residuals.std(axis=0, ddof=1) / np.sqrt(len(moves)) / whole
+    errors = error_of_mean(residuals) / whole
     errors[seen < 2 * _FEW] = np.inf
-    return Estimate(weights, errors, np.full(len(pull), len(moves) - 1.0))
+    return WeightEstimate(weights, errors, np.full(len(raw), len(moves) - 1.0))
 
 
-def exact(seen: Sightings, n: int, shares: FloatArray) -> Estimate:
+def weights_from_all_cohorts(seen: Observations, n: int, shares: FloatArray) -> WeightEstimate:
     """The weights from every cohort with its probability: nothing is estimated."""
-    mass = seen.mass * shares[seen.round]
-    pull = np.bincount(seen.client, weights=mass, minlength=n).astype(np.float64)
-    return Estimate(pull / _downhill(pull), np.zeros(n), np.full(n, np.inf))
+    shared = seen.contribution * shares[seen.round]
+    raw = np.bincount(seen.client, weights=shared, minlength=n).astype(np.float64)
+    return WeightEstimate(raw / _positive_sum(raw), np.zeros(n), np.full(n, np.inf))
 
 
-def _downhill(pull: FloatArray) -> float:
-    whole = float(pull.sum())
+def _positive_sum(raw: FloatArray) -> float:
+    whole = float(raw.sum())
     if not whole > 0:
         raise FedShuffleError(
-            f"the clients' pulls on the model sum to {whole:g}: the mean round does not follow its"
-            " clients, so it minimises no weighted sum of their objectives."
+            f"the clients' contributions to the model sum to {whole:g}: the mean round does not"
+            " follow its clients, so it minimises no weighted sum of their objectives."
         )
     return whole
-
-
-def _unit(mean: FloatArray) -> FloatArray:
-    return np.where(mean == 0, 1.0, np.abs(mean))

@@ -1,4 +1,4 @@
-"""Findings: what is wrong with a setting, why it matters, and how to fix it."""
+"""Findings: what is wrong with a method in a setting, why it matters, and how to fix it."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ from typing import final
 import numpy as np
 
 from fedshuffle._arrays import FloatArray
-from fedshuffle.federation import Federation
+from fedshuffle.auditing.subject import Subject
 from fedshuffle.local_work import Workload
 from fedshuffle.methods import (
     MVR,
+    Cohort,
     FedShuffleGen,
     GlobalMomentum,
     InclusionProbability,
     Method,
-    Participants,
     Plain,
 )
 from fedshuffle.methods.servers import Average
-from fedshuffle.sampling import Full, Sampling
+from fedshuffle.sampling import Full
 
 TOLERANCE = 1e-8
 """Effective weights within this relative distance of the objective's count as equal."""
@@ -28,7 +28,7 @@ TOLERANCE = 1e-8
 
 def differ(objective: FloatArray, effective: FloatArray, errors: FloatArray | None) -> bool:
     """Whether two objectives differ, beyond rounding or beyond chance."""
-    # Five standard errors, so that among a thousand clients chance alone does not accuse.
+    # Five standard errors, so that among a thousand clients chance alone hardly ever accuses one.
     slack = TOLERANCE * objective if errors is None else 5 * errors + 1e-12
     return bool((np.abs(effective - objective) > slack).any())
 
@@ -43,20 +43,25 @@ class Finding:
     fix: str
 
 
-def find(
-    federation: Federation,
-    effective: FloatArray,
-    errors: FloatArray | None,
-    method: Method,
-    sampling: Sampling,
-    workload: Workload,
-    rounds: int | None = None,
+def method_findings(
+    subject: Subject, effective: FloatArray, errors: FloatArray | None, rounds: int | None
 ) -> tuple[Finding, ...]:
-    """The causes of the difference between two objectives; where there is no difference, only that
-    rounds differ, if they do: ``rounds`` of them were looked at.
+    """The causes of the bias of a method. Without a bias, the only possible finding is that rounds
+    differ: ``rounds`` is then the number of rounds that were averaged.
     """
-    objective = federation.weights
-    findings = [] if rounds is None else [_rounds_differ(rounds)]
+    method, sampling, workload = subject.method, subject.sampling, subject.workload
+    federation, objective = subject.federation, subject.federation.weights
+    findings: list[Finding] = []
+
+    def add(what: str, why: str, fix: str) -> None:
+        findings.append(Finding(what, why, fix))
+
+    if rounds is not None:
+        add(
+            "A rule or an interruption depends on the round.",
+            f"The weights are the mean over the first {rounds} rounds; later ones may differ.",
+            "Let every round treat clients alike, or audit over as many rounds as you train.",
+        )
     if not differ(objective, effective, errors):
         return tuple(findings)
     if method.pooled:
@@ -68,82 +73,66 @@ def find(
             ),
         )
     rule, work = method.averaging, workload.work
-    steps = workload.alone[0]
+    steps = workload.possible_steps[0]
     uneven = int(steps.min()) != int(steps.max())
-    sound = sound_kin(method)
-    if uneven and work.steps is None and not _balanced(rule, workload):
-        findings.append(
-            Finding(
-                f"Clients take from {steps.min()} to {steps.max()} local steps"
-                f" {_at_which_step_sizes(rule, workload)}.",
-                "A client that takes more steps moves the model further, so it counts by its"
-                " weight and by its steps.",
-                f"Scale each client's step size by its number of steps: method {sound}.",
-            )
+    consistent = consistent_variant(method)
+    # Two clients that differ only in their steps, with the fewest and the most of the federation.
+    few, many = int(steps.max(axis=1).min()), int(steps.max())
+    short, long = _client(workload, few, few), _client(workload, many, many)
+    if uneven and work.steps is None and not _equal(_moved(rule, short), _moved(rule, long)):
+        scaled = rule.step_scale(short).item() != rule.step_scale(long).item()
+        at = "at step sizes that do not make up for it" if scaled else "at one step size"
+        add(
+            f"Clients take from {steps.min()} to {steps.max()} local steps {at}.",
+            "A client that takes more steps moves the model further, so it also counts by steps.",
+            f"Scale each client's step size by its number of steps: method {consistent}.",
         )
     if uneven and isinstance(work.steps, str):
-        findings.append(
-            Finding(
-                f"The number of steps is the {work.steps} over each cohort.",
-                "Clients that are sampled together with large clients move the model further.",
-                f"Give every client its own epochs and scale the step size: method {sound}.",
-            )
+        add(
+            f"The number of steps is the {work.steps} over each cohort.",
+            "Clients that are sampled together with large clients move the model further.",
+            f"Give every client its own epochs and scale the step size: method {consistent}.",
         )
-    if _stops_early(workload) and not _makes_up(rule, workload):
-        findings.append(
-            Finding(
-                "Some clients do not finish the steps that they planned.",
-                "A client that stops early moves less far than its weight says.",
-                "Weigh by the share of the work that was done: method fedshuffle-gen.",
-            )
+    if _stops_early(workload) and not _equal(
+        _moved(rule, _client(workload, many, 1)), _moved(rule, long)
+    ):
+        add(
+            "Some clients do not finish the steps that they planned.",
+            "A client that stops early moves less far than its weight says.",
+            "Weigh by the share of the work that was done: method fedshuffle-gen.",
         )
     if not isinstance(rule.normaliser, InclusionProbability) and not isinstance(sampling, Full):
-        findings.append(
-            Finding(
-                "The aggregation weights are normalised over the cohort.",
-                divided_by_a_larger_sum(objective, effective, others=bool(findings)),
-                f"Divide each weight by the client's inclusion probability: method {sound}.",
-            )
+        add(
+            "The aggregation weights are normalised over the cohort.",
+            why_not_normalise(objective, effective, other_causes=bool(findings)),
+            f"Divide each weight by the client's inclusion probability: method {consistent}.",
         )
     if method.direction.needs_joint and not isinstance(sampling, Full):
         mvr = isinstance(method.direction, MVR)
-        findings.append(
-            Finding(
-                f"{'Exact MVR' if mvr else method.name} estimates the gradient from the cohort that"
-                " then walks along it.",
-                "Cohorts of large total weight both steer and move more than others.",
-                f"Use {'the cheap global momentum' if mvr else 'scaffold'}, or a sampling whose"
-                " cohorts all have the same total weight (full participation, or one client with"
-                " probability w).",
-            )
+        add(
+            f"{'Exact MVR' if mvr else method.name} estimates the gradient from the cohort that"
+            " then follows it.",
+            "A cohort of large total weight both counts more in the estimate and moves further.",
+            f"Use {'the cheap global momentum' if mvr else 'scaffold'}, or a sampling whose cohorts"
+            " all have the same total weight (full participation, or one client with probability"
+            " w).",
         )
     if not findings:
         most = int(np.argmax(np.abs(np.log(np.maximum(effective, 1e-300) / objective))))
-        findings.append(
-            Finding(
-                f"The rules of {method.name} do not weigh clients as the objective does.",
-                f"In the mean over cohorts client {federation.ids[most]} counts"
-                f" {effective[most] / objective[most]:.3g} times what was meant.",
-                "Give rules by which weight times steps over normalisations goes by the objective's"
-                f" weight, as those of method {sound}.",
-            )
+        add(
+            f"The rules of {method.name} do not weigh clients as the objective does.",
+            f"In the mean over cohorts client {federation.ids[most]} counts"
+            f" {effective[most] / objective[most]:.3g} times what was meant.",
+            "Make weight times steps over normalisations proportional to the objective's weight,"
+            f" as method {consistent} does.",
         )
     return tuple(findings)
 
 
-def _rounds_differ(rounds: int) -> Finding:
-    return Finding(
-        "A rule or an interruption depends on the round.",
-        f"Clients count otherwise in other rounds; the weights are the mean over the first {rounds}"
-        " rounds, and say nothing of later ones.",
-        "Let every round treat clients alike, or audit over as many rounds as you train.",
-    )
+def why_not_normalise(objective: FloatArray, effective: FloatArray, other_causes: bool) -> str:
+    """Why weights should not be normalised over the cohort, as these weights show it.
 
-
-def divided_by_a_larger_sum(objective: FloatArray, effective: FloatArray, others: bool) -> str:
-    """Why weights should not be normalised over the cohort, as it shows in these weights.
-
-    ``others`` says whether there are other causes, which may outweigh this one.
+    ``other_causes`` says whether there are other causes of a bias, which may outweigh this one.
     """
     why = "A client is divided by a larger sum when it is sampled itself, and most of all"
     order = np.argsort(objective, kind="stable")
@@ -153,7 +142,7 @@ def divided_by_a_larger_sum(objective: FloatArray, effective: FloatArray, others
     )
     if objective[order[0]] < objective[order[-1]] and large < 1 < small:
         return f"{why} when it is large, so large clients count too little and small ones too much."
-    if others:
+    if other_causes:
         return (
             f"{why} when it is large. By itself this takes weight from large clients; here other"
             " causes outweigh it."
@@ -161,56 +150,33 @@ def divided_by_a_larger_sum(objective: FloatArray, effective: FloatArray, others
     return f"{why} when it is large, so it does not count in proportion to its weight."
 
 
-def _balanced(rule: FedShuffleGen, workload: Workload) -> bool:
-    """Whether clients that differ only in their steps move the model equally far."""
-    short, long = (_moved(rule, workload, steps, steps) for steps in _extremes(workload))
-    return bool(np.isclose(short, long, rtol=1e-9, atol=0))
-
-
-def _at_which_step_sizes(rule: FedShuffleGen, workload: Workload) -> str:
-    short, long = (
-        rule.step_scale(_one(workload, steps, steps)).item() for steps in _extremes(workload)
-    )
-    return "at one step size" if short == long else "at step sizes that do not make up for it"
-
-
 def _stops_early(workload: Workload) -> bool:
     interruption = workload.work.interruption
     if interruption is None or interruption.random:
         return interruption is not None
-    planned = workload.alone[0][:, -1]
+    planned = workload.possible_steps[0][:, -1]
     return bool((workload.done(planned, np.arange(len(planned)), 0, 0) < planned).any())
 
 
-def _makes_up(rule: FedShuffleGen, workload: Workload) -> bool:
-    """Whether a client that stops early moves the model as far as if it did not."""
-    planned = max(_extremes(workload))
-    early, whole = (_moved(rule, workload, planned, done) for done in (1, planned))
-    return bool(np.isclose(early, whole, rtol=1e-9, atol=0))
-
-
-def _extremes(workload: Workload) -> tuple[int, int]:
-    """The fewest and the most steps that clients take at most."""
-    steps = workload.alone[0].max(axis=1)
-    return int(steps.min()), int(steps.max())
-
-
-def _one(workload: Workload, planned: int, done: int) -> Participants:
+def _client(workload: Workload, planned: int, done: int) -> Cohort:
     """The first client with other steps, so that only these differ."""
     client, half = np.zeros(1, dtype=np.int64), np.full(1, 0.5)
-    return Participants(client, half, half, np.array([planned]), np.array([done]), workload.longest)
+    return Cohort(client, half, half, np.array([planned]), np.array([done]), workload.longest)
 
 
-def _moved(rule: FedShuffleGen, workload: Workload, planned: int, done: int) -> float:
-    client = _one(workload, planned, done)
-    return float((rule.client_weights(client) * rule.step_scale(client) * done).item())
+def _moved(rule: FedShuffleGen, client: Cohort) -> float:
+    return float((rule.client_weights(client) * rule.step_scale(client) * client.done).item())
 
 
-def sound_kin(method: Method) -> str:
+def _equal(one: float, other: float) -> bool:
+    return bool(np.isclose(one, other, rtol=1e-9, atol=0))
+
+
+def consistent_variant(method: Method) -> str:
     """The name of the method with the same direction and server that averages as FedShuffle does.
 
     >>> from fedshuffle import methods
-    >>> sound_kin(methods.get("fedavg")), sound_kin(methods.get("fedprox"))
+    >>> consistent_variant(methods.get("fedavg")), consistent_variant(methods.get("fedprox"))
     ('fedshuffle', 'fedprox+fedshuffle')
     """
     averages = isinstance(method.direction, Plain | MVR | GlobalMomentum)

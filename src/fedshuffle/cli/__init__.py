@@ -1,4 +1,4 @@
-"""The command line. Each command parses its words, calls the library, and prints."""
+"""The command line: each command parses its options, calls the library, and prints."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from rich.markup import escape
 
 from fedshuffle import __version__
 from fedshuffle._terminal import Console
-from fedshuffle.cli import audit, compare, data, experiments, flower, methods, new, run
-from fedshuffle.cli.words import Command, Group
+from fedshuffle.cli import advise, audit, compare, data, experiments, flower, methods, new, run
+from fedshuffle.cli.shared import Command, Group
 from fedshuffle.errors import FedShuffleError
 
 app = typer.Typer(
@@ -23,7 +23,7 @@ app = typer.Typer(
 )
 app.command(cls=Command)(audit.audit)
 app.command(cls=Command)(run.run)
-app.command(cls=Command)(run.advise)
+app.command(cls=Command)(advise.advise)
 app.command(name="methods", cls=Command)(methods.list_methods)
 app.command(cls=Command)(methods.conformance)
 app.command(cls=Command)(experiments.reproduce)
@@ -35,7 +35,7 @@ app.add_typer(flower.app, name="flower")
 
 
 def main() -> None:
-    """Run the command; what the user can put right is said in one line, without a traceback."""
+    """Run the command; an error that the user can fix is one line, without a traceback."""
     try:
         app()
     except FedShuffleError as error:

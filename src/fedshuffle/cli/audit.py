@@ -2,30 +2,29 @@
 
 from __future__ import annotations
 
-import functools
 import json
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import numpy as np
 import typer
 
-from fedshuffle import methods
-from fedshuffle._arrays import FloatArray, IntArray, expect
-from fedshuffle.auditing import Audit, BlackBoxAudit
-from fedshuffle.auditing import audit as run_audit
+from fedshuffle import auditing, methods
+from fedshuffle._arrays import FloatArray, number
 from fedshuffle.cli.shared import AsJson, console, refuse_unused, was_given
-from fedshuffle.errors import FedShuffleError
+from fedshuffle.errors import FedShuffleError, error_context
 from fedshuffle.federation import Federation
-from fedshuffle.local_work import EpochRange, LocalWork
+from fedshuffle.local_work import LocalWork
 from fedshuffle.methods import Method
 from fedshuffle.sampling import Sampling, is_import_path
+
+_Subject = tuple[Federation, Method, str | Sampling, LocalWork]
 
 
 def audit(
     context: typer.Context,
     sizes: Annotated[
-        str | None, typer.Option(help="Examples per client: 1,2,3 or @file, one a line.")
+        str | None, typer.Option(help="Examples per client: 1,2,3 or @file, one per line.")
     ] = None,
     data: Annotated[
         Path | None, typer.Option(help="Audit on the clients of this store instead of --sizes.")
@@ -45,9 +44,9 @@ def audit(
         ),
     ] = "full",
     epochs: Annotated[
-        str, typer.Option(help="2 for all, 1,2,3 per client, or 2..5 at random.")
-    ] = "1",
-    batch_size: Annotated[int, typer.Option(help="Examples per local step.")] = 1,
+        str | None, typer.Option(help="2 for all, 1,2,3 per client, or 2..5 at random; 1.")
+    ] = None,
+    batch_size: Annotated[int | None, typer.Option(help="Examples per local step; 1.")] = None,
     weights: Annotated[
         str | None, typer.Option(help="Objective weights as for --sizes; by size if not given.")
     ] = None,
@@ -80,7 +79,7 @@ def audit(
     ] = None,
     rounds: Annotated[
         int | None,
-        typer.Option(help="For rules that depend on the round: the mean over so many, 100."),
+        typer.Option(help="For rules that depend on the round: how many to average over, 100."),
     ] = None,
     check: Annotated[
         bool, typer.Option("--check", help="Exit with 1 if the objective is not the one you meant.")
@@ -88,72 +87,78 @@ def audit(
     as_json: AsJson = False,
 ) -> None:
     """Say which objective a method, or other people's code, really minimises."""
-    from fedshuffle.auditing import commands
-
     rules = ["method", "momentum", "rounds"]
-    others = flower is not None or function is not None or log is not None
+    others = [one for one in (flower, function, log) if one is not None]
+    if len(others) > 1:
+        raise FedShuffleError("give one of --flower, --callable and --log.")
     if log is not None:
         unused = ["sampling", "epochs", "batch_size", "step_sizes", "seed", "draws"]
         refuse_unused(context, [*rules, *unused, "data", "config"], "--log")
-    elif others:
-        refuse_unused(context, rules, "--flower, --callable")
-    else:
-        refuse_unused(context, ["step_sizes", "confidence"], "--method")
-    objective = None if weights is None else _numbers(weights, "--weights")
-    if log is not None:
-        commands.one_of(flower, function, log)
         if sizes is not None:
-            raise FedShuffleError("a log tells the sizes itself: leave out --sizes.")
-        _show(commands.audit_log(log, objective, confidence), check, as_json)
-        return
-    if config is not None:
-        refuse_unused(context, ["sizes", "data", "weights", "epochs", "batch_size"], "--config")
-        given = {"method": method, "sampling": sampling, "momentum": momentum}
-        subject = commands.subject_of_config(
-            config, {key: value for key, value in given.items() if was_given(context, key)}
-        )
+            raise FedShuffleError("a log contains the sizes: leave out --sizes.")
     else:
-        federation = commands.clients(
-            None if sizes is None else _numbers(sizes, "--sizes"), data, objective
-        )
-        chosen, drawn = _own(method, sampling, federation)
-        if momentum is not None:
-            chosen = chosen.with_momentum(methods.parse_momentum(momentum))
-        work = LocalWork(epochs=_epochs(epochs), batch_size=batch_size)
-        subject = commands.Subject(federation, chosen, drawn, work)
-    if others:
-        _show(
-            commands.audit_others(
-                subject,
-                flower=flower,
-                function=function,
-                step_sizes=step_sizes,
-                confidence=confidence,
-                seed=seed,
-                draws=2000 if draws is None else draws,
-            ),
-            check,
-            as_json,
-        )
-        return
-    numbers = {"draws": draws, "rounds": rounds}
-    counts = {key: value for key, value in numbers.items() if value is not None}
-    result = functools.partial(run_audit, *subject, seed=seed)(**counts)
-    _show(result, check, as_json)
+        unused, under = ["step_sizes", "confidence"], "--method"
+        if others:
+            unused, under = rules, "--flower, --callable"
+        refuse_unused(context, unused, under)
+    objective = None if weights is None else _numbers(weights, "--weights")
+    counts = {"draws": draws, "rounds": rounds}
+    given: dict[str, Any] = {key: value for key, value in counts.items() if value is not None}
+    if log is not None:
+        from fedshuffle.auditing.adapters import read_log
 
-
-def _show(result: Audit | BlackBoxAudit, check: bool, as_json: bool) -> None:
+        result, _ = read_log(log, weights=objective, confidence=confidence)
+    else:
+        if config is not None:
+            refuse_unused(context, ["sizes", "data", "weights", "epochs", "batch_size"], "--config")
+            names = {"method": method, "sampling": sampling, "momentum": momentum}
+            changes = {key: value for key, value in names.items() if was_given(context, key)}
+            subject = _subject_of_config(config, changes)
+        else:
+            federation = _clients(sizes, data, objective)
+            chosen, drawn = _find(method, sampling, federation)
+            if momentum is not None:
+                chosen = chosen.with_momentum(methods.parse_momentum(momentum))
+            work = LocalWork(_epochs(epochs), batch_size=batch_size)
+            subject = federation, chosen, drawn, work
+        if others:
+            given |= {"step_sizes": step_sizes, "confidence": confidence, "seed": seed}
+            result = _audit_server(subject, flower, function, given)
+        else:
+            result = auditing.audit(*subject, seed=seed, **given)
     if as_json:
         print(json.dumps(result.to_dict(), allow_nan=False))
     else:
-        from fedshuffle.report.audit import print_audit
+        from fedshuffle.auditing.display import print_audit
 
         print_audit(console, result)
     if check and result.consistent is False:
         raise typer.Exit(1)
 
 
-def _own(method: str, sampling: str, federation: Federation) -> tuple[Method, str | Sampling]:
+def _clients(sizes: str | None, data: Path | None, weights: Any) -> Federation:
+    if data is not None and sizes is None:
+        return Federation.open(data, weights)
+    if sizes is None or data is not None:
+        raise FedShuffleError(
+            "name the clients: give --sizes, such as --sizes 1,2,3, or --data and a store, or"
+            " --config and a run's config."
+        )
+    return Federation.from_sizes(_numbers(sizes, "--sizes"), weights)
+
+
+def _subject_of_config(file: Path, changes: dict[str, Any]) -> _Subject:
+    from fedshuffle import config as configs
+    from fedshuffle.config import imports, runner
+
+    config = configs.load(file, changes)
+    with imports.importable(config.folder):
+        federation = runner.federation(config)
+        sampling = runner.sampling(config, federation)
+        return federation, runner.method(config), sampling, config.work
+
+
+def _find(method: str, sampling: str, federation: Federation) -> tuple[Method, str | Sampling]:
     """The method and the sampling, also where these are import paths, from this folder."""
     if not (methods.is_import_path(method) or is_import_path(sampling)):
         return methods.get(method), sampling
@@ -161,47 +166,46 @@ def _own(method: str, sampling: str, federation: Federation) -> tuple[Method, st
 
     here = Path.cwd()
     with imports.importable(here):
-        found: Method | str = method
-        if methods.is_import_path(method):
-            found = imports.find(method, here)
-            expect(found, Method, repr(method))
-        drawn: str | Sampling = sampling
-        if is_import_path(sampling):
-            drawn = imports.given(sampling, federation, here)
-            expect(drawn, Sampling, f"what {sampling!r} returns")
-        return methods.get(found), drawn
+        return imports.method(method, here), imports.sampling(sampling, federation, here)
 
 
-def _numbers(text: str, option: str) -> FloatArray | IntArray:
-    """Numbers from ``1,2,3`` or from ``@file`` with one a line."""
+def _audit_server(
+    subject: _Subject, flower: str | None, function: str | None, given: dict[str, Any]
+) -> auditing.Audit:
+    """The audit of a strategy or a function with the clients, sampling and work of a subject."""
+    from fedshuffle.auditing.adapters import Aggregator, FlowerAggregator
+    from fedshuffle.config import imports
+
+    federation, _, sampling, work = subject
+    here = Path.cwd()
+    with imports.importable(here):
+        server = imports.find(flower or function or "", here)
+        if flower is not None and not isinstance(server, Aggregator):
+            server = FlowerAggregator(server, len(federation))
+        return auditing.audit_server(server, federation, sampling, work, **given)
+
+
+def _numbers(text: str, option: str) -> FloatArray:
+    """Numbers from ``1,2,3`` or from ``@file`` with one per line."""
     if text.startswith("@"):
-        path = Path(text[1:])
-        try:
-            lines = path.read_text(encoding="utf-8-sig").split("\n")
-        except (OSError, UnicodeDecodeError) as error:
-            raise FedShuffleError(f"{option}: cannot read {str(path)!r}: {error}.") from error
+        fails = f"{option}: cannot read {text[1:]!r}"
+        with error_context(lambda error: f"{fails}: {error}.", (OSError, UnicodeDecodeError)):
+            lines = Path(text[1:]).read_text(encoding="utf-8-sig").split("\n")
         words = [(f"line {k}", line.strip()) for k, line in enumerate(lines, 1) if line.strip()]
     else:
         words = [(f"entry {k}", word.strip()) for k, word in enumerate(text.split(","), 1)]
-    numbers = []
-    for where, word in words:
-        try:
-            numbers.append(float(word))
-        except ValueError:
-            raise FedShuffleError(
-                f"{option}: {where} is {word!r}, which is not a number."
-            ) from None
-    return np.array(numbers)
+    return np.array([number(word, f"{option}: {where}") for where, word in words])
 
 
-def _epochs(text: str) -> int | list[int] | EpochRange:
+def _epochs(text: str | None) -> Any:
+    if text is None:
+        return None
+    if ".." in text:
+        from fedshuffle.config import loader
+
+        return loader.epochs(text, "--epochs")
     try:
-        if ".." in text:
-            low, high = text.split("..")
-            return EpochRange(int(low), int(high))
         epochs = [int(word) for word in text.split(",")]
-    except FedShuffleError:
-        raise
     except ValueError:
         raise FedShuffleError(
             f"--epochs: cannot read {text!r}. Write 2 for all, 1,2,3 per client, or 2..5."

@@ -1,22 +1,18 @@
-"""The commands that run what the project brings: the paper's experiments, and the demo."""
+"""The commands that run the paper's experiments and the demo."""
 
 from __future__ import annotations
 
 import json
 import shlex
-from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
-from fedshuffle.cli.compare import do
-from fedshuffle.cli.shared import AsJson, Jobs, Out, console, refuse_unused
+from fedshuffle.cli.compare import run_comparison
+from fedshuffle.cli.shared import AsJson, DataFolder, Jobs, Out, console, refuse_unused
 from fedshuffle.errors import unknown
-
-if TYPE_CHECKING:
-    from fedshuffle.experiments.quadratic import Claim
 
 _UNUSED = {
     "quadratic": ["scale", "data", "jobs"],
@@ -30,46 +26,36 @@ _UNUSED = {
 def reproduce(
     context: typer.Context,
     experiment: Annotated[
-        str,
-        typer.Argument(help="quadratic (the toy figures), theory, shakespeare or cifar100."),
+        str, typer.Argument(help="quadratic (the toy figures), theory, shakespeare or cifar100.")
     ],
     out: Out,
     rounds: Annotated[int, typer.Option(help="Rounds of training, for quadratic.")] = 1000,
     scale: Annotated[
         str, typer.Option(help="paper, laptop or smoke, for shakespeare and cifar100.")
     ] = "laptop",
-    data: Annotated[
-        Path | None,
-        typer.Option(help="Folder of data sets; that of FEDSHUFFLE_DATA, or a cache, if none."),
-    ] = None,
+    data: DataFolder = None,
     jobs: Jobs = None,
     as_json: AsJson = False,
 ) -> None:
-    """Run an experiment of the paper; what was done before an interruption stays done."""
+    """Run an experiment of the paper; the same command resumes it after an interruption."""
     if experiment not in _UNUSED:
         raise unknown("experiment", experiment, _UNUSED)
     refuse_unused(context, _UNUSED[experiment], experiment)
-    if experiment == "quadratic":
-        from fedshuffle.experiments.quadratic import reproduce as reproduce_quadratic
+    if experiment in ("quadratic", "theory"):
+        from fedshuffle.experiments import quadratic, theory
 
-        _show_claims(reproduce_quadratic(out, rounds, progress=not as_json), as_json)
-        return
-    if experiment == "theory":
-        from fedshuffle.experiments.theory import reproduce as reproduce_theory
-
-        _show_claims(reproduce_theory(out, progress=not as_json), as_json)
+        if experiment == "quadratic":
+            claims = quadratic.reproduce(out, rounds, progress=not as_json)
+        else:
+            claims = theory.reproduce(out, progress=not as_json)
+        if as_json:  # else the table of claims is printed with the progress
+            print(json.dumps([asdict(claim) for claim in claims]))
         return
     from fedshuffle.experiments import real
 
     words = ["fedshuffle", "reproduce", experiment, "--scale", scale, "--out", str(out)]
     words += ["--data", str(data)] if data else []
-    do(real.load(experiment, scale, out, data), out, jobs, shlex.join(words), as_json)
-
-
-def _show_claims(claims: Sequence[Claim], as_json: bool) -> None:
-    """The table of claims is printed with the progress; a program gets them here."""
-    if as_json:
-        print(json.dumps([asdict(claim) for claim in claims]))
+    run_comparison(real.load(experiment, scale, out, data), out, jobs, shlex.join(words), as_json)
 
 
 def demo(
@@ -80,7 +66,7 @@ def demo(
 ) -> None:
     """Audit and train three methods on real data, and write a one-page report."""
     from fedshuffle.experiments.demo import demo as run_demo
-    from fedshuffle.report.demo import print_summary
+    from fedshuffle.experiments.demo.page import print_summary
 
     summary = run_demo(out, rounds=rounds, seed=seed, progress=not as_json)
     if as_json:

@@ -9,8 +9,7 @@ from typing import Annotated
 import typer
 from rich.markup import escape
 
-from fedshuffle.cli.shared import console
-from fedshuffle.cli.words import Command, Group
+from fedshuffle.cli.shared import Command, Group, console, overrides
 from fedshuffle.errors import FedShuffleError
 
 app = typer.Typer(
@@ -31,19 +30,21 @@ def up(
     ] = None,
     folder: Annotated[
         Path | None,
-        typer.Option("--dir", help="For keys and logs; temporary, gone at a good end, if none."),
+        typer.Option("--dir", help="For keys and logs; by default temporary, gone at a good end."),
     ] = None,
-    port: Annotated[int | None, typer.Option(help="Of the SuperLink; a free one if none.")] = None,
+    port: Annotated[
+        int | None, typer.Option(help="Of the SuperLink; by default a free one.")
+    ] = None,
 ) -> None:
     """Bring up a SuperLink and SuperNodes on this machine only, with TLS and node keys."""
-    from fedshuffle.config import setting
     from fedshuffle.flower import local
+    from fedshuffle.flower.new_app import app_config
     from fedshuffle.flower.processes import ended_by_signals
 
-    changes = dict(setting(text) for text in settings or [])
+    changes = overrides(settings)
     if app_folder is None and settings:
         raise FedShuffleError("--set changes nothing without --app: leave it out.")
-    if app_folder is not None and "clients" in local.app_config(app_folder, changes):
+    if app_folder is not None and "clients" in app_config(app_folder, changes):
         changes = {"clients": clients, **changes}
     deployment = local.Deployment(clients, folder, port=port, progress=_say)
     try:

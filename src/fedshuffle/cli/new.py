@@ -1,4 +1,4 @@
-"""The commands that write something to begin with."""
+"""The commands that write starter files."""
 
 from __future__ import annotations
 
@@ -8,11 +8,9 @@ from typing import Annotated
 
 import typer
 
-from fedshuffle.cli.words import Command, Group
+from fedshuffle.cli.shared import Command, Group
 
-app = typer.Typer(
-    help="Something to begin with, written into a folder.", no_args_is_help=True, cls=Group
-)
+app = typer.Typer(help="Write starter files into a folder.", no_args_is_help=True, cls=Group)
 
 
 @app.command(cls=Command, name="run")

@@ -1,4 +1,4 @@
-"""The commands about one run: train it, and what the theory advises for it."""
+"""The command that trains a run."""
 
 from __future__ import annotations
 
@@ -9,29 +9,30 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.markup import escape
 
+from fedshuffle._arrays import jsonable
 from fedshuffle._terminal import Console
-from fedshuffle.cli.shared import AsJson, alone, console
+from fedshuffle.cli.shared import AsJson, Settings, alone, console, overrides
 from fedshuffle.errors import FedShuffleError, user_error
+
+if TYPE_CHECKING:
+    from fedshuffle.training import Result
 
 
 def run(
     config: Annotated[Path | None, typer.Argument(help="A TOML file that describes a run.")] = None,
-    resume: Annotated[
-        Path | None, typer.Option(help="Go on with the run in this folder instead.")
-    ] = None,
-    out: Annotated[
-        Path | None, typer.Option(help="Folder for the run, if not that of the config.")
-    ] = None,
+    resume: Annotated[Path | None, typer.Option(help="Resume the run in this folder.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Folder; by default that of the config.")] = None,
     rounds: Annotated[int | None, typer.Option(help="Rounds of training in all.")] = None,
     engine: Annotated[
         str | None,
         typer.Option(
-            help="auto, lean, lanes or loop; lean:2 for two threads, lean:2:processes; ray:4."
+            help="auto, sequential, vectorized or reference; sequential:2 for two threads,"
+            " sequential:2:processes; ray:4."
         ),
     ] = None,
     device: Annotated[str | None, typer.Option(help="Where to train: cpu, cuda or mps.")] = None,
@@ -39,14 +40,11 @@ def run(
         str | None,
         typer.Option(help="HOST:PORT of the Ray cluster, for engine ray; else one is started."),
     ] = None,
-    seed: Annotated[int | None, typer.Option(help="All that is random follows from it.")] = None,
-    settings: Annotated[
-        list[str] | None,
-        typer.Option("--set", help="Another value for a key, such as work.batch_size=16."),
-    ] = None,
+    seed: Annotated[int | None, typer.Option(help="Seed of everything random.")] = None,
+    settings: Settings = None,
     as_json: AsJson = False,
 ) -> None:
-    """Train as a config file says, or go on with a run that was interrupted.
+    """Train as a config file says, or resume a run.
 
     A config runs the Python code that it names: run only those of people you trust. Ends with 1 if
     training diverged.
@@ -55,7 +53,7 @@ def run(
 
     given = {"rounds": rounds, "engine": engine, "device": device, "seed": seed}
     changes: dict[str, Any] = {key: value for key, value in given.items() if value is not None}
-    changes |= dict(configs.setting(text) for text in settings or [])
+    changes |= overrides(settings)
     if config is not None and resume is None:
         chosen = configs.load(config, changes)
         folder = out or chosen.out
@@ -66,35 +64,33 @@ def run(
     elif resume is not None and config is None:
         if out is not None or changes.keys() - {"rounds"}:
             raise FedShuffleError(
-                "a run goes on as it began: --resume takes only --rounds and --address."
+                "a run keeps its settings: --resume takes only --rounds and --address."
             )
         with alone(as_json), _interruptible(resume):
             result = configs.resume(resume, progress=not as_json, address=address, **changes)
     else:
         raise FedShuffleError("give either a config file to run, or --resume and a run's folder.")
-    from fedshuffle.report.run import print_run, summary
-
     if as_json:
-        print(json.dumps(summary(result)))
+        print(json.dumps(_summary(result)))
     else:
-        print_run(console, result, address)
+        _print_run(result, address)
     if result.diverged:
         raise typer.Exit(1)
 
 
 @contextmanager
 def _interruptible(folder: Path) -> Iterator[None]:
-    """Let Ctrl-C end a run in peace; the run itself says how to go on once it has begun."""
-    from fedshuffle.config import begun
+    """Handle Ctrl-C; the run itself says how to resume it once it has begun."""
+    from fedshuffle.config.runner import begun
 
     try:
         with warnings.catch_warnings():
             warnings.showwarning = _show_warning
             yield
-    except SystemExit as error:  # of a part of the user's: it must not pass for success
+    except SystemExit as error:  # by the user's code: it is not a success
         raise FedShuffleError(f"{user_error(error)}.") from error
     except KeyboardInterrupt:
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # a second one changes nothing any more
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # a second one has no effect
         if not begun(folder):
             print("Interrupted before the first round: nothing was saved.", file=sys.stderr)
         raise typer.Exit(130) from None
@@ -107,36 +103,42 @@ def _show_warning(message: Warning | str, *_: object, **__: object) -> None:
     )
 
 
-def advise(
-    config: Annotated[Path, typer.Argument(help="A TOML file that describes a run.")],
-    clients: Annotated[int, typer.Option(help="Measure at most so many clients.")] = 50,
-    points: Annotated[
-        int, typer.Option(help="Measure at so many models: the start, and on the way.")
-    ] = 2,
-    target: Annotated[
-        float, typer.Option(help="Predict rounds until this share of the start is left.")
-    ] = 0.01,
-    probe: Annotated[
-        int, typer.Option(help="Rounds of each short run that tries a step size; 0 tries none.")
-    ] = 10,
-    settings: Annotated[
-        list[str] | None,
-        typer.Option("--set", help="Another value for a key, such as work.batch_size=16."),
-    ] = None,
-    as_json: AsJson = False,
-) -> None:
-    """Try step sizes in short runs, then say what the theory advises, each number with a source."""
-    from fedshuffle import config as configs
-    from fedshuffle.config.advising import advise as find_advice
+def _summary(result: Result) -> dict[str, Any]:
+    from fedshuffle.training.history import metrics_of
 
-    chosen = configs.load(config, dict(configs.setting(text) for text in settings or []))
-    with alone(as_json):
-        found = find_advice(
-            chosen, clients=clients, points=points, target=target, probe=probe, progress=not as_json
-        )
-    if as_json:
-        print(json.dumps(found.to_dict()))
-        return
-    from fedshuffle.report.advice import print_advice
+    last, out = result.history[-1], Path(result.out or "")
+    return {
+        "rounds": last["round"],
+        "diverged": result.diverged,
+        "metrics": jsonable(metrics_of(last)),
+        "worst_clients": [] if result.clients is None else result.clients.worst().to_dict(),
+        "out": str(out),
+        "model": str(out / "model.safetensors"),
+    }
 
-    print_advice(console, found)
+
+def _print_run(result: Result, address: str | None) -> None:
+    """The final metrics, the files, and how to load the model and resume the run."""
+    from fedshuffle.config.runner import command
+
+    found = _summary(result)
+    out = Path(found["out"])
+    lines = [f"{found['rounds']} rounds are done."]
+    if result.diverged:
+        lines = [f"Diverged: {result.diverged}. Lower the step size and begin again."]
+    for name, value in found["metrics"].items():
+        lines.append(f"  {name} " + ("is not finite" if value is None else f"{value:.4g}"))
+    if (clients := result.clients) is not None and len(clients) > 1:
+        metric, few = clients.ranking_metric, clients.worst(3)
+        shown = ", ".join(f"{c} {v:.4g}" for c, v in zip(few.clients, few.metrics[metric]))
+        lines.append(f"Clients with the worst {metric}: {shown}. All are in {out / 'clients.csv'}.")
+        lines += [f"  {note}" for note in clients.notes]
+    lines += [
+        f"Metrics, checkpoints and the config are in {out}. To load the model:",
+        f"  model = fedshuffle.load_model({found['out']!r})",
+    ]
+    if not result.diverged:
+        again = command(out, address)
+        lines += ["For more rounds:", f"  {again} --rounds {2 * found['rounds']}"]
+    for line in lines:
+        console.print(escape(line), highlight=False, soft_wrap=True)

@@ -1,15 +1,17 @@
-"""What the commands share."""
+"""Options and helpers that commands share, and hints for words that do not exist."""
 
 from __future__ import annotations
 
 import sys
 from contextlib import AbstractContextManager, nullcontext, redirect_stdout
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any, final
 
 import click
 import typer
+from typer.core import TyperCommand, TyperGroup
 
+from fedshuffle import _synonyms
 from fedshuffle._terminal import Console
 from fedshuffle.errors import FedShuffleError
 
@@ -17,25 +19,91 @@ console = Console()
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON for a program.")]
 Out = Annotated[Path, typer.Option(help="Folder for the results; made if it does not exist.")]
-Jobs = Annotated[
-    int | None, typer.Option(help="Runs at once, each on one core; as many as cores if none.")
+Jobs = Annotated[int | None, typer.Option(help="Runs at once; by default one per core.")]
+Settings = Annotated[
+    list[str] | None,
+    typer.Option("--set", help="Another value for a key, such as work.batch_size=16."),
+]
+DataFolder = Annotated[
+    Path | None,
+    typer.Option(help="Folder of data sets; by default FEDSHUFFLE_DATA, or a cache."),
 ]
 
 
+def overrides(settings: list[str] | None) -> dict[str, Any]:
+    """The keys and values of ``--set``."""
+    from fedshuffle.config import setting
+
+    return dict(setting(text) for text in settings or [])
+
+
 def alone(as_json: bool) -> AbstractContextManager[object]:
-    """Within this context, what a user's module prints does not get between lines of JSON."""
+    """Within this context a user's module prints to the error stream, apart from JSON."""
     return redirect_stdout(sys.stderr) if as_json else nullcontext()
 
 
 def was_given(context: click.Context, name: str) -> bool:
-    """Whether an option stands on the command line."""
+    """Whether an option is on the command line."""
     source = context.get_parameter_source(name)
     return source is not None and source.name == "COMMANDLINE"
 
 
 def refuse_unused(context: typer.Context, names: list[str], under: str) -> None:
-    """Refuse options that would change nothing, so that nobody believes they had an effect."""
+    """Refuse options that would change nothing, which would only mislead."""
     for name in names:
         if was_given(context, name):
             option = f"--{name.replace('_', '-')}"
             raise FedShuffleError(f"{option} changes nothing under {under}: leave it out.")
+
+
+@final
+class Group(TyperGroup):
+    """A group of commands, with hints for commands that do not exist."""
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        """The command that the first word names."""
+        self.suggest_commands = False  # ours also knows the words of other libraries
+        try:
+            return super().resolve_command(ctx, args)
+        except click.UsageError as error:
+            hint = _synonyms.hint(args[0], list(self.commands))
+            raise click.UsageError(f"No such command {args[0]!r}.{hint}", ctx) from error
+
+
+@final
+class Command(TyperCommand):
+    """A command, with hints for options that do not exist and for keys of a config."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Parse the words after the command."""
+        try:
+            return super().parse_args(ctx, args)
+        except click.NoSuchOption as error:
+            hint = self._hint(error.option_name.lstrip("-").replace("-", "_"))
+            raise click.UsageError(f"No such option {error.option_name}.{hint}", ctx) from error
+
+    def invoke(self, ctx: click.Context) -> Any:
+        """Run the command; an error about an argument names the option."""
+        try:
+            return super().invoke(ctx)
+        except FedShuffleError as error:
+            name, space, rest = str(error).partition(" ")
+            for param in self.params:
+                if param.name == name.rstrip(":") and was_given(ctx, param.name):
+                    option = f"{param.opts[0]}{':' * name.endswith(':')}"
+                    raise FedShuffleError(f"{option}{space}{rest}") from error
+            raise
+
+    def _hint(self, wanted: str) -> str:
+        options = [o for param in self.params for o in param.opts if o.startswith("-")]
+        known = {option.lstrip("-").replace("-", "_"): option for option in options}
+        near = _synonyms.nearest(wanted, known)
+        if "set" in known:
+            from fedshuffle.config.loader import key_for
+
+            key = key_for(wanted)
+            if key is not None and (near is None or key.rpartition(".")[2] == wanted):
+                return f" Write --set {key}=VALUE to change that key of the config."
+        return "" if near is None else f" Did you mean {known[near]}?"

@@ -3,12 +3,11 @@
 In short:
 
     comparison = fedshuffle.comparison.load("compare.toml")
-    results = comparison.run("out")  # again after an interruption, and it goes on
+    results = comparison.run("out")  # call it again after an interruption to resume
 """
 
 from __future__ import annotations
 
-from fedshuffle.comparison.reading import load
-from fedshuffle.comparison.settings import Comparison, Setting, Tuning
+from fedshuffle.comparison.spec import Comparison, GridPoint, Tuning, load
 
-__all__ = ["Comparison", "Setting", "Tuning", "load"]
+__all__ = ["Comparison", "GridPoint", "Tuning", "load"]

@@ -1,4 +1,4 @@
-"""One TOML file describes a run: read it, vary it, run it, go on with it.
+"""One TOML file describes a run: read it, vary it, run it, resume it.
 
 In short:
 
@@ -9,45 +9,32 @@ In short:
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fedshuffle.config.reading import load, setting
-from fedshuffle.config.settings import Checkpoints, Config, Evaluating, Scheduled, Store, Use
+from fedshuffle._lazy import attach
+from fedshuffle.config.loader import load, setting
+from fedshuffle.config.schema import (
+    Checkpoints,
+    Config,
+    EvaluationSpec,
+    ImportSpec,
+    ScheduleSpec,
+    StorePath,
+)
 
 if TYPE_CHECKING:
-    from fedshuffle.training import Result
+    from fedshuffle.config.runner import resume
 
 __all__ = [
     "Checkpoints",
     "Config",
-    "Evaluating",
-    "Scheduled",
-    "Store",
-    "Use",
-    "begun",
+    "EvaluationSpec",
+    "ImportSpec",
+    "ScheduleSpec",
+    "StorePath",
     "load",
     "resume",
     "setting",
 ]
 
-
-def begun(folder: Path | str) -> bool:
-    """Whether a folder holds a run that has begun, and so can go on."""
-    return (Path(folder) / "run.json").exists()
-
-
-def resume(
-    folder: Path | str,
-    *,
-    rounds: int | None = None,
-    progress: bool = False,
-    address: str | None = None,
-) -> Result:
-    """Go on with the run in a folder, as the config in that folder says, perhaps for longer.
-
-    The address is that of a Ray cluster, for a run whose engine works on one.
-    """
-    from fedshuffle.config import running
-
-    return running.resume(Path(folder), rounds, progress=progress, address=address)
+__getattr__ = attach(__name__)  # only resuming a run needs torch

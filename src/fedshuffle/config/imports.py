@@ -1,4 +1,4 @@
-"""Finding what an import path names, with the config's own folder among the places to look."""
+"""Import paths ``package.module:attribute``; modules in the config's folder are found first."""
 
 from __future__ import annotations
 
@@ -8,36 +8,49 @@ import re
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from fedshuffle import _synonyms, methods
-from fedshuffle.errors import FedShuffleError, one_line, user_error
+from fedshuffle import sampling as samplings
+from fedshuffle._arrays import expect
+from fedshuffle.errors import FedShuffleError, error_context, one_line, user_error
+from fedshuffle.federation import Federation
+from fedshuffle.methods import Method
+from fedshuffle.sampling import Sampling
 
 
-def split(path: str) -> tuple[str, str]:
-    """The module and the attribute of an import path.
-
-    >>> split("package.module:function")
-    ('package.module', 'function')
-    """
-    if not re.fullmatch(r"\w+(\.\w+)*:\w+(\.\w+)*", path):
-        raise FedShuffleError(f"{path!r} is no import path: write 'package.module:attribute'.")
-    module, _, attribute = path.partition(":")
-    return module, attribute
+def method(text: str, folder: Path) -> Method:
+    """A method by its name, or a user's own by its import path."""
+    if not methods.is_import_path(text):
+        return methods.get(text)
+    found: Method = find(text, folder)
+    expect(found, Method, repr(text))
+    return found
 
 
+def sampling(text: str, federation: Federation, folder: Path) -> Sampling:
+    """A sampling by its text, or what the user's function returns for the federation."""
+    if not samplings.is_import_path(text):
+        return samplings.resolve(text, federation)
+    with importable(folder):
+        make = function(text, {}, folder)
+        with running(repr(text), folder):
+            made = make(federation)
+    expect(made, Sampling, f"what {text!r} returns")
+    return samplings.resolve(made, federation)
+
+
+_ARGS, _KWARGS = inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD
 _IMPORTABLE: list[Path] = []
 
 
 @contextmanager
 def importable(folder: Path) -> Iterator[None]:
-    """Let modules of a folder be imported as if the program lay there, and forget them after,
-    with the methods that they registered.
-    """
-    if folder in _IMPORTABLE:  # only the outermost forgets, or modules would be loaded twice
+    """Make the modules of a folder importable; forget them, and methods they registered, after."""
+    if folder in _IMPORTABLE:  # only the outermost forgets, so that modules are loaded once
         yield
         return
     before = set(sys.modules)
@@ -45,101 +58,88 @@ def importable(folder: Path) -> Iterator[None]:
     sys.path.insert(0, str(folder))
     importlib.invalidate_caches()
     try:
-        with methods.forgetting():
+        with methods.isolated_registry():
             yield
     finally:
         sys.path.remove(str(folder))
         _IMPORTABLE.remove(folder)
         new = sys.modules.keys() - before
-        # Only what lies in the folder itself: an environment may lie somewhere below it.
-        own = {name for name in new if "." not in name and _lies_in(sys.modules[name], folder)}
+        # Only modules directly in the folder: a virtual environment may be somewhere below it.
+        own = {name for name in new if "." not in name and _is_in(sys.modules[name], folder)}
         for name in new:
             if name.partition(".")[0] in own:
                 del sys.modules[name]
 
 
 def find(path: str, folder: Path) -> Any:
-    """What an import path names; the folder must be importable."""
-    name, attribute = split(path)
-    module = _module(path, name, folder)
+    """The object that an import path names.
+
+    >>> find("math:inf", Path.cwd())
+    inf
+    """
+    if not re.fullmatch(r"\w+(\.\w+)*:\w+(\.\w+)*", path):
+        raise FedShuffleError(f"{path!r} is not an import path: write 'package.module:attribute'.")
+    name, _, attribute = path.partition(":")
+    with importable(folder):
+        module = _module(path, name, folder)
     found: Any = module
     for part in attribute.split("."):
         if not hasattr(found, part):
             raise FedShuffleError(
-                f"{path!r}: {name!r} has no {attribute!r}.{_near(part, dir(found))}"
-                f" It was read from {_place(module)}."
+                f"{path!r}: {name!r} has no {attribute!r}.{_synonyms.hint(part, dir(found))} It was"
+                f" read from {_file(module)}."
             )
         found = getattr(found, part)
     return found
 
 
+def function(
+    path: str, arguments: Mapping[str, Any], folder: Path, *, complete: bool = False
+) -> Callable[..., Any]:
+    """The function at an import path, which takes these arguments, and needs no other ones if the
+    arguments are ``complete``.
+    """
+    found: Callable[..., Any] = find(path, folder)
+    if not callable(found):
+        raise FedShuffleError(f"{path!r} is {found!r:.60}, which cannot be called.")
+    try:
+        parameters = inspect.signature(found).parameters
+    except (TypeError, ValueError):  # some built-in functions have no signature
+        return found
+    anything = any(p.kind is _KWARGS for p in parameters.values())
+    for name in [] if anything else [name for name in arguments if name not in parameters]:
+        takes = ", ".join(parameters) or "nothing"
+        raise FedShuffleError(
+            f"{path!r} takes no {name!r}.{_synonyms.hint(name, list(parameters))} It takes:"
+            f" {takes}. Keys of the run itself go above the first [section] of the file."
+        )
+    for name, p in parameters.items():
+        optional = p.kind in (_ARGS, _KWARGS) or p.default is not p.empty or name in arguments
+        if complete and not optional:
+            raise FedShuffleError(f"{path!r} needs {name!r}: add that key below it.")
+    return found
+
+
 def call(path: str, arguments: Mapping[str, Any], folder: Path) -> Any:
-    """What the function of that import path returns for these arguments."""
-    make = maker(path, arguments, folder)
+    """The result of calling the function at an import path."""
+    make = function(path, arguments, folder, complete=True)
     with running(repr(path), folder):
         return make(**arguments)
 
 
-def given(path: str, argument: Any, folder: Path) -> Any:
-    """What the function of that import path returns for one argument."""
-    make = function(path, {}, folder)
-    with running(repr(path), folder):
-        return make(argument)
-
-
-@contextmanager
-def running(what: str, folder: Path) -> Iterator[None]:
-    """Say in one line what of the user's code failed, and where in the user's folder."""
-    try:
-        yield
-    except (Exception, SystemExit) as error:
-        raise FedShuffleError(f"{what} failed: {_cause(error, folder)}") from error
-
-
-def maker(path: str, arguments: Mapping[str, Any], folder: Path) -> Callable[..., Any]:
-    """The function of that import path, which takes these arguments and needs no other."""
-    made = function(path, arguments, folder)
-    for name, parameter in _parameters(made).items():
-        optional = parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
-        if not optional and parameter.default is parameter.empty and name not in arguments:
-            raise FedShuffleError(f"{path!r} needs {name!r}: add that key below it.")
-    return made
-
-
-def function(path: str, arguments: Mapping[str, Any], folder: Path) -> Callable[..., Any]:
-    """The function of that import path, which takes these arguments among others."""
-    found: Callable[..., Any] = find(path, folder)
-    if not callable(found):
-        raise FedShuffleError(f"{path!r} is {found!r:.60}, which cannot be called.")
-    parameters = _parameters(found)
-    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
-        return found
-    for name in arguments:
-        if name not in parameters:
-            takes = ", ".join(parameters) or "nothing"
-            raise FedShuffleError(
-                f"{path!r} takes no {name!r}.{_near(name, parameters)} It takes: {takes}. Keys of"
-                " the run itself stand above the first [section] of the file."
-            )
-    return found
-
-
-def _parameters(function: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
-    try:
-        return inspect.signature(function).parameters
-    except (TypeError, ValueError):  # some built-in functions do not tell: they take anything
-        anything = inspect.Parameter("anything", inspect.Parameter.VAR_KEYWORD)
-        return {anything.name: anything}
+def running(what: str, folder: Path) -> AbstractContextManager[None]:
+    """Report a failure of the user's code in one line, with its place in the user's folder."""
+    return error_context(lambda error: f"{what} failed: {_cause(error, folder)}")
 
 
 def _module(path: str, name: str, folder: Path) -> ModuleType:
     top = name.partition(".")[0]
-    known = sys.modules.get(top)
-    beside = [place for place in (folder / f"{top}.py", folder / top) if place.exists()]
-    if known is not None and beside and not _lies_in(known, folder):
+    loaded = sys.modules.get(top)
+    own = [place for place in (folder / f"{top}.py", folder / top) if place.exists()]
+    if loaded is not None and own and not _is_in(loaded, folder):
         raise FedShuffleError(
-            f"{path!r}: {str(beside[0])!r} has the name of a module that is loaded already, from"
-            f" {_place(known)}. Rename yours."
+            f"{path!r}: {str(own[0])!r} has the name of a module that is loaded already, from"
+            f" {_file(loaded)}. Rename yours."
         )
     try:
         return importlib.import_module(name)
@@ -148,31 +148,26 @@ def _module(path: str, name: str, folder: Path) -> ModuleType:
             raise FedShuffleError(
                 f"{path!r} cannot be imported: {_cause(error, folder)} Install that module."
             ) from error
-        near = _near(top, [place.stem for place in folder.glob("*.py")])
+        hint = _synonyms.hint(top, [place.stem for place in folder.glob("*.py")])
         raise FedShuffleError(
             f"{path!r}: there is no module {error.name!r}, neither in {str(folder)!r} nor"
-            f" installed.{near}"
+            f" installed.{hint}"
         ) from error
     except (Exception, SystemExit) as error:
         raise FedShuffleError(f"{path!r} cannot be imported: {_cause(error, folder)}") from error
 
 
-def _lies_in(module: ModuleType, folder: Path) -> bool:
-    """Whether a top-level module or package lies right in a folder."""
+def _is_in(module: ModuleType, folder: Path) -> bool:
     places = [getattr(module, "__file__", None), *getattr(module, "__path__", [])]
     return any(Path(place).parent == folder for place in places if place)
 
 
-def _place(module: ModuleType) -> str:
+def _file(module: ModuleType) -> str:
     return repr(getattr(module, "__file__", None) or "Python itself")
 
 
-def _near(name: str, known: Any) -> str:
-    return _synonyms.hint(name, list(known))
-
-
 def _cause(error: BaseException, folder: Path) -> str:
-    """An error of the user's code in one line, with the place in the user's code."""
+    """An error in one line, with the last place in the user's folder."""
     text = one_line(error) if isinstance(error, FedShuffleError) else user_error(error)
     own = [
         frame

@@ -1,32 +1,33 @@
-"""Engines: they do the walking."""
+"""Engines compute what methods request: local training and full gradients."""
 
 from __future__ import annotations
 
 from fedshuffle.engines.auto import Choice, choose
 from fedshuffle.engines.base import Engine
-from fedshuffle.engines.lanes import LanesEngine
-from fedshuffle.engines.lean import LeanEngine
-from fedshuffle.engines.loop import LoopEngine
-from fedshuffle.engines.names import again, at_address, check, make
 from fedshuffle.engines.problem import Loss, Problem
-from fedshuffle.engines.ray import Ray, RayEngine
+from fedshuffle.engines.ray.engine import RayEngine
+from fedshuffle.engines.ray.options import Ray
+from fedshuffle.engines.reference import ReferenceEngine
+from fedshuffle.engines.registry import at_address, check, make, resumed
+from fedshuffle.engines.sequential import SequentialEngine
+from fedshuffle.engines.vectorized import VectorizedEngine
 from fedshuffle.engines.workers import ProcessesEngine, ThreadsEngine
 
 __all__ = [
     "Choice",
     "Engine",
-    "LanesEngine",
-    "LeanEngine",
-    "LoopEngine",
     "Loss",
     "Problem",
     "ProcessesEngine",
     "Ray",
     "RayEngine",
+    "ReferenceEngine",
+    "SequentialEngine",
     "ThreadsEngine",
-    "again",
+    "VectorizedEngine",
     "at_address",
     "check",
     "choose",
     "make",
+    "resumed",
 ]

@@ -1,7 +1,7 @@
-"""A fast way to compute gradients is held against the reference once, before it is used.
+"""Every fast way to compute gradients is compared with the reference once, before it is used.
 
-What is tried are examples from all over the federation, so the answer is a function of the problem
-alone: every worker finds the same, and so does a run that is resumed.
+It is tried on examples from all over the federation, so the result depends on the problem alone: it
+is the same in every worker and in a resumed run.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ import torch
 from torch import Tensor
 
 from fedshuffle._arrays import IntArray
-from fedshuffle.engines.base import named
-from fedshuffle.engines.loop import gradient_at
-from fedshuffle.engines.machine import threads_for
+from fedshuffle.engines.base import client_context
+from fedshuffle.engines.cpu_tuning import threads_for
 from fedshuffle.engines.problem import Fault, Problem
+from fedshuffle.engines.reference import gradient_at
 from fedshuffle.errors import FedShuffleError
 
 _CLIENTS = 16
-"""The first and the last example of so many clients are tried: the last is where padding is."""
+"""Clients whose first and last examples are tried; padding is in the last."""
 
 Gradients = Callable[[Tensor, tuple[Tensor, ...]], Tensor]
-"""``gradients(points, batch)``: a row for every point, of the mean loss over the batch. The model's
-own randomness follows from the seed 0.
+"""``gradients(points, batch)``: for every point a row, the gradient of the mean loss over the
+batch, with the seed 0 for the model's own randomness.
 """
 
 
@@ -42,14 +42,12 @@ def tolerance(dtype: torch.dtype) -> float:
 def fault(problem: Problem, way: str, make: Callable[[], Gradients]) -> Fault | None:
     """What is wrong with a way to compute gradients; None if it gives those of the reference."""
     if way not in problem.tried:
-        rows = _rows(problem)
-        with threads_for(problem, len(rows)):
-            problem.tried[way] = _fault(problem, rows, make)
+        problem.tried[way] = _fault(problem, make)
     return problem.tried[way]
 
 
 def trusted(problem: Problem, way: str, make: Callable[[], Gradients]) -> bool:
-    """Whether to go this way. If it gives other gradients, a warning says so, once."""
+    """Whether to use a way to compute gradients; warn, once, if it gives other gradients."""
     first = way not in problem.tried
     found = fault(problem, way, make)
     if found and found.differs and first:
@@ -63,15 +61,13 @@ def trusted(problem: Problem, way: str, make: Callable[[], Gradients]) -> bool:
 
 
 Digest = tuple[float, float]
-"""The length of the reference's gradient, and how far it reaches in some direction."""
+"""The norm of the reference's gradient, and its product with a fixed direction."""
 
 
 def digest(problem: Problem) -> Digest:
-    """What another process must find, too, if it computes what this one does."""
-    noise, rows = _noise(problem), _rows(problem)
-    with threads_for(problem, len(rows)), named(problem, 0, 0, "first look at the model"):
-        gradient, _ = gradient_at(problem, problem.start + 0.05 * noise, rows, seed=0)
-    return float(gradient.norm()), float(gradient @ noise)
+    """What another process must find as well if it computes the same."""
+    points, _, (_, gradient) = _reference(problem)
+    return float(gradient.norm()), float(gradient @ (points[1] - points[0])) / 0.05
 
 
 def check_digest(problem: Problem, wanted: Digest) -> None:
@@ -83,21 +79,27 @@ def check_digest(problem: Problem, wanted: Digest) -> None:
         raise FedShuffleError(
             "this model computes something else in another process: something was changed here"
             " that does not travel with it, such as hooks of all modules or a layer's class. Use"
-            " the engine 'lean', or put the change into the model."
+            " the engine 'sequential', or put the change into the model."
         )
 
 
-def _noise(problem: Problem) -> Tensor:
-    generator = torch.Generator().manual_seed(0)
-    return torch.randn(len(problem.start), generator=generator).to(problem.start)
+def _reference(problem: Problem) -> tuple[Tensor, IntArray, list[Tensor]]:
+    """Two points, the rows of some examples, and the reference's gradients there."""
+    noise = torch.randn(len(problem.start), generator=torch.Generator().manual_seed(0))
+    points = torch.stack([problem.start, problem.start + 0.05 * noise.to(problem.start)])
+    offsets = problem.federation.offsets
+    clients = np.linspace(0, len(offsets) - 2, _CLIENTS).round().astype(np.int64)
+    rows = np.unique([offsets[clients], offsets[clients + 1] - 1])
+    look = client_context(problem, 0, 0, "first look at the model")
+    with threads_for(problem, len(rows)), look:
+        return points, rows, [gradient_at(problem, point, rows, seed=0)[0] for point in points]
 
 
-def _fault(problem: Problem, rows: IntArray, make: Callable[[], Gradients]) -> Fault | None:
-    points = torch.stack([problem.start, problem.start + 0.05 * _noise(problem)])
-    with named(problem, 0, 0, "first look at the model"):
-        wanted = [gradient_at(problem, point, rows, seed=0)[0] for point in points]
+def _fault(problem: Problem, make: Callable[[], Gradients]) -> Fault | None:
+    points, rows, wanted = _reference(problem)
     try:
-        found = make()(points, problem.batch(rows))
+        with threads_for(problem, len(rows)):
+            found = make()(points, problem.batch(rows))
     except Exception as error:
         cause = error.__cause__ or error
         first = str(cause).split("\n")[0]
@@ -119,9 +121,3 @@ def _distance(problem: Problem, have: Tensor, want: Tensor) -> float:
     norms = torch.tensor([[float(off.norm()), float(part.norm())] for off, part in pairs])
     sizes = norms[:, 1].clamp_min(max(0.1 * float(want.norm()), 1e-30))
     return float((norms[:, 0] / sizes).nan_to_num(nan=math.inf).max())
-
-
-def _rows(problem: Problem) -> IntArray:
-    offsets = problem.federation.offsets
-    clients = np.linspace(0, len(offsets) - 2, _CLIENTS).round().astype(np.int64)
-    return np.unique([offsets[clients], offsets[clients + 1] - 1])

@@ -1,9 +1,9 @@
-"""What an engine is: it answers the requests of methods, and knows nothing of methods."""
+"""What an engine is: it answers the requests of methods, and does not know the methods."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Protocol
 
 import numpy as np
@@ -12,56 +12,65 @@ from torch import Tensor
 
 from fedshuffle._arrays import FloatArray
 from fedshuffle.engines.problem import Problem, forked
-from fedshuffle.errors import DivergedError, FedShuffleError, TrainingError, user_error
-from fedshuffle.kernel import Order, Probe, Walk
+from fedshuffle.errors import (
+    DivergedError,
+    FedShuffleError,
+    TrainingError,
+    error_context,
+    user_error,
+)
+from fedshuffle.kernel import ClientTask, FullGradient, LocalTraining
 
 
 class Engine(Protocol):
     """Answers many requests at once, so that runs in lockstep can share the work."""
 
+    name: str
+    """The name by which :func:`fedshuffle.engines.make` makes the same engine; runs record it."""
     problem: Problem
 
-    def walk(self, walks: Sequence[Walk]) -> list[Tensor]:
-        """For every walk the sums of the updates, one row per sum."""
+    def local_training(self, requests: Sequence[LocalTraining]) -> list[Tensor]:
+        """For every request the weighted sums of the updates, one row per sum."""
 
-    def probe(self, probes: Sequence[Probe]) -> list[Tensor]:
-        """For every probe the weighted full gradients, one table per sum, with a row per point."""
+    def full_gradients(self, requests: Sequence[FullGradient]) -> list[Tensor]:
+        """For every request the weighted full gradients, one table per sum, a row per point."""
+
+    def close(self) -> None:
+        """Release what the engine holds outside this process; it cannot be used afterwards."""
+        return
 
 
 class OneWorker(Engine, Protocol):
     """An engine that another thread can stop."""
 
-    stop: bool
-    """Set it, and what is being done is abandoned with :class:`Stopped` at the next step."""
+    stop: bool = False
+    """Set it to abandon the current request with :class:`Stopped` at the next step."""
 
 
 class Stopped(BaseException):
-    """Somebody else failed or was interrupted, so nobody waits for this any more."""
+    """Another worker failed or was interrupted, so this result is no longer needed."""
 
 
-@contextmanager
-def named(problem: Problem, client: int, round: int, stage: str) -> Iterator[None]:
-    """Give what the user's model or loss raises the client, the round and the stage."""
-    try:
-        yield
-    except (Exception, SystemExit) as error:
-        raise TrainingError(
-            user_error(error),
-            client=problem.federation.ids[client],
-            round=round,
-            stage=stage,
-        ) from error
+def client_context(
+    problem: Problem, client: int, round: int, stage: str
+) -> AbstractContextManager[None]:
+    """Add the client, the round and the stage to what the user's model or loss raises."""
+    return error_context(
+        lambda error: TrainingError(
+            user_error(error), client=problem.federation.ids[client], round=round, stage=stage
+        )
+    )
 
 
-def first_look(problem: Problem) -> bool:
-    """Run the model once, so that what is wrong with it is said at once; whether it is random."""
-    with named(problem, 0, 0, "first look at the model"):
+def check_model(problem: Problem) -> bool:
+    """Run the model once, to report what is wrong with it; whether it draws random numbers."""
+    with client_context(problem, 0, 0, "first look at the model"):
         return problem.random
 
 
 @contextmanager
 def model_randomness(problem: Problem, seed: int) -> Iterator[None]:
-    """Let the model's own randomness (dropout) follow from the seed, and disturb nobody else's."""
+    """Seed the model's own randomness (dropout), and restore torch's random state afterwards."""
     if not problem.random:
         yield
         return
@@ -77,21 +86,19 @@ def gradients(loss: Tensor, parameters: Sequence[Tensor]) -> tuple[Tensor, ...]:
             f"the loss has shape {tuple(loss.shape)}, but it must be one number: return the mean"
             " over the minibatch."
         )
-    if not loss.requires_grad:
-        raise FedShuffleError("the loss does not depend on the model it is given.")
-    found = torch.autograd.grad(loss, parameters, allow_unused=True)
-    if all(grad is not None for grad in found):
-        return found
+    found: tuple[Tensor | None, ...] = (None,)
+    if loss.requires_grad:
+        found = torch.autograd.grad(loss, parameters, allow_unused=True)
     if all(grad is None for grad in found):
         raise FedShuffleError("the loss does not depend on the model it is given.")
     pairs = zip(found, parameters, strict=True)
     return tuple(torch.zeros_like(p) if g is None else g for g, p in pairs)
 
 
-def counted(weights: Sequence[float] | FloatArray) -> list[tuple[int, float]]:
-    """In which of the sums something counts, and by what: often in one of very many.
+def nonzero_weights(weights: Sequence[float] | FloatArray) -> list[tuple[int, float]]:
+    """The sums to which a client contributes, often one of very many, and its weight in each.
 
-    >>> counted([0.0, 0.5, 0.0, 2.0])
+    >>> nonzero_weights([0.0, 0.5, 0.0, 2.0])
     [(1, 0.5), (3, 2.0)]
     """
     row = np.asarray(weights)
@@ -99,16 +106,11 @@ def counted(weights: Sequence[float] | FloatArray) -> list[tuple[int, float]]:
     return list(zip(places.tolist(), row[places].tolist(), strict=True))
 
 
-def largest_batch(walk: Walk) -> int:
-    """The most examples in one minibatch."""
-    return max((order.minibatches.batch_size for order in walk.orders), default=1)
-
-
-def not_finite(problem: Problem, order: Order) -> DivergedError:
+def not_finite(problem: Problem, task: ClientTask) -> DivergedError:
     """The error for an update with NaN or infinity."""
-    batches = order.minibatches
+    batches = task.minibatches
     return DivergedError(
-        f"the update is not finite after {batches.steps} steps of size {order.step_size:g}."
+        f"the update is not finite after {batches.steps} steps of size {task.step_size:g}."
         " The step size is probably too large: lower it.",
         client=problem.federation.ids[batches.client],
         round=batches.round,
@@ -116,22 +118,22 @@ def not_finite(problem: Problem, order: Order) -> DivergedError:
     )
 
 
-def decayed(probe: Probe, gradients: Tensor) -> Tensor:
-    """The gradients of a probe, with the weight decay that it asks for added in place."""
-    if probe.weight_decay:
-        decay = gradients.new_tensor(probe.weight_decay * probe.weights.sum(axis=0))
-        gradients.addcmul_(decay.view(-1, 1, 1), torch.stack(list(probe.points)))
+def add_weight_decay(request: FullGradient, gradients: Tensor) -> Tensor:
+    """Add the weight decay that is asked for to full gradients, in place."""
+    if request.weight_decay:
+        decay = gradients.new_tensor(request.weight_decay * request.weights.sum(axis=0))
+        gradients.addcmul_(decay.view(-1, 1, 1), torch.stack(list(request.points)))
     return gradients
 
 
-def check_probe(problem: Problem, probe: Probe, gradients: Tensor) -> Tensor:
-    """Add weight decay to the gradients of a probe; an error where they are not finite."""
-    gradients = decayed(probe, gradients)
+def finished_gradients(request: FullGradient, gradients: Tensor) -> Tensor:
+    """Full gradients with weight decay added; an error where they are not finite."""
+    gradients = add_weight_decay(request, gradients)
     if not torch.isfinite(gradients).all():
         raise DivergedError(
             "the full gradient is not finite. The model has diverged: lower the step size.",
-            client=f"among {len(probe.clients)} of the cohort",
-            round=probe.round,
-            stage="probe",
+            client=f"among {len(request.clients)} of the cohort",
+            round=request.round,
+            stage="full gradient",
         )
     return gradients

@@ -1,12 +1,13 @@
 """Worker processes forked from a clean process, never from the program itself.
 
 A fork of a program whose threads have computed inherits the locks of its libraries (MKL, OpenMP)
-but not the threads that would release them, and may then wait for ever. So the program starts one
-fork server: a new Python that imports torch, computes nothing and has a single thread. All workers
-are forks of that, so they start at once and share its memory.
+but not the threads that would release them, and may wait for ever. So the program starts one fork
+server: a new Python that imports torch, computes nothing and has a single thread. All workers are
+forks of it, so they start at once and share its memory. (``multiprocessing`` has one, too, but
+imports the user's script once more in every worker.)
 
-No worker outlives the program: when it ends, in whatever way, the server sees it, kills all workers
-and ends, too; and a worker whose server is killed is killed with it.
+No worker outlives the program: when it ends, in whatever way, the server kills all workers and
+ends; and a worker dies with its server.
 """
 
 from __future__ import annotations
@@ -48,13 +49,13 @@ def fork_server() -> ForkServer:
     """The fork server of this program, started if there is none."""
     global _server
     with _lock:
-        if _server is None or not _server.alive:
+        if _server is None or _server.process.poll() is not None:
             _server = ForkServer()
         return _server
 
 
-def _forget() -> None:
-    """In a fork of the program: the server is the parent's."""
+def _forget_server() -> None:
+    """In a fork of the program: the server belongs to the parent."""
     global _server, _lock
     _server, _lock = None, threading.Lock()
 
@@ -66,13 +67,13 @@ class ForkServer:
     def __init__(self) -> None:
         if os.name != "posix":
             raise FedShuffleError(
-                "worker processes need Linux or macOS. Use threads: the engine 'lean:2'."
+                "worker processes need Linux or macOS. Use threads: the engine 'sequential:2'."
             )
         ours, theirs = socket.socketpair()
-        words = [str(theirs.fileno()), str(os.getpid()), *sys.path]
+        arguments = [str(theirs.fileno()), str(os.getpid()), *sys.path]
         with theirs:
-            self._process = subprocess.Popen(
-                [sys.executable, "-u", "-c", _PROGRAM, *words],
+            self.process = subprocess.Popen(
+                [sys.executable, "-u", "-c", _PROGRAM, *arguments],
                 stdin=subprocess.DEVNULL,
                 env={**os.environ, **ONE_THREAD},
                 pass_fds=[theirs.fileno()],
@@ -81,47 +82,39 @@ class ForkServer:
         self._connection = Connection(ours.detach())
         self._lock = threading.Lock()
         self._owner = os.getpid()
-        self._close = weakref.finalize(self, _close, self._owner, self._connection, self._process)
-
-    @property
-    def pid(self) -> int:
-        return self._process.pid
-
-    @property
-    def alive(self) -> bool:
-        return self._process.poll() is None
+        weakref.finalize(self, _close, self._owner, self._connection, self.process)
 
     def fork(self) -> tuple[int, Connection]:
-        """A new worker: its process id, and the connection to it."""
+        """Start a worker: its process id, and the connection to it."""
         ours, theirs = socket.socketpair()
         connection = Connection(ours.detach())
         try:
             with theirs:
-                return self._asked(None, theirs.fileno()), connection
+                return self._ask(None, theirs.fileno()), connection
         except (EOFError, OSError) as error:
             connection.close()
             raise FedShuffleError(
                 "the process from which worker processes are forked has ended"
-                f" (exit code {self._process.returncode}). Use threads: the engine 'lean:2'."
+                f" (exit code {self.process.returncode}). Use threads: the engine 'sequential:2'."
             ) from error
 
     def end(self, pid: int) -> int | None:
-        """Kill a worker unless it has ended already; its exit code, or None if nobody knows it."""
+        """Kill a worker unless it has ended already; its exit code, or None if unknown."""
         if os.getpid() == self._owner:  # and not in a fork of the program
             with contextlib.suppress(EOFError, OSError):
-                return self._asked(pid)
+                return self._ask(pid)
         return None
 
-    def _asked(self, what: int | None, handle: int | None = None) -> int:
+    def _ask(self, request: int | None, handle: int | None = None) -> int:
         with self._lock:
             try:
-                self._connection.send(what)
+                self._connection.send(request)
                 if handle is not None:
                     send_handle(self._connection, handle, None)
                 answer: int = self._connection.recv()
-            except BaseException:  # its next answer would be the one to this question
-                self._process.kill()
-                self._process.wait()
+            except BaseException:  # its next answer would be the one to this request
+                self.process.kill()
+                self.process.wait()
                 raise
             return answer
 
@@ -135,11 +128,11 @@ def _close(owner: int, connection: Connection, process: subprocess.Popen[bytes])
 
 
 def serve(handle: int, program: int, work: Callable[[Connection], None]) -> None:
-    """The life of the fork server: fork workers, and end them, until the program is gone."""
+    """Run the fork server: fork workers (None), kill them (their id), end (0)."""
     server, workers = os.getpid(), set[int]()
     watched: list[Connection | int] = [connection := Connection(handle)]
     if sys.platform == "linux":
-        with contextlib.suppress(OSError):  # forks of the program may keep the connection open
+        with contextlib.suppress(OSError):  # forks of the program may hold the connection open
             watched.append(os.pidfd_open(program))
     try:
         while wait(watched) == [connection]:
@@ -148,7 +141,7 @@ def serve(handle: int, program: int, work: Callable[[Connection], None]) -> None
                     theirs = recv_handle(connection)
                     if not (pid := os.fork()):
                         connection.close()
-                        _live(server, Connection(theirs), work)
+                        _run_worker(server, Connection(theirs), work)
                     os.close(theirs)
                     workers.add(pid)
                     connection.send(pid)
@@ -156,16 +149,15 @@ def serve(handle: int, program: int, work: Callable[[Connection], None]) -> None
                     return
                 case pid:
                     workers.remove(pid)
-                    connection.send(_ended(pid))
+                    connection.send(_killed(pid))
     except (EOFError, ConnectionError):  # the program is gone
         pass
     finally:
         for pid in workers:
-            _ended(pid)
+            _killed(pid)
 
 
-def _live(server: int, connection: Connection, work: Callable[[Connection], None]) -> None:
-    """The life of a worker, right after the fork."""
+def _run_worker(server: int, connection: Connection, work: Callable[[Connection], None]) -> None:
     code = 1
     try:
         if sys.platform == "linux":
@@ -176,14 +168,14 @@ def _live(server: int, connection: Connection, work: Callable[[Connection], None
     except BaseException:
         traceback.print_exc()
     finally:
-        os._exit(code)  # what else is done when a program ends, the server does
+        os._exit(code)  # exit handlers are the server's
 
 
-def _ended(pid: int) -> int:
-    """Kill a worker unless it has ended already; its exit code. It was not waited for before."""
+def _killed(pid: int) -> int:
+    """Kill a worker unless it has ended already; its exit code."""
     os.kill(pid, signal.SIGKILL)
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
 
 if os.name == "posix":
-    os.register_at_fork(after_in_child=_forget)
+    os.register_at_fork(after_in_child=_forget_server)

@@ -17,25 +17,18 @@ from torch.nn.utils.weight_norm import WeightNorm
 
 from fedshuffle import losses
 from fedshuffle._arrays import IntArray, expect
-from fedshuffle.errors import FedShuffleError
+from fedshuffle.errors import FedShuffleError, error_context
 from fedshuffle.federation import Federation
 
-PROBE_ROWS = 1024
-"""Full gradients are computed in pieces of at most so many examples."""
+GRADIENT_ROWS = 1024
+"""Full gradients are computed in pieces of at most this many examples."""
 
 Loss = Callable[..., Tensor]
 """``loss(model, *fields)``: the mean loss over the examples of a minibatch, a scalar tensor."""
 
 
-class _Habits(NamedTuple):
-    """What running a model does besides computing."""
-
-    random: bool
-    restless: bool
-
-
 class Fault(NamedTuple):
-    """Why a fast way to compute gradients cannot be gone."""
+    """Why a fast way to compute gradients cannot be used."""
 
     why: str
     differs: bool
@@ -59,8 +52,16 @@ class Problem:
         expect(model, nn.Module, "model")
         expect(federation, Federation, "federation")
         _check_loss(loss)
-        _check_made(model)
-        self.model = _copied(model)
+        _check_model(model)
+        with error_context(
+            lambda error: (
+                f"the model cannot be copied ({type(error).__name__}:"
+                f" {str(error).split('.  ')[0].rstrip('.')}). It may hold an activation or"
+                " something open: let it hold only what it was made of."
+            ),
+            Exception,
+        ):
+            self.model = copy.deepcopy(model)
         self.loss = loss
         self.federation = federation
         self.parameters = {k: p for k, p in self.model.named_parameters() if p.requires_grad}
@@ -73,35 +74,35 @@ class Problem:
                 " and device."
             )
         self.dtype, self.device = kinds.pop()
-        _refuse_running_statistics(model)
-        # What lies on disk stays there: its minibatches are made ready one by one.
+        # Data on disk stay there: minibatches are converted one by one.
         self._stored = federation.path is not None
         fields = federation.tensors()
-        self.fields = fields if self._stored else tuple(self._ready(field) for field in fields)
-        flat = [p.detach().reshape(-1) for p in self.parameters.values()]
-        self.start = torch.cat(flat)
+        self.fields = fields if self._stored else tuple(map(self._converted, fields))
+        self.start = torch.cat([p.detach().reshape(-1) for p in self.parameters.values()])
         self._untouched = copy.deepcopy(self.model)
-        self._shares: dict[int, list[float]] = {}
         self._given = list(model.parameters())
+        self._shares: dict[int, list[float]] = {}
         self.tried: dict[str, Fault | None] = {}
-        """Ways to compute that were held against the reference, and what is wrong with each."""
+        """Fast ways to compute gradients that were compared with the reference: their faults."""
 
-    def _ready(self, field: Tensor) -> Tensor:
+    def _converted(self, field: Tensor) -> Tensor:
         """Examples on the model's device, and floating-point ones in its precision."""
-        if field.is_floating_point():
-            return field.to(self.device, self.dtype)
-        return field.to(self.device)
+        return field.to(self.device, self.dtype if field.is_floating_point() else field.dtype)
 
     def load(self, x: Tensor) -> nn.Module:
-        """The module with the parameters ``x``, in memory of its own."""
+        """The problem's own module, with the parameters ``x`` copied into it."""
         _fill(self.parameters.values(), x)
         return self.model
 
     def copy(self, x: Tensor) -> nn.Module:
-        """A copy of the module with the parameters ``x``, to do with as one likes."""
+        """A new module with the parameters ``x``."""
         model = self.replica()
         _fill([p for p in model.parameters() if p.requires_grad], x)
         return model
+
+    def replica(self) -> nn.Module:
+        """A copy of the model as it was given, without anything that running it leaves behind."""
+        return copy.deepcopy(self._untouched)
 
     def loss_at(self, x: Tensor, batch: tuple[Tensor, ...]) -> Tensor:
         """The mean loss of model ``x`` on a minibatch."""
@@ -109,24 +110,24 @@ class Problem:
 
     @property
     def random(self) -> bool:
-        """Whether the model or the loss draws random numbers of its own, such as dropout."""
-        return self._habits.random
+        """Whether the model or the loss draws random numbers, as dropout does."""
+        return self._observed[0]
 
     @property
-    def restless(self) -> bool:
+    def changes_parameters(self) -> bool:
         """Whether the forward pass changes parameters, as ``nn.Embedding(max_norm=...)`` does."""
-        return self._habits.restless
+        return self._observed[1]
 
     @functools.cached_property
-    def _habits(self) -> _Habits:
-        """What is seen when the model runs once; an error for what cannot be trained."""
+    def _observed(self) -> tuple[bool, bool]:
+        """Run the model once; an error for what cannot be trained."""
         model = self.replica()
         parameters = {k: p for k, p in model.named_parameters() if p.requires_grad}
         versions = [p._version for p in parameters.values()]
         with forked(self.device):
             before = _random_state(self.device)
             loss = self.loss(model, *self.few())
-            after = _random_state(self.device)
+            random = not torch.equal(before, _random_state(self.device))
         buffers = dict(self._untouched.named_buffers())
         for name, buffer in model.named_buffers():
             if name in buffers and not torch.equal(buffer, buffers[name]):
@@ -136,12 +137,7 @@ class Problem:
                 )
         _check_gradients(loss, parameters, self._given)
         self._given = []
-        restless = versions != [p._version for p in parameters.values()]
-        return _Habits(not torch.equal(before, after), restless)
-
-    def replica(self) -> nn.Module:
-        """A copy of the model as it was at first, with nothing that running it may leave behind."""
-        return copy.deepcopy(self._untouched)
+        return random, versions != [p._version for p in parameters.values()]
 
     def few(self) -> tuple[Tensor, ...]:
         """An example or two, to try things on."""
@@ -154,28 +150,27 @@ class Problem:
     def pieces(
         self, client: int, positions: IntArray | None = None
     ) -> list[tuple[IntArray, float]]:
-        """A client's examples, or those at some positions, as rows in pieces, and the share of each
-        piece's loss in the loss over all of them at once.
+        """A client's examples (or those at some positions) in pieces: their rows, and the share of
+        each piece's loss in the loss over all of them.
 
         A piece counts by the number of values that its mean is taken over (see
-        :mod:`fedshuffle.losses`). A piece in which nothing counts is left out.
+        :mod:`fedshuffle.losses`). A piece without any is left out.
         """
         whole = positions is None
         if positions is None:
             positions = np.arange(int(self.federation.sizes[client]))
         rows = self.rows(client, positions)
-        parts = [rows[k : k + PROBE_ROWS] for k in range(0, len(rows), PROBE_ROWS)]
+        parts = [rows[k : k + GRADIENT_ROWS] for k in range(0, len(rows), GRADIENT_ROWS)]
         if len(parts) == 1:
             return [(rows, 1.0)]
         shares = self._shares.get(client) if whole else None
         if shares is None:
-            shares = self._counted(parts)
+            shares = self._loss_shares(parts)
         if whole:  # for the next round
             self._shares[client] = shares
         return [(part, share) for part, share in zip(parts, shares, strict=True) if share]
 
-    def _counted(self, parts: Sequence[IntArray]) -> list[float]:
-        """How the losses of these parts count in the loss over all of them."""
+    def _loss_shares(self, parts: Sequence[IntArray]) -> list[float]:
         weights = [float(len(part)) for part in parts]
         if losses.tells_counts(self.loss):
             model = self.replica()
@@ -190,67 +185,12 @@ class Problem:
         flat = index.reshape(-1)
         found = tuple(field.index_select(0, flat) for field in self.fields)
         if self._stored:
-            found = tuple(self._ready(part) for part in found)
+            found = tuple(map(self._converted, found))
         return tuple(part.view(*index.shape, *part.shape[1:]) for part in found)
 
 
-def _fill(parameters: Collection[nn.Parameter], x: Tensor) -> None:
-    parts = torch.split(x, [p.numel() for p in parameters])
-    with torch.no_grad():
-        for parameter, part in zip(parameters, parts, strict=True):
-            parameter.copy_(part.view_as(parameter))
-
-
-def _check_loss(loss: Loss) -> None:
-    remedy = "Use one of fedshuffle.losses, or a function loss(model, *fields) of your own"
-    if not callable(loss):
-        raise FedShuffleError(f"the loss is {loss!r}, which cannot be called. {remedy}.")
-    if isinstance(loss, _Loss):
-        raise FedShuffleError(
-            f"{type(loss).__name__} takes outputs and targets, and a loss here takes the model and"
-            f" the fields. {remedy}, such as lambda model, x, y: criterion(model(x), y)."
-        )
-
-
-def _check_made(model: nn.Module) -> None:
-    """Refuse a model that has no values yet, or that cannot be copied as it is."""
-    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
-        if is_lazy(tensor):
-            raise FedShuffleError(
-                f"parameter {name!r} is lazy and has no shape yet. Run the model on an example"
-                " before you train it."
-            )
-        if tensor.device.type == "meta":
-            raise FedShuffleError(
-                f"parameter {name!r} is on the meta device and has no values. Move the model with"
-                " to_empty and initialise it before you train it."
-            )
-        if tensor._backward_hooks or tensor._post_accumulate_grad_hooks:
-            raise FedShuffleError(
-                f"parameter {name!r} has a gradient hook (register_hook), which copies of the model"
-                " do not have. Do the same in the model's forward or in the loss, and remove it."
-            )
-    for name, module in model.named_modules():
-        if any(isinstance(hook, WeightNorm) for hook in module._forward_pre_hooks.values()):
-            raise FedShuffleError(
-                f"layer {name!r} uses torch.nn.utils.weight_norm, with which a model cannot be"
-                " copied. Use torch.nn.utils.parametrizations.weight_norm."
-            )
-
-
-def _copied(model: nn.Module) -> nn.Module:
-    try:
-        return copy.deepcopy(model)
-    except Exception as error:
-        reason = str(error).split("\n")[0].split(".  ")[0]
-        raise FedShuffleError(
-            f"the model cannot be copied ({type(error).__name__}: {reason.rstrip('.')}). It may"
-            " keep an activation or something open: let it keep only what it was made of."
-        ) from error
-
-
 def forked(device: torch.device) -> AbstractContextManager[None]:
-    """Whatever is drawn inside leaves torch's random numbers outside as they were."""
+    """Restore torch's random state afterwards."""
     return torch.random.fork_rng([] if device.type == "cpu" else [device], device_type=device.type)
 
 
@@ -261,12 +201,62 @@ def _random_state(device: torch.device) -> Tensor:
     return torch.cat([state, torch.get_device_module(device).get_rng_state(device)])
 
 
+def _fill(parameters: Collection[nn.Parameter], x: Tensor) -> None:
+    parts = torch.split(x, [p.numel() for p in parameters])
+    with torch.no_grad():
+        for parameter, part in zip(parameters, parts, strict=True):
+            parameter.copy_(part.view_as(parameter))
+
+
+def _check_loss(loss: Loss) -> None:
+    remedy = "Use one of fedshuffle.losses, or your own function loss(model, *fields)"
+    if not callable(loss):
+        raise FedShuffleError(f"the loss is {loss!r}, which cannot be called. {remedy}.")
+    if isinstance(loss, _Loss):
+        raise FedShuffleError(
+            f"{type(loss).__name__} takes outputs and targets, and a loss here takes the model and"
+            f" the fields. {remedy}, such as lambda model, x, y: criterion(model(x), y)."
+        )
+
+
+def _check_model(model: nn.Module) -> None:
+    """Refuse a model that has no values yet, cannot be copied, or is not averaged as a whole."""
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        faults = {
+            "is lazy and has no shape yet. Run the model on an example before you train it.": (
+                is_lazy(tensor)
+            ),
+            "is on the meta device and has no values. Move the model with to_empty and initialise"
+            " it before you train it.": tensor.device.type == "meta",
+            "has a gradient hook (register_hook), which copies of the model do not have. Do the"
+            " same in the model's forward or in the loss, and remove it.": (
+                tensor._backward_hooks or tensor._post_accumulate_grad_hooks
+            ),
+        }
+        for fault, found in faults.items():
+            if found:
+                raise FedShuffleError(f"parameter {name!r} {fault}")
+    for name, module in model.named_modules():
+        if any(isinstance(hook, WeightNorm) for hook in module._forward_pre_hooks.values()):
+            raise FedShuffleError(
+                f"layer {name!r} uses torch.nn.utils.weight_norm, with which a model cannot be"
+                " copied. Use torch.nn.utils.parametrizations.weight_norm."
+            )
+        tracks = getattr(module, "track_running_stats", False)
+        if tracks and getattr(module, "running_mean", 0) is not None:
+            raise FedShuffleError(
+                f"layer {name!r} ({type(module).__name__}) has running statistics, which differ"
+                " from client to client and are not averaged. Use GroupNorm, or"
+                " track_running_stats=False."
+            )
+
+
 def _check_gradients(
     loss: Tensor, parameters: Mapping[str, nn.Parameter], given: Sequence[nn.Parameter]
 ) -> None:
     """Refuse gradients that cannot be added up, and those of the model that was copied."""
     if not isinstance(loss, Tensor) or loss.ndim or not loss.requires_grad:
-        return  # which is said where gradients are needed
+        return  # reported where gradients are needed
     both = [*parameters.values(), *(p for p in given if p.requires_grad)]
     found = torch.autograd.grad(loss, both, allow_unused=True)
     for name, gradient in zip(parameters, found, strict=False):
@@ -279,19 +269,5 @@ def _check_gradients(
         raise FedShuffleError(
             "a copy of the model still uses the parameters of the original. A forward or hook that"
             " was given to one of its layers names that layer: take the parameters from its"
-            " argument, as a method of a class of your own does."
+            " argument, as a method of a class does."
         )
-
-
-def _refuse_running_statistics(model: nn.Module) -> None:
-    """Running statistics are no parameters: averaging cannot be right for them, so say so."""
-    for name, module in model.named_modules():
-        if (
-            getattr(module, "track_running_stats", False)
-            and getattr(module, "running_mean", 0) is not None
-        ):
-            raise FedShuffleError(
-                f"layer {name!r} ({type(module).__name__}) keeps running statistics, which differ"
-                " from client to client and are not averaged. Use GroupNorm, or"
-                " track_running_stats=False."
-            )

@@ -1,63 +1,190 @@
 """Workers on this machine: one engine each, as threads or as processes.
 
+The longest clients come first, and every worker has one running sum. Which worker trains which
+client, and in which order the sums are added, depend on the request and the number of workers
+alone. So threads, processes and the machines of a cluster give the same bits.
+
 Threads come first: torch releases the interpreter's lock while it computes, and threads share the
-model's start and the data for free. Processes serve where Python itself is the cost, as it is for
-small models that walk one client at a time.
+model and the data for free. Processes serve where Python itself is the cost, as for small models
+trained one client at a time, and for models that draw random numbers.
 """
 
 from __future__ import annotations
 
+import abc
 import contextlib
-import io
 import os
 import pickle
 import sys
 import weakref
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
+from dataclasses import replace
 from multiprocessing.connection import Connection
 from multiprocessing.reduction import recv_handle, send_handle
-from typing import Any, final
+from typing import IO, Any, NamedTuple, Protocol, final
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
-from fedshuffle.engines.base import OneWorker, first_look
+from fedshuffle._arrays import FloatArray
+from fedshuffle.engines import serialization
+from fedshuffle.engines.base import Engine, OneWorker, check_model
 from fedshuffle.engines.forkserver import ONE_THREAD, fork_server
-from fedshuffle.engines.parcels import Places, Shared, opened, received, sent
 from fedshuffle.engines.problem import Problem
-from fedshuffle.engines.sharing import MakeEngine, Whose, Workers
 from fedshuffle.errors import FedShuffleError, TrainingError
+from fedshuffle.kernel import FullGradient, LocalTraining, Request
+
+
+class MakeEngine(Protocol):
+    """The class of an engine that works alone."""
+
+    name: str
+
+    def __call__(self, problem: Problem) -> OneWorker: ...
+
+
+class Workers(Engine, abc.ABC):
+    """Splits every request among the workers and adds their answers in the workers' order."""
+
+    def __init__(self, name: str, problem: Problem, workers: int) -> None:
+        self.name = name
+        self.problem = problem
+        self.workers = workers
+
+    def local_training(self, requests: Sequence[LocalTraining]) -> list[Tensor]:
+        return self._divided("local_training", requests)
+
+    def full_gradients(self, requests: Sequence[FullGradient]) -> list[Tensor]:
+        return self._divided("full_gradients", requests)
+
+    def _divided(self, what: str, requests: Sequence[Request]) -> list[Tensor]:
+        shares = [self._shares(request) for request in requests]
+        by_worker = [[share.request for share in mine] for mine in zip(*shares, strict=True)]
+        answers = zip(*self._answers(what, by_worker), strict=True)
+        return [_added(*pair) for pair in zip(shares, answers, strict=True)]
+
+    def _shares(self, request: Request) -> list[_Share]:
+        """Each worker's part of a request, with only the sums to which its clients contribute."""
+        weights: FloatArray
+        if isinstance(request, LocalTraining):
+            streams = [task.minibatches for task in request.tasks]
+            # A step itself costs about as much as eight examples.
+            loads = [stream.examples + 8 * stream.steps for stream in streams]
+            weights = np.array([task.weights for task in request.tasks]).reshape(-1, request.sums)
+        else:
+            loads = self.problem.federation.sizes[request.clients].tolist()
+            weights = request.weights
+        found = []
+        for chosen in longest_first(loads, self.workers):
+            used = np.flatnonzero(weights[chosen].any(axis=0))
+            sums = used if len(used) else np.zeros(1, np.int64)  # an answer needs a row
+            few, part = weights[chosen][:, sums], request
+            if isinstance(request, FullGradient):
+                part = replace(request, clients=request.clients[chosen], weights=few)
+            else:
+                tasks = [request.tasks[k] for k in chosen]
+                if len(sums) < request.sums:
+                    pairs = zip(tasks, few.tolist(), strict=True)
+                    tasks = [replace(task, weights=row) for task, row in pairs]
+                part = replace(request, tasks=tasks, sums=len(sums))
+            found.append(_Share(part, torch.from_numpy(sums), weights.shape[1]))
+        return found
+
+    @abc.abstractmethod
+    def _answers(self, what: str, requests: Sequence[list[Any]]) -> list[list[Tensor]]:
+        """Each worker's answers to its requests, by the engine's method ``what``."""
+
+
+class _Share(NamedTuple):
+    request: Request
+    sums: Tensor
+    total: int
+    """The number of sums of the whole request."""
+
+
+def _added(shares: Sequence[_Share], answers: Sequence[Tensor]) -> Tensor:
+    """The sums of all workers, in the workers' order."""
+    total, begin = answers[0], 1
+    if len(shares[0].sums) < shares[0].total:
+        total, begin = total.new_zeros(shares[0].total, *total.shape[1:]), 0
+    for share, answer in zip(shares[begin:], answers[begin:], strict=True):
+        if len(share.sums) == share.total:
+            total += answer
+        else:
+            total.index_add_(0, share.sums.to(total.device), answer)
+    return total
+
+
+def longest_first(loads: Sequence[int], workers: int) -> list[list[int]]:
+    """Assign each task, from the longest on, to the worker with the least to do.
+
+    >>> longest_first([1, 5, 2, 2], workers=2)
+    [[1], [2, 3, 0]]
+    """
+    shares: list[list[int]] = [[] for _ in range(workers)]
+    totals = [0] * workers
+    for task in sorted(range(len(loads)), key=lambda task: -loads[task]):
+        worker = totals.index(min(totals))
+        shares[worker].append(task)
+        totals[worker] += loads[task]
+    return shares
+
+
+class RequestContext(NamedTuple):
+    """The clients, the round and the stage of some requests, for errors."""
+
+    clients: str
+    round: int
+    stage: str
+
+    @classmethod
+    def of(cls, problem: Problem, requests: Sequence[Request]) -> RequestContext:
+        clients: list[int] = []
+        round, stage = 0, "local training"
+        for request in requests:
+            if isinstance(request, LocalTraining):
+                clients += [task.minibatches.client for task in request.tasks]
+                round = request.tasks[0].minibatches.round if request.tasks else round
+            else:
+                clients += request.clients.tolist()
+                round, stage = request.round, "full gradient"
+        ids = [str(problem.federation.ids[client]) for client in dict.fromkeys(clients)]
+        more = f" and {len(ids) - 5} more" if len(ids) > 5 else ""
+        return cls("one of " * (len(ids) > 1) + ", ".join(ids[:5]) + more, round, stage)
+
+    def error(self, message: str) -> TrainingError:
+        return TrainingError(message, client=self.clients, round=self.round, stage=self.stage)
 
 
 @final
 class ThreadsEngine(Workers):
-    """Workers as threads of this process, each with one thread for torch."""
+    """Workers as threads of this process, each with one thread of torch."""
 
     def __init__(self, problem: Problem, make: MakeEngine, workers: int) -> None:
-        super().__init__(problem, workers)
-        if first_look(problem):
+        super().__init__(f"{make.name}:{workers}", problem, workers)
+        if check_model(problem):
             raise FedShuffleError(
                 "the model draws random numbers (dropout?), and threads would draw them from one"
-                " stream in any order. Use one worker, or processes: the engine 'lean' or"
-                f" 'lean:{workers}:processes'."
+                " stream in any order. Use one worker, or processes: the engine 'sequential' or"
+                f" 'sequential:{workers}:processes'."
             )
         self._engines = [make(problem) for _ in range(workers)]
-        self._threads = ThreadPoolExecutor(workers, "fedshuffle", _one_thread)
+        self._threads = ThreadPoolExecutor(workers, "fedshuffle", lambda: torch.set_num_threads(1))
+
+    def close(self) -> None:
+        self._threads.shutdown()
 
     def _answers(self, what: str, requests: Sequence[list[Any]]) -> list[list[Tensor]]:
-        tasks = [
-            self._threads.submit(getattr(engine, what), request)
-            for engine, request in zip(self._engines, requests, strict=True)
-        ]
+        pairs = zip(self._engines, requests, strict=True)
+        futures = [self._threads.submit(getattr(one, what), request) for one, request in pairs]
         try:
-            return [task.result() for task in tasks]
-        except BaseException:  # nobody waits for the others any more, but they must not go on
+            return [future.result() for future in futures]
+        except BaseException:  # stop the others
             for engine in self._engines:
                 engine.stop = True
-            wait(tasks)
+            wait(futures)
             for engine in self._engines:
                 engine.stop = False
             raise
@@ -65,158 +192,108 @@ class ThreadsEngine(Workers):
 
 @final
 class ProcessesEngine(Workers):
-    """Workers as processes of their own, which share the data."""
+    """Workers as separate processes, which share the data."""
 
     def __init__(self, problem: Problem, make: MakeEngine, workers: int) -> None:
-        super().__init__(problem, workers)
+        super().__init__(f"{make.name}:{workers}:processes", problem, workers)
         if problem.device.type != "cpu":
             raise FedShuffleError(
                 f"worker processes compute on the CPU, and the model is on {problem.device}."
-                " Use the engine 'lanes' or 'lean' there."
+                " Use the engine 'vectorized' or 'sequential' there."
             )
-        make(problem)  # what is wrong with the model is said here, not in a worker
+        make(problem)  # reports what is wrong with the model here, not in a worker
         self._make = make
-        self._task = sent(problem)
-        self._data: Shared | None = None
+        self._dumped = serialization.dump_problem(problem)
+        self._data: IO[bytes] | None = None
         self._running: list[_Process] = []
-        self._stop = weakref.finalize(self, _stop, self._running)
+        weakref.finalize(self, _end, self._running)
+
+    def close(self) -> None:
+        _end(self._running)
 
     def _answers(self, what: str, requests: Sequence[list[Any]]) -> list[list[Tensor]]:
         try:
             if not self._running:
-                self._start(requests)
-            for worker, request in zip(self._running, requests, strict=True):
-                worker.ask(what, request)
-            pairs = zip(self._running, requests, strict=True)
-            return [worker.answer(request) for worker, request in pairs]
+                self._start()
+                self._receive(requests)
+            shared, packed = serialization.pack(requests)
+            for worker, mine in zip(self._running, packed, strict=True):
+                worker.send((what, mine, shared))
+            found = self._receive(requests)
         except BaseException:
-            _stop(self._running)  # the others may be in the middle of something: begin anew
+            self.close()  # the others may be busy: start new ones
             raise
+        return [[flat.tensor() for flat in flats] for flats in found]
 
-    def _start(self, requests: Sequence[list[Any]]) -> None:
+    def _start(self) -> None:
         if self._data is None and self.problem.federation.path is None:
-            self._data = Shared(self.problem.fields)
-        surroundings = {**os.environ, **ONE_THREAD}, os.getcwd(), sys.path
-        for _ in requests:
-            self._running.append(worker := _Process(self.problem))
-            places = self._data.places if self._data else None
-            worker.ask("prepare", (surroundings, self._make, self._task, places))
+            self._data = serialization.share_memory(self.problem.fields)
+            weakref.finalize(self, self._data.close)
+        environment = {**os.environ, **ONE_THREAD}, os.getcwd(), sys.path
+        for _ in range(self.workers):
+            self._running.append(worker := _Process())
+            worker.send((environment, self._make, self._dumped, self._data is not None))
             if self._data:
-                worker.give(self._data.file.fileno())
+                with contextlib.suppress(ConnectionError):
+                    send_handle(worker.connection, self._data.fileno(), None)
+
+    def _receive(self, requests: Sequence[list[Any]]) -> list[Any]:
+        """What each worker answers; the requests name the clients of one that has died."""
+        found = []
         for worker, request in zip(self._running, requests, strict=True):
-            worker.answer(request)
+            try:
+                ok, result = pickle.loads(worker.connection.recv_bytes())
+            except (EOFError, ConnectionError):
+                code = worker.end()
+                how = f"killed by signal {-code}" if code and code < 0 else f"ended ({code})"
+                raise RequestContext.of(self.problem, request).error(
+                    f"the worker process that trained it was {how} (out of memory?). Use fewer"
+                    " workers, or resume from the last checkpoint."
+                ) from None
+            if not ok:
+                raise result
+            found.append(result)
+        return found
 
 
 class _Process:
     """One worker process, seen from the parent."""
 
-    def __init__(self, problem: Problem) -> None:
-        self.problem = problem
+    def __init__(self) -> None:
         self._server = fork_server()
-        self.pid, self._connection = self._server.fork()
+        self.pid, self.connection = self._server.fork()
 
-    def ask(self, what: str, given: Any) -> None:
+    def send(self, message: Any) -> None:
         with contextlib.suppress(ConnectionError):  # its death is reported when it should answer
-            self._connection.send_bytes(_dumps((what, given)))
+            self.connection.send_bytes(pickle.dumps(message, protocol=5))
 
-    def give(self, handle: int) -> None:
-        """Let it use an open file, too."""
-        with contextlib.suppress(ConnectionError):
-            send_handle(self._connection, handle, None)
+    def end(self) -> int | None:
+        self.connection.close()
+        return self._server.end(self.pid)
 
-    def answer(self, requests: list[Any]) -> Any:
-        try:
-            ok, result = pickle.loads(self._connection.recv_bytes())
-        except (EOFError, ConnectionError):
-            raise _death(self.problem, requests, self._server.end(self.pid)) from None
-        if ok:
-            return result
-        raise result
 
-    def end(self) -> None:
-        self._connection.close()
-        self._server.end(self.pid)
+def _end(running: list[_Process]) -> None:
+    while running:
+        running.pop().end()
 
 
 def serve(connection: Connection) -> None:
-    """The life of a worker process: answer until the parent is gone."""
-    engine: Any = None
+    """Run a worker process: build the engine, then answer until the parent is gone."""
     with contextlib.suppress(EOFError, ConnectionError):
+        environment, make, dumped, in_memory = pickle.loads(connection.recv_bytes())
+        reply: tuple[bool, Any] = True, None
+        try:
+            handle = recv_handle(connection) if in_memory else None
+            fields = [] if handle is None else serialization.from_shared_memory(handle)
+            variables, folder, sys.path[:] = environment
+            os.environ.clear()
+            os.environ.update(variables)
+            with contextlib.suppress(OSError):  # it may have been deleted
+                os.chdir(folder)
+            torch.set_num_threads(1)
+            engine = make(serialization.load_problem(dumped, fields))
+        except Exception as error:
+            reply = False, serialization.sendable(error)
         while True:
-            what, given = pickle.loads(connection.recv_bytes())
-            try:
-                if what == "prepare":
-                    engine, result = _prepared(connection, *given), None
-                else:
-                    result = getattr(engine, what)(given)
-                answer: tuple[bool, Any] = True, result
-            except Exception as error:
-                answer = False, _sendable(error)
-            connection.send_bytes(_dumps(answer))
-
-
-def _prepared(
-    connection: Connection,
-    surroundings: tuple[dict[str, str], str, list[str]],
-    make: MakeEngine,
-    task: bytes,
-    places: Places | None,
-) -> OneWorker:
-    """The engine for a problem, in surroundings like those of the parent."""
-    fields = [] if places is None else opened(recv_handle(connection), places)
-    environment, folder, sys.path[:] = surroundings
-    os.environ.clear()
-    os.environ.update(environment)
-    with contextlib.suppress(OSError):  # it may have been deleted
-        os.chdir(folder)
-    _one_thread()
-    return make(received(task, fields))
-
-
-class _Pickler(pickle.Pickler):
-    """Tensors travel as plain arrays, which is quicker than torch's own way."""
-
-    def reducer_override(self, thing: Any) -> Any:
-        if isinstance(thing, Tensor):
-            bits = thing.detach().contiguous().view(torch.uint8)  # numpy does not know all dtypes
-            return _tensor, (bits.numpy(), thing.dtype)
-        return NotImplemented
-
-
-def _tensor(bits: NDArray[np.uint8], dtype: torch.dtype) -> Tensor:
-    return torch.from_numpy(bits).view(dtype)
-
-
-def _dumps(thing: object) -> bytes:
-    buffer = io.BytesIO()
-    _Pickler(buffer, protocol=5).dump(thing)
-    return buffer.getvalue()
-
-
-def _sendable(error: Exception) -> FedShuffleError:
-    if isinstance(error, FedShuffleError):
-        return error
-    return FedShuffleError(f"{type(error).__name__} in a worker process: {error}")
-
-
-def _stop(running: list[_Process]) -> None:
-    for worker in running:
-        worker.end()
-    running.clear()
-
-
-def _death(problem: Problem, requests: list[Any], code: int | None) -> TrainingError:
-    whose = Whose.of(problem, requests)
-    how = f"was killed by signal {-code}" if code and code < 0 else f"ended with code {code}"
-    return TrainingError(
-        f"the worker process that trained it {how} (out of memory?). Use fewer workers, or go on"
-        " from the last checkpoint.",
-        client=whose.clients,
-        round=whose.round,
-        stage=whose.stage,
-    )
-
-
-def _one_thread() -> None:
-    """Workers must not compete with each other for cores."""
-    torch.set_num_threads(1)
+            connection.send_bytes(pickle.dumps(reply, protocol=5))
+            reply = serialization.answer(engine, *pickle.loads(connection.recv_bytes()))

@@ -1,20 +1,18 @@
 r"""Evaluation: how good a model is, over all clients and for those it serves worst.
 
-A metric has a value :math:`m_{ij}` for every example j of client i, a function of the model's
-outputs and the target. With :math:`m_i` the mean over the client's examples,
+With :math:`m_i` the mean of a metric over the examples of client i,
 
-.. math:: h\Big(\sum_i w_i m_i\Big) \text{ is the metric over the whole, and } h(m_i)
+.. math:: h\Big(\sum_i w_i m_i\Big) \text{ is the metric over all clients, and } h(m_i)
    \text{ that of client i,}
 
-where the weights w are those of the federation evaluated on (by default the sum is then the mean
-over all examples), and h is the exponential for perplexity and leaves the others as they are.
-Metrics that are no such means, as AUC and F1, are in :mod:`fedshuffle.evaluation.set_metrics`.
+where w are the weights of the federation, and h is the exponential for perplexity and the identity
+otherwise. Metrics that are not means, as AUC and F1, are in ``set_metrics``.
 """
 
 from __future__ import annotations
 
 from fedshuffle.evaluation.clients import ClientTable
-from fedshuffle.evaluation.evaluation import Evaluation, Evaluations, evaluating
+from fedshuffle.evaluation.evaluation import Evaluation, Evaluations, evaluation_mode
 from fedshuffle.evaluation.metrics import Metric
 from fedshuffle.evaluation.set_metrics import SetMetric, from_torchmetrics
 
@@ -24,6 +22,6 @@ __all__ = [
     "Evaluations",
     "Metric",
     "SetMetric",
-    "evaluating",
+    "evaluation_mode",
     "from_torchmetrics",
 ]

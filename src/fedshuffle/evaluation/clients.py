@@ -1,9 +1,10 @@
-"""What was measured for every client, as a table."""
+"""A table of metrics per client."""
 
 from __future__ import annotations
 
 import csv
 import io
+from collections import Counter
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,8 +13,8 @@ from typing import TYPE_CHECKING, Any, final
 import numpy as np
 
 from fedshuffle import _files, _html
-from fedshuffle._arrays import FloatArray, IntArray
-from fedshuffle.errors import FedShuffleError, unknown, visible
+from fedshuffle._arrays import FloatArray, IntArray, jsonable
+from fedshuffle.errors import optional_import, unknown, visible
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -57,92 +58,71 @@ class ClientTable:
     @property
     def rows(self) -> list[tuple[Any, ...]]:
         """The rows; None where a metric is undefined."""
-        return [self._row(k) for k in range(len(self))]
+        columns = []
+        for name, values in self.metrics.items():
+            undefined = self.undefined.get(name, {})
+            columns.append([None if k in undefined else v for k, v in enumerate(values.tolist())])
+        return list(zip(self.clients, self.examples.tolist(), *columns, strict=True))
 
     @property
     def notes(self) -> list[str]:
         """Where a metric is undefined, and why."""
-        found = []
-        for name, rows in self.undefined.items():
-            for why in dict.fromkeys(rows.values()):
-                number = sum(reason == why for reason in rows.values())
-                clients = f"{number} client" + "s" * (number > 1)
-                found.append(f"{name} is undefined for {clients}: {why}.")
-        return found
+        return [
+            f"{name} is undefined for {number} client{'s' * (number > 1)}: {why}."
+            for name, reasons in self.undefined.items()
+            for why, number in Counter(reasons.values()).items()
+        ]
 
     @property
-    def judged_by(self) -> str:
-        """The metric that clients are ranked by: accuracy if it was measured, or else the first."""
+    def ranking_metric(self) -> str:
+        """The metric that ranks clients: accuracy if it was measured, or else the first."""
         return next((k for k in self.metrics if k.endswith("accuracy")), next(iter(self.metrics)))
 
     def worst(self, number: int = 5, metric: str | None = None) -> ClientTable:
-        """The clients that a metric is worst for, the worst first; those without it are left out.
+        """The clients with the worst values of a metric, the worst first; NaN is worst of all.
 
-        Without a metric, that of :attr:`judged_by`.
+        The metric is :attr:`ranking_metric` by default; clients without it are left out.
         """
-        metric = self.judged_by if metric is None else metric
+        metric = self.ranking_metric if metric is None else metric
         if metric not in self.metrics:
             raise unknown("metric", metric, self.metrics)
-        values = self.metrics[metric]
-        order = np.argsort(values if self.higher_is_better[metric] else -values, kind="stable")
-        order = np.concatenate([order[np.isnan(values[order])], order[~np.isnan(values[order])]])
-        without = self.undefined.get(metric, {})
-        return self._take([k for k in order.tolist() if k not in without][:number])
+        values, undefined = self.metrics[metric], self.undefined.get(metric, {})
+        badness = values if self.higher_is_better[metric] else -values
+        order = np.lexsort((badness, ~np.isnan(values)))
+        return self._take([k for k in order.tolist() if k not in undefined][:number])
 
     def frame(self) -> pd.DataFrame:
         """The table as a pandas data frame, with the clients' names as its index."""
-        try:
-            import pandas as pd
-        except ImportError as error:
-            raise FedShuffleError(
-                f"a data frame needs pandas ({error}). Install it with"
-                " pip install 'fedshuffle[frame]', or read the rows and columns."
-            ) from error
-        columns = {"examples": self.examples, **self.metrics}
-        return pd.DataFrame(columns, index=pd.Index(list(self.clients), name="client"))
+        pandas = optional_import("pandas", "a data frame", "frame", "or read rows and columns")
+        index = pandas.Index(list(self.clients), name="client")
+        frame: pd.DataFrame = pandas.DataFrame({"examples": self.examples, **self.metrics}, index)
+        return frame
 
     def to_csv(self, path: Path | str) -> None:
-        """Write the table as a CSV file, which is there wholly or not at all."""
+        """Write the table as a CSV file, completely or not at all."""
         text = io.StringIO()
-        writer = csv.writer(text, lineterminator="\n")
-        writer.writerow(self.columns)
-        writer.writerows(self.rows)
-        try:
-            _files.replace(Path(path), text.getvalue().encode())
-        except OSError as error:
-            raise FedShuffleError(
-                f"cannot write {str(path)!r}: {error.strerror}. Choose another place."
-            ) from error
+        csv.writer(text, lineterminator="\n").writerows([self.columns, *self.rows])
+        _files.write_file(Path(path), text.getvalue())
 
     def to_dict(self) -> list[dict[str, Any]]:
         """The rows as plain data for JSON, which has no NaN: None stands for it."""
-        return [
-            {name: None if cell != cell else cell for name, cell in zip(self.columns, row)}
-            for row in self.rows
-        ]
+        return [jsonable(dict(zip(self.columns, row, strict=True))) for row in self.rows]
 
     def __len__(self) -> int:
         return len(self.examples)
 
     def __repr__(self) -> str:
-        texts = [list(self.columns), *self._texts()]
-        wide = [max(len(row[k]) for row in texts) for k in range(len(self.columns))]
-        lines = []
-        for row in texts:
-            cells = [row[0].ljust(wide[0]), *(t.rjust(w) for t, w in zip(row[1:], wide[1:]))]
-            lines.append("  ".join(cells).rstrip())
-        return "\n".join([*lines, *self._below()])
+        texts = [self.columns, *self._texts()]
+        widths = [max(map(len, column)) for column in zip(*texts, strict=True)]
+        lines = [
+            "  ".join(t.rjust(w) if k else t.ljust(w) for k, (t, w) in enumerate(zip(row, widths)))
+            for row in texts
+        ]
+        return "\n".join([*map(str.rstrip, lines), *self._below()])
 
     def _repr_html_(self) -> str:
         below = "".join(map(_html.paragraph, self._below()))
         return _html.table(self.columns, self._texts()) + below
-
-    def _row(self, k: int) -> tuple[Any, ...]:
-        values = (
-            None if k in self.undefined.get(name, {}) else float(column[k])
-            for name, column in self.metrics.items()
-        )
-        return (self.clients[k], int(self.examples[k]), *values)
 
     def _take(self, rows: Sequence[int]) -> ClientTable:
         return ClientTable(
@@ -156,13 +136,14 @@ class ClientTable:
             },
         )
 
-    def _texts(self) -> list[list[str]]:
-        """The first rows as texts."""
-        shown = [self._row(k) for k in range(min(len(self), _SHOWN))]
+    def _texts(self) -> list[tuple[str, ...]]:
         return [
-            [visible(str(client)), str(examples)]
-            + ["undefined" if value is None else f"{value:.4g}" for value in values]
-            for client, examples, *values in shown
+            (
+                visible(str(client)),
+                str(examples),
+                *("undefined" if value is None else f"{value:.4g}" for value in values),
+            )
+            for client, examples, *values in self._take(range(len(self))[:_SHOWN]).rows
         ]
 
     def _below(self) -> list[str]:

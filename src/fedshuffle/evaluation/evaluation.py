@@ -5,61 +5,52 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from dataclasses import field as default
-from typing import Any, final
+from dataclasses import KW_ONLY, dataclass, replace
+from typing import Any, NamedTuple, final
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from fedshuffle._arrays import FloatArray, IntArray, count, expect
+from fedshuffle._arrays import IGNORED, FloatArray, IntArray, count, expect
 from fedshuffle.engines import Loss
 from fedshuffle.errors import FedShuffleError
 from fedshuffle.evaluation import metrics as named
 from fedshuffle.evaluation.clients import ClientTable
 from fedshuffle.evaluation.metrics import Metric, shape, worst
-from fedshuffle.evaluation.set_metrics import (
-    Collected,
-    SetMetric,
-    compute,
-    flat,
-    why_undefined,
-)
+from fedshuffle.evaluation.set_metrics import SetMetric, flatten
 from fedshuffle.federation import Federation
-from fedshuffle.losses import IGNORED, counted, predict, tells_counts
+from fedshuffle.losses import counted, predict, tells_counts
 
 
-@final
-@dataclass(frozen=True)
-class _Measured:
-    """What a metric came to."""
+class _Values(NamedTuple):
+    """The values of one metric; for clients NaN where it is undefined, or the model diverged."""
 
-    whole: float
+    overall: float
     clients: FloatArray
-    """NaN where it is undefined, or the model has diverged."""
-    undefined: dict[int, str] = default(default_factory=dict)
-    """The clients for which it is undefined, and why."""
+    undefined: dict[int, str]
+    """The clients for which the metric is undefined, and why."""
 
 
 @final
+@dataclass(eq=False, repr=False)
 class Evaluation:
     """Metrics of a model on a federation, batch by batch, so that the data may exceed memory.
 
-    Call it with a model, or give it to :func:`fedshuffle.train`. For every metric there are three
-    numbers: ``<name>`` over the whole, ``<name>_mean``, the plain mean over clients, and
-    ``<name>_worst_decile``, the mean over the worst tenth of them (rounded up). A metric of sets,
-    as AUC, may be undefined for a client; ``<name>_undefined`` is then the number of such clients,
-    which the last two leave out. :meth:`per_client` shows every client.
+    Call it with a model, or give it to :func:`fedshuffle.train`. Every metric gives three numbers:
+    ``<name>`` over all examples, ``<name>_mean``, the plain mean over clients, and
+    ``<name>_worst_decile``, the mean over the worst tenth of the clients (rounded up). A metric
+    such as AUC may be undefined for a client; ``<name>_undefined`` is then the number of such
+    clients, which the last two leave out. :meth:`client_table` gives the values of every client.
 
     Args:
-        data: who is evaluated, such as a federation of held-out examples.
+        data: the federation to evaluate on, such as one of held-out examples.
         metrics: ``"loss"``, ``"accuracy"``, ``"top-5"`` (or another number), ``"perplexity"``,
             ``"auc"``, ``"f1"``, ``"f1-macro"``; a :class:`Metric` or
-            :class:`~fedshuffle.evaluation.SetMetric` of your own; or one of torchmetrics.
-        loss: that of the metric ``"loss"``; ``train`` gives its own where there is none.
-        per_client: whether to give the numbers over clients as well.
-        batch_size: examples at once.
+            :class:`~fedshuffle.evaluation.SetMetric`; or a metric of torchmetrics.
+        loss: the loss of the metric ``"loss"``; by default the loss of ``train``.
+        per_client: whether to give the mean and the worst decile over clients as well.
+        batch_size: the number of examples per batch.
         prefix: put before every name, such as ``"test_"``.
 
     >>> scores = [[2.0, 1.0, 0.0], [0.0, 1.0, 2.0], [2.0, 0.0, 1.0]]
@@ -70,48 +61,44 @@ class Evaluation:
     0.0
     """
 
-    def __init__(
-        self,
-        data: Federation,
-        metrics: Sequence[Any] = ("loss", "accuracy"),
-        *,
-        loss: Loss | None = None,
-        per_client: bool = True,
-        batch_size: int = 1024,
-        prefix: str = "",
-    ) -> None:
-        expect(data, Federation, "data")
-        expect(prefix, str, "prefix")
-        if not data.fields:
+    data: Federation
+    metrics: Sequence[Any] = ("loss", "accuracy")
+    _: KW_ONLY
+    loss: Loss | None = None
+    per_client: bool = True
+    batch_size: int = 1024
+    prefix: str = ""
+
+    def __post_init__(self) -> None:
+        expect(self.data, Federation, "data")
+        expect(self.prefix, str, "prefix")
+        count(self.batch_size, "batch_size")
+        if not self.data.fields:
             raise FedShuffleError(
                 "the federation to evaluate on has sizes only, and no examples."
                 " Use Federation.from_arrays or Federation.from_datasets."
             )
-        if isinstance(metrics, str) or not isinstance(metrics, Sequence) or not metrics:
-            raise FedShuffleError(f"metrics is {metrics!r:.60}. Write a list, as ['accuracy'].")
-        if loss is not None and not callable(loss):
-            raise FedShuffleError(f"the loss is {loss!r:.60}, but must be a function.")
-        self.data = data
-        self.loss = loss
-        self.over_clients = per_client
-        self.batch_size = count(batch_size, "batch_size")
-        self.prefix = prefix
-        self._given = tuple(metrics)
-        self.metrics = tuple(named.get(metric, loss) for metric in metrics)
-        seen: set[str] = set()
-        for metric in self.metrics:
-            if metric.name in seen:
-                raise FedShuffleError(
-                    f"two metrics give {prefix + metric.name!r}: rename or drop one of them."
-                )
-            seen.add(metric.name)
-        self._sets = [m for m in self.metrics if isinstance(m, SetMetric)]
-        self._distinct: list[Metric] = []
-        for metric in self.metrics:
-            if isinstance(metric, SetMetric) or metric.each is loss:
-                continue
-            if self._place(metric) is None:
-                self._distinct.append(metric)
+        if isinstance(self.metrics, str) or not self.metrics:
+            raise FedShuffleError(
+                f"metrics is {self.metrics!r:.60}. Write a list, as ['accuracy']."
+            )
+        expect(self.metrics, Sequence, "metrics")
+        if self.loss is not None and not callable(self.loss):
+            raise FedShuffleError(f"the loss is {self.loss!r:.60}, but must be a function.")
+        self._metrics = [named.get(metric, self.loss) for metric in self.metrics]
+        names = [name for metric in self._metrics for name in self._names(metric)]
+        _refuse_duplicates(names, "metrics", "rename or drop one")
+        self._sets = [m for m in self._metrics if isinstance(m, SetMetric)]
+        means = [m for m in self._metrics if isinstance(m, Metric)]
+        self._means = [m for m in means if m.each is not self.loss]
+        # A loss without values per example is evaluated by itself, if it is asked for.
+        self._opaque_loss = self.loss if len(self._means) < len(means) else None
+
+    def _names(self, metric: Metric | SetMetric) -> list[str]:
+        """The names of the numbers of one metric, in the order of :meth:`_numbers`."""
+        over_clients = ["_mean", "_worst_decile"] + ["_undefined"] * isinstance(metric, SetMetric)
+        suffixes = ["", *over_clients] if self.per_client else [""]
+        return [f"{self.prefix}{metric.name}{suffix}" for suffix in suffixes]
 
     @property
     def names(self) -> list[str]:
@@ -120,208 +107,168 @@ class Evaluation:
 
     @property
     def higher_is_better(self) -> dict[str, bool]:
-        """Which end is the good one, for all numbers it gives."""
-        good = {}
-        for metric in self.metrics:
-            name = f"{self.prefix}{metric.name}"
-            good[name] = metric.higher_is_better
-            if self.over_clients:
-                good[f"{name}_mean"] = good[f"{name}_worst_decile"] = metric.higher_is_better
-                if isinstance(metric, SetMetric):
-                    good[f"{name}_undefined"] = False
-        return good
+        """For every number it gives, whether higher is better."""
+        return {
+            name: metric.higher_is_better and k < 3  # the fourth is the number of undefined ones
+            for metric in self._metrics
+            for k, name in enumerate(self._names(metric))
+        }
 
     def with_loss(self, loss: Loss) -> Evaluation:
-        """The same, with this loss where it has none."""
-        if self.loss is not None:
-            return self
-        return Evaluation(
-            self.data,
-            self._given,
-            loss=loss,
-            per_client=self.over_clients,
-            batch_size=self.batch_size,
-            prefix=self.prefix,
-        )
+        """The same evaluation, with this loss where it has none."""
+        return replace(self, loss=loss) if self.loss is None else self
 
     def check(self, model: nn.Module) -> None:
-        """Try everything on the first two examples: what fails, fails before any training."""
-        with evaluating(model):
+        """Try everything on two examples, so that a mistake shows before any training."""
+        with evaluation_mode(model):
             batch = self._batch(model, 0, min(2, int(self.data.offsets[-1])))
-            if self._opaque is not None:
-                _one_number(self._opaque(model, *batch))
-            if self._by_output:
+            if self._opaque_loss is not None:
+                _one_number(self._opaque_loss(model, *batch))
+            if self._means or self._sets:
                 outputs, targets = predict(model, batch)
-                self._columns(outputs, targets)
+                self._sums(outputs, targets)
             if self._sets:
                 self._check_sets(outputs, targets)
 
     def _check_sets(self, outputs: Tensor, targets: Tensor) -> None:
-        """Try metrics of sets on a few outputs, and refuse those that the targets make undefined
-        for the whole, or for every client.
-        """
-        examples, classes, _ = flat(outputs, targets)
-        field, offsets = self.data.fields[-1], self.data.offsets.tolist()
+        """Try set metrics on a few outputs; refuse one that no data or no client defines."""
+        examples, classes, _ = flatten(outputs, targets)
+        field = self.data.fields[-1]
         every = field if isinstance(field, Tensor) else torch.from_numpy(np.array(field))
-        parts = [every[a:b].cpu() for a, b in itertools.pairwise(offsets)]
+        parts = [every[a:b].cpu() for a, b in itertools.pairwise(self.data.offsets.tolist())]
         if classes.ndim < targets.ndim:
             parts = [part[part != IGNORED] for part in parts]
         for metric in self._sets:
-            if len(classes) and not why_undefined(metric, classes):
+            if len(classes) and not metric.why_undefined(classes):
                 metric.compute(examples, classes, np.ones(len(classes)))
-            if why := why_undefined(metric, torch.cat(parts)):
+            if why := metric.why_undefined(torch.cat(parts)):
                 raise FedShuffleError(f"metric {metric.name!r} is undefined on this data: {why}.")
-            reasons = [why_undefined(metric, part) for part in parts if self.over_clients]
+            reasons = [metric.why_undefined(part) for part in parts if self.per_client]
             if reasons and all(reasons):
                 raise FedShuffleError(
                     f"metric {metric.name!r} is undefined for every client: {reasons[0]}. Measure"
-                    " it over the whole only: set per_client to false."
+                    " it over all examples only: set per_client to false."
                 )
 
     def __call__(self, model: nn.Module) -> dict[str, float]:
         """The metrics of a model, which is left in the mode it was in."""
-        return self._numbers(self._measure(model, self.over_clients))
+        return self.evaluate(model)[0]
 
-    def per_client(self, model: nn.Module) -> ClientTable:
+    def client_table(self, model: nn.Module) -> ClientTable:
         """Every metric for every client, with the clients' names.
 
         >>> scores = [[2.0, 1.0], [0.0, 1.0], [2.0, 0.0]]
         >>> data = Federation.from_arrays(scores, [0, 1, 1], client_ids=["ann", "ann", "bob"])
-        >>> Evaluation(data, ["accuracy"]).per_client(nn.Identity())
+        >>> Evaluation(data, ["accuracy"]).client_table(nn.Identity())
         client  examples  accuracy
         ann            2         1
         bob            1         0
         """
         return self._table(self._measure(model, True))
 
-    def both(self, model: nn.Module) -> tuple[dict[str, float], ClientTable | None]:
-        """The metrics of a model, and the table of clients if they are measured; in one pass."""
-        found = self._measure(model, self.over_clients)
-        return self._numbers(found), self._table(found) if self.over_clients else None
+    def evaluate(self, model: nn.Module) -> tuple[dict[str, float], ClientTable | None]:
+        """The metrics of a model, and the table of clients if they are measured, in one pass."""
+        values = self._measure(model, self.per_client)
+        return self._numbers(values), self._table(values) if self.per_client else None
 
-    def _numbers(self, found: Sequence[_Measured]) -> dict[str, float]:
-        numbers: list[float] = []
+    def _numbers(self, values: Sequence[_Values]) -> dict[str, float]:
+        numbers: dict[str, float] = {}
         with np.errstate(all="ignore"):
-            for metric, measured in zip(self.metrics, found, strict=True):
-                numbers.append(measured.whole)
-                if self.over_clients:
-                    kept = np.delete(measured.clients, list(measured.undefined))
-                    bad = worst(kept, metric.higher_is_better)
-                    numbers += [float(part.mean()) if len(part) else np.nan for part in (kept, bad)]
-                    if isinstance(metric, SetMetric):
-                        numbers.append(len(measured.undefined))
-        return dict(zip(self.names, numbers, strict=True))
+            for metric, (overall, clients, undefined) in zip(self._metrics, values, strict=True):
+                defined = np.delete(clients, list(undefined))
+                parts = [defined, worst(defined, metric.higher_is_better)]
+                means = [float(part.mean()) if len(part) else np.nan for part in parts]
+                numbers |= zip(self._names(metric), [overall, *means, len(undefined)], strict=False)
+        return numbers
 
-    def _table(self, found: Sequence[_Measured]) -> ClientTable:
-        names = [f"{self.prefix}{metric.name}" for metric in self.metrics]
+    def _table(self, values: Sequence[_Values]) -> ClientTable:
+        names = [f"{self.prefix}{metric.name}" for metric in self._metrics]
         return ClientTable(
             self.data.ids,
             self.data.sizes,
-            {name: measured.clients for name, measured in zip(names, found)},
-            {name: metric.higher_is_better for name, metric in zip(names, self.metrics)},
-            {
-                name: measured.undefined
-                for name, measured in zip(names, found)
-                if measured.undefined
-            },
+            {name: v.clients for name, v in zip(names, values, strict=True)},
+            {name: m.higher_is_better for name, m in zip(names, self._metrics, strict=True)},
+            {name: v.undefined for name, v in zip(names, values, strict=True) if v.undefined},
         )
 
-    def _measure(self, model: nn.Module, over_clients: bool) -> list[_Measured]:
-        """What each metric came to; for every client only where that is asked for."""
-        with evaluating(model), np.errstate(all="ignore"):  # a model may have diverged
-            by_outputs, collected = self._by_outputs(model)
-            by_loss = self._by_loss(model, over_clients)
-            found = []
-            for metric in self.metrics:
+    def _measure(self, model: nn.Module, over_clients: bool) -> list[_Values]:
+        """The values of each metric; of set metrics per client only if that is asked for."""
+        with evaluation_mode(model), np.errstate(all="ignore"):  # the model may have diverged
+            client_means, outputs, targets, offsets = self._by_outputs(model)
+            by_loss, by_outputs = self._by_loss(model, over_clients), iter(client_means)
+            values = []
+            for metric in self._metrics:
                 if isinstance(metric, SetMetric):
-                    found.append(self._over_sets(metric, collected, over_clients))
+                    values.append(self._over_sets(metric, outputs, targets, offsets, over_clients))
                     continue
-                place = self._place(metric)
-                weights, means = (
-                    by_loss if place is None else (self.data.weights, by_outputs[place])
-                )
-                whole = metric.finished((weights @ means)[None]).tolist()[0]
-                found.append(_Measured(whole, metric.finished(means)))
-        return found
+                opaque = metric.each is self.loss
+                weights, means = by_loss if opaque else (self.data.weights, next(by_outputs))
+                overall = metric.finished((weights @ means)[None]).tolist()[0]
+                values.append(_Values(overall, metric.finished(means), {}))
+        return values
 
-    def _over_sets(self, metric: SetMetric, collected: Collected, over_clients: bool) -> _Measured:
-        outputs, targets, offsets = collected.outputs, collected.targets, collected.offsets
-        numbers = np.diff(offsets)
-        weights = np.repeat(self.data.weights / numbers, numbers)
-        clients, undefined = np.full(len(numbers), np.nan), {}
-        for k, number in enumerate(numbers.tolist() if over_clients else ()):
+    def _over_sets(
+        self, metric: SetMetric, outputs: Tensor, targets: Tensor, offsets: IntArray, each: bool
+    ) -> _Values:
+        sizes = np.diff(offsets)
+        weights = np.repeat(self.data.weights / sizes, sizes)
+        clients, undefined = np.full(len(sizes), np.nan), {}
+        for k, size in enumerate(sizes.tolist() if each else ()):
             own = slice(int(offsets[k]), int(offsets[k + 1]))
-            clients[k], why = compute(metric, outputs[own], targets[own], np.ones(number))
+            clients[k], why = metric.evaluate(outputs[own], targets[own], np.ones(size))
             if why:
                 undefined[k] = why
-        return _Measured(compute(metric, outputs, targets, weights)[0], clients, undefined)
+        return _Values(metric.evaluate(outputs, targets, weights)[0], clients, undefined)
 
-    def _place(self, metric: Metric) -> int | None:
-        """Where the means of a metric stand; several metrics may be made of the same."""
-        return next((k for k, m in enumerate(self._distinct) if m.each == metric.each), None)
-
-    @property
-    def _opaque(self) -> Loss | None:
-        """The loss, where it is asked for and gives no values per example."""
-        return (
-            self.loss
-            if any(isinstance(m, Metric) and m.each is self.loss for m in self.metrics)
-            else None
-        )
-
-    def _by_outputs(self, model: nn.Module) -> tuple[list[FloatArray], Collected]:
-        """Client means of all that follows from the outputs, and the outputs themselves if a
-        metric of sets needs them; the model runs once per batch.
+    def _by_outputs(self, model: nn.Module) -> tuple[FloatArray, Tensor, Tensor, IntArray]:
+        """Client means of the metrics; and, if set metrics need them, outputs, targets and where
+        those of each client begin. The model runs once per batch.
         """
         offsets = self.data.offsets
-        sums = np.zeros((len(self._distinct), 2, len(self.data)))
+        sums = np.zeros((len(self._means), 2, len(self.data)))
         parts: list[tuple[Tensor, Tensor, IntArray]] = []
-        for begin in range(0, int(offsets[-1]), self.batch_size) if self._by_output else ():
+        for begin in range(0, int(offsets[-1]), self.batch_size) if len(sums) or self._sets else ():
             batch = self._batch(model, begin, min(begin + self.batch_size, int(offsets[-1])))
             outputs, targets = predict(model, batch)
-            own, found = segment_sums(self._columns(outputs, targets), offsets, begin)
+            own, found = segment_sums(self._sums(outputs, targets), offsets, begin)
             sums[..., own] += found
             if self._sets:
-                parts.append(flat(outputs, targets))
-        collected = Collected.of(parts, offsets)
+                parts.append(flatten(outputs, targets))
         for k, client in np.argwhere(sums[:, 1] == 0).tolist():
-            raise self._nothing_counts(client, self._distinct[k].name)
-        for client in np.flatnonzero(np.diff(collected.offsets) == 0).tolist():
+            raise self._nothing_counts(client, self._means[k].name)
+        means = sums[:, 0] / sums[:, 1]
+        if not parts:
+            return means, torch.empty(0), torch.empty(0), offsets
+        all_outputs, all_targets, counts = zip(*parts, strict=True)
+        offsets = np.concatenate([[0], *counts]).cumsum()[offsets]
+        for client in np.flatnonzero(np.diff(offsets) == 0).tolist():
             raise self._nothing_counts(client, self._sets[0].name)
-        return list(sums[:, 0] / sums[:, 1]), collected
+        return means, torch.cat(all_outputs), torch.cat(all_targets), offsets
 
-    @property
-    def _by_output(self) -> bool:
-        """Whether any metric follows from the model's outputs."""
-        return bool(self._distinct or self._sets)
-
-    def _columns(self, outputs: Tensor, targets: Tensor) -> FloatArray:
-        """For each distinct metric and example: the sum of its values, and how many they are."""
-        found = [_columns(metric, outputs, targets) for metric in self._distinct]
-        return np.stack(found) if found else np.zeros((0, 2, len(targets)))
+    def _sums(self, outputs: Tensor, targets: Tensor) -> FloatArray:
+        """For each metric and example: the sum of its values, and their number."""
+        sums = [_example_sums(metric, outputs, targets) for metric in self._means]
+        return np.stack(sums) if sums else np.zeros((0, 2, len(targets)))
 
     def _by_loss(self, model: nn.Module, over_clients: bool) -> tuple[FloatArray, FloatArray]:
-        """Weights, and means of a loss that knows only the mean over a batch.
+        """Weights, and means of a loss that gives only the mean over a batch.
 
-        No batch then holds examples of two clients, unless only the mean over all is asked for
-        and is a mean over examples.
+        No batch then holds examples of two clients, unless only the mean over all examples is
+        asked for and all examples have the same weight.
         """
         offsets, weights = self.data.offsets, self.data.weights
         means = np.zeros_like(weights)
-        if self._opaque is None:
+        if self._opaque_loss is None:
             return weights, means
         by_size = np.allclose(weights, self.data.sizes / offsets[-1], rtol=1e-12, atol=0)
-        if by_size and not over_clients and not tells_counts(self._opaque):
+        if by_size and not over_clients and not tells_counts(self._opaque_loss):
             offsets, weights, means = offsets[[0, -1]], np.ones(1), np.zeros(1)
         counts = np.zeros_like(means)
-        for k, size in enumerate(np.diff(offsets).tolist()):
-            first = int(offsets[k])
-            for begin in range(first, first + size, self.batch_size):
-                end = min(begin + self.batch_size, first + size)
-                batch = self._batch(model, begin, end)
-                times = counted(self._opaque, model, batch)
-                if times:
-                    means[k] += times * _one_number(self._opaque(model, *batch))
+        for k, (first, last) in enumerate(itertools.pairwise(offsets.tolist())):
+            for begin in range(first, last, self.batch_size):
+                batch = self._batch(model, begin, min(begin + self.batch_size, last))
+                if times := counted(self._opaque_loss, model, batch):
+                    means[k] += times * _one_number(self._opaque_loss(model, *batch))
                     counts[k] += times
         for client in np.flatnonzero(counts == 0).tolist():
             raise self._nothing_counts(client, "loss")
@@ -330,18 +277,15 @@ class Evaluation:
     def _nothing_counts(self, client: int, metric: str) -> FedShuffleError:
         return FedShuffleError(
             f"client {self.data.ids[client]!r} has no target that counts for metric {metric!r}."
-            " Leave it out of the evaluation."
+            " Leave that client out of the evaluation."
         )
 
     def _batch(self, model: nn.Module, begin: int, end: int) -> list[Tensor]:
-        """Examples on the model's device, and floating-point ones in its precision.
-
-        They are copies, as a model may change what it is given.
-        """
+        """Copies of examples on the model's device, floating-point ones in its precision."""
         like = next((p for p in model.parameters() if p.is_floating_point()), None)
         batch = []
         for field in self.data.fields:
-            part = field[begin:end]  # what lies on disk is read now
+            part = field[begin:end]  # read from disk here, if the field is memory-mapped
             rows = part.clone() if isinstance(part, Tensor) else torch.from_numpy(np.array(part))
             if like is not None:
                 rows = rows.to(like.device, like.dtype if rows.is_floating_point() else None)
@@ -354,27 +298,32 @@ class Evaluations:
     """Several evaluations as one, such as of held-out data and of a part of the training data.
 
     Their names must differ: give all but one of them a ``prefix``.
+
+    >>> data = Federation.from_arrays([[2.0, 1.0]], [0], sizes=[1])
+    >>> parts = [Evaluation(data, ["accuracy"], prefix=p, per_client=False) for p in ("", "test_")]
+    >>> Evaluations(*parts)(nn.Identity())
+    {'accuracy': 1.0, 'test_accuracy': 1.0}
     """
 
     def __init__(self, *parts: Evaluation) -> None:
         self.parts = parts
-        twice = [name for k, name in enumerate(self.names) if name in self.names[:k]]
-        if twice:
-            raise FedShuffleError(f"two evaluations give {twice[0]!r}: give one a prefix.")
-        self.over_clients = any(part.over_clients for part in parts)
+        _refuse_duplicates(
+            [name for part in parts for name in part.names], "evaluations", "give one a prefix"
+        )
+        self.per_client = any(part.per_client for part in parts)
 
     @property
     def names(self) -> list[str]:
         """The names of all numbers they give."""
-        return [name for part in self.parts for name in part.names]
+        return list(self.higher_is_better)
 
     @property
     def higher_is_better(self) -> dict[str, bool]:
-        """Which end is the good one, for all numbers they give."""
+        """For every number they give, whether higher is better."""
         return {name: high for part in self.parts for name, high in part.higher_is_better.items()}
 
     def with_loss(self, loss: Loss) -> Evaluations:
-        """The same, with this loss where there is none."""
+        """The same evaluations, with this loss where they have none."""
         return Evaluations(*(part.with_loss(loss) for part in self.parts))
 
     def check(self, model: nn.Module) -> None:
@@ -384,22 +333,24 @@ class Evaluations:
 
     def __call__(self, model: nn.Module) -> dict[str, float]:
         """All metrics of a model."""
-        return {name: value for part in self.parts for name, value in part(model).items()}
+        return self.evaluate(model)[0]
 
-    def per_client(self, model: nn.Module) -> ClientTable:
-        """Every client of the first of these evaluations; the others may have other clients."""
-        return self.parts[0].per_client(model)
+    def evaluate(self, model: nn.Module) -> tuple[dict[str, float], ClientTable | None]:
+        """All metrics of a model, and the table of the first evaluation that measures clients."""
+        parts = [part.evaluate(model) for part in self.parts]
+        numbers = {name: value for values, _ in parts for name, value in values.items()}
+        return numbers, next((table for _, table in parts if table is not None), None)
 
-    def both(self, model: nn.Module) -> tuple[dict[str, float], ClientTable | None]:
-        """All metrics of a model, and the table of clients of the first that measures them."""
-        found = [part.both(model) for part in self.parts]
-        numbers = {name: value for part, _ in found for name, value in part.items()}
-        return numbers, next((table for _, table in found if table is not None), None)
+
+def _refuse_duplicates(names: Sequence[str], what: str, remedy: str) -> None:
+    for k, name in enumerate(names):
+        if name in names[:k]:
+            raise FedShuffleError(f"two {what} give {name!r}: {remedy}.")
 
 
 @contextmanager
-def evaluating(model: nn.Module) -> Iterator[None]:
-    """Evaluation mode, without gradients; after it every layer is in the mode it was in."""
+def evaluation_mode(model: nn.Module) -> Iterator[None]:
+    """Evaluation mode without gradients; afterwards every layer is in its own mode again."""
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
     try:
@@ -411,10 +362,9 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 
 
 def segment_sums(values: FloatArray, offsets: IntArray, begin: int) -> tuple[slice, FloatArray]:
-    """The clients that own columns of a batch, and the sums over the columns of each.
+    """The clients with examples in a batch, and the sums over the examples of each.
 
-    The batch holds the rows from ``begin`` on of a layout where client i owns the rows
-    ``offsets[i]:offsets[i + 1]``.
+    The batch starts with example ``begin``; client i has ``offsets[i]:offsets[i + 1]``.
 
         >>> segment_sums(np.array([1.0, 2.0, 4.0, 8.0]), np.array([0, 2, 3, 9]), begin=1)
         (slice(0, 3, None), array([ 1.,  2., 12.]))
@@ -425,10 +375,10 @@ def segment_sums(values: FloatArray, offsets: IntArray, begin: int) -> tuple[sli
     return slice(first, last), np.add.reduceat(values, starts, axis=-1)
 
 
-def _columns(metric: Metric, outputs: Tensor, targets: Tensor) -> FloatArray:
-    """Per example the sum of its values, and how many they are."""
-    found, examples = metric.each(outputs, targets), len(targets)
-    values, counts = found if isinstance(found, tuple) else (found, None)
+def _example_sums(metric: Metric, outputs: Tensor, targets: Tensor) -> FloatArray:
+    """Per example the sum of its values, and their number."""
+    result, examples = metric.each(outputs, targets), len(targets)
+    values, counts = result if isinstance(result, tuple) else (result, None)
     if not isinstance(values, Tensor) or values.ndim == 0 or len(values) != examples:
         raise FedShuffleError(
             f"metric {metric.name!r} gave {shape(values)} for {examples} examples: return one value"

@@ -1,4 +1,4 @@
-"""Metrics by name, and your own."""
+"""Metrics that are means over examples, by name or your own."""
 
 from __future__ import annotations
 
@@ -11,21 +11,18 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fedshuffle._arrays import FloatArray, expect
+from fedshuffle._arrays import IGNORED, FloatArray, expect
 from fedshuffle.engines import Loss
 from fedshuffle.errors import FedShuffleError, unknown
 from fedshuffle.evaluation import set_metrics
-from fedshuffle.evaluation.set_metrics import SetMetric
-from fedshuffle.losses import IGNORED, Each, MeanLoss, cross_entropy
-
-NAMES = ("accuracy", "auc", "f1", "f1-macro", "loss", "perplexity", "top-1", "top-5")
-"""Some names; any number may follow ``top-``."""
+from fedshuffle.evaluation.set_metrics import SetMetric, check_metric
+from fedshuffle.losses import Each, MeanLoss, cross_entropy
 
 
 @final
 @dataclass(frozen=True)
 class Metric:
-    """A metric of your own: its name, a value per example, and which end is the good one.
+    """A metric that is a mean over examples: its name, a value per example, and its direction.
 
     >>> Metric("far", lambda outputs, targets: (outputs - targets).abs() > 1, False).name
     'far'
@@ -33,18 +30,14 @@ class Metric:
 
     name: str
     each: Each
-    """``each(outputs, targets)``: one value per example, or a row of them per example (one per
-    token, say), which count alike; or a pair of values and of how often each counts."""
+    """``each(outputs, targets)``: one value per example, or a row of values per example, such as
+    one per token; or a pair of values and their weights."""
     higher_is_better: bool
     finish: Callable[[FloatArray], FloatArray] | None = None
-    """What turns a mean into the metric, given an array of means; by default it stays."""
+    """The metric as a function of an array of means; by default the means themselves."""
 
     def __post_init__(self) -> None:
-        expect(self.name, str, "the name of a metric")
-        expect(self.higher_is_better, bool, f"higher_is_better of metric {self.name!r}")
-        for part in (self.each, self.finish or np.exp):
-            if not callable(part):
-                raise FedShuffleError(f"metric {self.name!r} is given {part!r}, no function.")
+        check_metric(self.name, self.higher_is_better, self.each, self.finish or np.exp)
 
     def finished(self, means: FloatArray) -> FloatArray:
         """The metric for each of these means."""
@@ -75,19 +68,15 @@ def get(metric: Any, loss: Loss | None) -> Metric | SetMetric:
     if metric == "loss":
         each = loss.each if isinstance(loss, MeanLoss) else loss or missing_loss
         return Metric("loss", each, higher_is_better=False)
-    if metric == "perplexity":
-        return Metric("perplexity", cross_entropy.each, higher_is_better=False, finish=np.exp)
-    if metric == "accuracy":
-        return Metric("accuracy", Top(1), higher_is_better=True)
     if top := re.fullmatch(r"top-([1-9][0-9]*)", metric):
         return Metric(metric, Top(int(top[1])), higher_is_better=True)
-    if (over_sets := set_metrics.named(metric)) is not None:
-        return over_sets
-    raise unknown("metric", metric, NAMES)
+    if metric not in _NAMED:
+        raise unknown("metric", metric, {*_NAMED, "loss", "top-1", "top-5"})
+    return _NAMED[metric]
 
 
 def missing_loss(outputs: Tensor, targets: Tensor) -> Tensor:
-    """Stands for the loss that is yet to be given."""
+    """Stand in for a loss that was not given."""
     raise FedShuffleError(
         "the metric 'loss' needs the loss: give loss=..., such as losses.cross_entropy."
     )
@@ -98,8 +87,8 @@ def missing_loss(outputs: Tensor, targets: Tensor) -> Tensor:
 class Top:
     """Whether the target is among the k classes with the largest outputs.
 
-    Of equal outputs the first counts as the largest. NaN counts as larger than any number, so that
-    a model that has diverged is right about nothing.
+    Among equal outputs the first counts as largest. NaN counts as larger than any number, so that a
+    diverged model is right about nothing.
 
         >>> scores = torch.tensor([[0.1, 0.7, 0.2], [0.1, 0.7, 0.2], [0.1, 0.7, 0.2]])
         >>> Top(2)(scores, torch.tensor([0, 1, 2]))[0].tolist()
@@ -132,5 +121,12 @@ class Top:
 
 
 def shape(value: Any) -> object:
-    """What to call a value in a message."""
+    """The shape of a tensor, or the type of anything else, for a message."""
     return tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
+
+
+_NAMED: dict[str, Metric | SetMetric] = {
+    "accuracy": Metric("accuracy", Top(1), higher_is_better=True),
+    "perplexity": Metric("perplexity", cross_entropy.each, higher_is_better=False, finish=np.exp),
+    **set_metrics.NAMED,
+}

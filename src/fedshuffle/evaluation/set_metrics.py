@@ -1,27 +1,27 @@
-r"""Metrics of a set of examples that are no means over them: AUC, F1, and those of torchmetrics.
+r"""Metrics of a set of examples that are not means over them: AUC, F1, and those of torchmetrics.
 
-The examples of client i count :math:`w_i / n_i` each in the metric over the whole, as they do where
-a metric is a mean, and alike in that of the client.
+In the metric over all clients, each example of client i has the weight :math:`w_i / n_i`, as in a
+metric that is a mean; in the metric of one client all examples have the same weight.
 """
 
 from __future__ import annotations
 
 import re
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, final
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from fedshuffle._arrays import FloatArray, IntArray, expect
+from fedshuffle._arrays import IGNORED, FloatArray, IntArray, expect
 from fedshuffle.errors import FedShuffleError
-from fedshuffle.losses import IGNORED
 
 Compute = Callable[[Tensor, Tensor, FloatArray], float]
-"""``compute(outputs, targets, weights)`` of a set of examples; weights say how often each counts.
+"""``compute(outputs, targets, weights)`` of a set of examples.
 
 Where there is a class per token, the tokens are the examples, and those of class -100 are left out.
 """
@@ -41,29 +41,32 @@ class SetMetric:
     compute: Compute
     higher_is_better: bool
     undefined: Callable[[Tensor], str | None] | None = None
-    """Why there is no such number for examples with these targets; None where there is."""
+    """Why the metric is undefined for examples with these targets; None where it is defined."""
 
     def __post_init__(self) -> None:
-        expect(self.name, str, "the name of a metric")
-        expect(self.higher_is_better, bool, f"higher_is_better of metric {self.name!r}")
-        if not callable(self.compute):
-            raise FedShuffleError(f"metric {self.name!r} is given {self.compute!r}, no function.")
+        check_metric(self.name, self.higher_is_better, self.compute)
+
+    def why_undefined(self, targets: Tensor) -> str:
+        """Why the metric is undefined for these targets; empty where it is defined."""
+        return (self.undefined(targets) if self.undefined else None) or ""
+
+    def evaluate(self, outputs: Tensor, targets: Tensor, weights: FloatArray) -> tuple[float, str]:
+        """The metric, or NaN and why it is undefined; NaN without a reason for NaN outputs."""
+        if why := self.why_undefined(targets):
+            return np.nan, why
+        if bool(outputs.isnan().any()):
+            return np.nan, ""
+        value = float(self.compute(outputs, targets, weights))
+        return value, "it cannot be computed from its examples" if np.isnan(value) else ""
 
 
-def named(name: str) -> SetMetric | None:
-    """One of the metrics here by its name.
-
-    >>> named("f1").higher_is_better, named("accuracy")
-    (True, None)
-    """
-    match name:
-        case "auc":
-            return SetMetric("auc", _auc, True, _one_class)
-        case "f1":
-            return SetMetric("f1", _binary_f1, True, _no_positive)
-        case "f1-macro":
-            return SetMetric("f1-macro", _macro_f1, True)
-    return None
+def check_metric(name: Any, higher_is_better: Any, *functions: Any) -> None:
+    """Refuse the parts of a metric that are of the wrong type."""
+    expect(name, str, "the name of a metric")
+    expect(higher_is_better, bool, f"higher_is_better of metric {name!r}")
+    for function in functions:
+        if not callable(function):
+            raise FedShuffleError(f"metric {name!r} needs a function, but got {function!r}.")
 
 
 def from_torchmetrics(
@@ -71,13 +74,11 @@ def from_torchmetrics(
 ) -> SetMetric:
     """A metric with ``update``, ``compute`` and ``reset``, such as those of torchmetrics.
 
-    Args:
-        metric: the object; it gets the outputs and targets of a set at once, on the CPU.
-        name: its name in records; that of its class in small letters if none.
-        higher_is_better: which end is the good one; what the object itself says if none.
+    It gets all outputs and targets of a set at once, on the CPU. By default the name is that of its
+    class in snake case, and ``higher_is_better`` its own attribute.
     """
-    label = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", type(metric).__name__).lower()
-    name = label if name is None else name
+    if name is None:
+        name = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", type(metric).__name__).lower()
     if higher_is_better is None:
         higher_is_better = getattr(metric, "higher_is_better", None)
     if not isinstance(higher_is_better, bool):
@@ -89,25 +90,25 @@ def from_torchmetrics(
     def compute(outputs: Tensor, targets: Tensor, weights: FloatArray) -> float:
         if not np.allclose(weights, weights[0], rtol=1e-9, atol=0):
             raise FedShuffleError(
-                f"metric {name!r} counts every example alike, but the weights of the federation do"
-                " not. Evaluate on a federation that is weighted by size, or use another metric."
+                f"metric {name!r} gives every example the same weight, but the federation does not."
+                " Evaluate on a federation that is weighted by size, or use another metric."
             )
         metric.reset()
         try:
             with warnings.catch_warnings(record=True) as notes:
                 warnings.simplefilter("always")
                 metric.update(outputs, targets)
-                found = metric.compute()
+                value = metric.compute()
         finally:
             metric.reset()
-        # Where one class is missing, torchmetrics warns and gives 0, which is no measurement.
+        # Where one class is missing, torchmetrics warns and gives 0, which is not a measurement.
         if any(re.search(r"No (positive|negative) samples", str(note.message)) for note in notes):
             return float("nan")
-        if isinstance(found, Tensor) and found.numel() != 1:
+        if isinstance(value, Tensor) and value.numel() != 1:
             raise FedShuffleError(
-                f"metric {name!r} gave {found.numel()} numbers, not one: choose an average."
+                f"metric {name!r} gave {value.numel()} numbers, not one: choose an average."
             )
-        return float(found)
+        return float(value)
 
     return SetMetric(name, compute, higher_is_better)
 
@@ -118,71 +119,15 @@ def is_torchmetric(value: object) -> bool:
     return not isinstance(value, type) and all(callable(getattr(value, k, None)) for k in parts)
 
 
-# Over the clients of a federation -----------------------------------------------------------------
-
-
-@final
-@dataclass(frozen=True)
-class Collected:
-    """The outputs and targets of all examples; those of client i begin at ``offsets[i]``."""
-
-    outputs: Tensor
-    targets: Tensor
-    offsets: IntArray
-
-    @classmethod
-    def of(cls, parts: Sequence[tuple[Tensor, Tensor, IntArray]], offsets: IntArray) -> Collected:
-        """Those of all batches; the last of a part says how many each of its examples became."""
-        if not parts:
-            return cls(torch.empty(0), torch.empty(0), offsets)
-        outputs, targets, counts = zip(*parts, strict=True)
-        ends = np.concatenate([[0], *counts]).cumsum()
-        return cls(torch.cat(outputs), torch.cat(targets), ends[offsets])
-
-
-def flat(outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, IntArray]:
-    """Outputs and targets on the CPU, tokens as examples; and how many each example became."""
+def flatten(outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, IntArray]:
+    """Outputs and targets on the CPU with tokens as examples, and the number of each example's."""
     outputs, targets = outputs.cpu(), targets.cpu()
     tokens = targets.ndim > 1 and (outputs.shape[0], *outputs.shape[2:]) == targets.shape
     if targets.is_floating_point() or not (tokens or targets.ndim == 1):
         return outputs, targets, np.ones(len(targets), np.int64)
-    kept = targets != IGNORED
-    counts: IntArray = kept.reshape(len(targets), -1).sum(1).numpy()
-    return (outputs.movedim(1, -1) if tokens else outputs)[kept], targets[kept], counts
-
-
-def compute(
-    metric: SetMetric, outputs: Tensor, targets: Tensor, weights: FloatArray
-) -> tuple[float, str]:
-    """The metric; NaN where it is undefined, and why: a model that has diverged is no reason."""
-    if why := why_undefined(metric, targets):
-        return np.nan, why
-    if bool(outputs.isnan().any()):
-        return np.nan, ""
-    value = float(metric.compute(outputs, targets, weights))
-    return value, "it cannot be computed from its examples" if np.isnan(value) else ""
-
-
-def why_undefined(metric: SetMetric, targets: Tensor) -> str:
-    return (metric.undefined(targets) if metric.undefined else None) or ""
-
-
-# By name ----------------------------------------------------------------------------------------
-
-
-def _auc(outputs: Tensor, targets: Tensor, weights: FloatArray) -> float:
-    """The area under the ROC curve; of more than two classes the mean of each against the rest.
-
-    A class that none of the examples has is left out of that mean.
-    """
-    table, classes = _table(outputs, targets, "auc")
-    if table.shape[1] == 1:
-        return binary_auc(classes == 1, table[:, 0], weights)
-    if table.shape[1] == 2:
-        return binary_auc(classes == 1, table[:, 1] - table[:, 0], weights)
-    shares = torch.from_numpy(table).softmax(1).numpy()
-    areas = [binary_auc(classes == k, shares[:, k], weights) for k in np.unique(classes)]
-    return float(np.mean(areas))
+    valid = targets != IGNORED
+    counts: IntArray = valid.reshape(len(targets), -1).sum(1).numpy()
+    return (outputs.movedim(1, -1) if tokens else outputs)[valid], targets[valid], counts
 
 
 def binary_auc(positive: Any, scores: FloatArray, weights: FloatArray) -> float:
@@ -203,19 +148,6 @@ def binary_auc(positive: Any, scores: FloatArray, weights: FloatArray) -> float:
     return float(up @ below / (up.sum() * down.sum()))
 
 
-def _binary_f1(outputs: Tensor, targets: Tensor, weights: FloatArray) -> float:
-    table, classes = _table(outputs, targets, "f1")
-    if table.shape[1] > 2:
-        raise FedShuffleError("f1 is for two classes, 0 and 1. For more take 'f1-macro'.")
-    return float(f1_scores(classes, _predicted(table), weights)[1])
-
-
-def _macro_f1(outputs: Tensor, targets: Tensor, weights: FloatArray) -> float:
-    """The mean of F1 over the classes that are there or predicted."""
-    table, classes = _table(outputs, targets, "f1-macro")
-    return float(np.nanmean(f1_scores(classes, _predicted(table), weights)))
-
-
 def f1_scores(classes: IntArray, predicted: IntArray, weights: FloatArray) -> FloatArray:
     """``2 TP / (2 TP + FP + FN)`` of every class; NaN where it is neither there nor predicted.
 
@@ -230,28 +162,49 @@ def f1_scores(classes: IntArray, predicted: IntArray, weights: FloatArray) -> Fl
     return scores
 
 
-def _predicted(table: FloatArray) -> IntArray:
-    best: IntArray = (table[:, 0] > 0).astype(np.int64)
-    return best if table.shape[1] == 1 else table.argmax(1)
+def _auc(outputs: Tensor, targets: Tensor, weights: FloatArray) -> float:
+    """The area under the ROC curve; for more than two classes the mean of each against the rest.
+
+    The mean is over the classes that the examples have.
+    """
+    scores, classes = _scores_and_classes(outputs, targets, "auc")
+    if scores.shape[1] == 1:
+        return binary_auc(classes == 1, scores[:, 0], weights)
+    if scores.shape[1] == 2:
+        return binary_auc(classes == 1, scores[:, 1] - scores[:, 0], weights)
+    shares = torch.from_numpy(scores).softmax(1).numpy()
+    areas = [binary_auc(classes == k, shares[:, k], weights) for k in np.unique(classes)]
+    return float(np.mean(areas))
 
 
-def _table(outputs: Tensor, targets: Tensor, name: str) -> tuple[FloatArray, IntArray]:
+def _f1(outputs: Tensor, targets: Tensor, weights: FloatArray, name: str) -> float:
+    """F1 of class 1, or for ``f1-macro`` the mean over the classes that are there or predicted."""
+    scores, classes = _scores_and_classes(outputs, targets, name)
+    if name == "f1" and scores.shape[1] > 2:
+        raise FedShuffleError("f1 is for two classes, 0 and 1. For more take 'f1-macro'.")
+    one = (scores[:, 0] > 0).astype(np.int64)
+    each = f1_scores(classes, one if scores.shape[1] == 1 else scores.argmax(1), weights)
+    return float(each[1] if name == "f1" else np.nanmean(each))
+
+
+def _scores_and_classes(outputs: Tensor, targets: Tensor, name: str) -> tuple[FloatArray, IntArray]:
     """Outputs with a column per class, or one column for class 1 against 0; and the classes."""
-    table = outputs.double().reshape(len(outputs), -1).numpy()
+    scores = outputs.double().reshape(len(outputs), -1).numpy()
     classes = targets.reshape(len(targets), -1).numpy()
-    if outputs.ndim > 2 or classes.shape[1] != 1 or len(table) != len(classes):
+    if outputs.ndim > 2 or classes.shape[1] != 1 or len(scores) != len(classes):
         raise FedShuffleError(
             f"{name} needs outputs (batch, classes), or one for class 1 against class 0, and a"
             f" class for every example, but there are outputs {tuple(outputs.shape)} and targets"
             f" {tuple(targets.shape)}."
         )
     whole = classes[:, 0].astype(np.int64)
-    number = max(2, table.shape[1])
-    for bad in classes[(classes[:, 0] != whole) | (whole < 0) | (whole >= number), 0][:1].tolist():
+    number = max(2, scores.shape[1])
+    bad = classes[(classes[:, 0] != whole) | (whole < 0) | (whole >= number), 0]
+    if bad.size:
         raise FedShuffleError(
-            f"{name} knows classes 0 to {number - 1} here, but a target is {bad}."
+            f"{name} knows classes 0 to {number - 1} here, but a target is {bad[0]}."
         )
-    return table, whole
+    return scores, whole
 
 
 def _one_class(targets: Tensor) -> str | None:
@@ -260,3 +213,11 @@ def _one_class(targets: Tensor) -> str | None:
 
 def _no_positive(targets: Tensor) -> str | None:
     return None if bool((targets == 1).any()) else "it has no example of class 1"
+
+
+NAMED = {
+    "auc": SetMetric("auc", _auc, True, _one_class),
+    "f1": SetMetric("f1", partial(_f1, name="f1"), True, _no_positive),
+    "f1-macro": SetMetric("f1-macro", partial(_f1, name="f1-macro"), True),
+}
+"""Metrics of sets by name."""

@@ -15,9 +15,10 @@ from typing import TYPE_CHECKING
 
 from torch import nn
 
-from fedshuffle import comparison, datasets, methods
+from fedshuffle import comparison, methods
+from fedshuffle._files import results_folder
+from fedshuffle.data import datasets
 from fedshuffle.errors import unknown
-from fedshuffle.experiments import results_folder
 from fedshuffle.federation import Federation
 from fedshuffle.models import ResNet
 
@@ -54,7 +55,7 @@ def load(experiment: str, scale: str, out: Path, data: Path | None = None) -> Co
 def shakespeare(
     part: str = "train", clients: int | None = None, folder: str | None = None
 ) -> Federation:
-    """Shakespeare's lines by who speaks them; only so many of the clients, if wanted."""
+    """Shakespeare's lines by speaker; a sample of the clients if ``clients`` is given."""
     federation = _parts("shakespeare", folder)[part != "train"]
     return federation if clients is None else federation.sample(clients)
 

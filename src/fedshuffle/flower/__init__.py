@@ -1,16 +1,16 @@
 """Flower: the methods of this library on real clients.
 
-On the server, :class:`FedShuffleStrategy` samples clients, tells each its step size, local work and
-seed, and aggregates what comes back by inclusion probability. On a client, :func:`client_app` is a
-ready ``ClientApp``; :class:`Client` is the same in one call, for an app of one's own. The folder
-``local`` brings up a deployment on this machine, to try them. Needs ``fedshuffle[flower]``.
+On the server, :class:`FedShuffleStrategy` samples clients, sends each its step size, local work and
+seed, and aggregates the updates by inclusion probability. On a client, :func:`client_app` is a
+ready ``ClientApp``; :class:`Client` handles one message: use it in your own ``ClientApp``. The
+module ``local`` starts a deployment on this machine. Needs ``fedshuffle[flower]``.
 """
 
 from __future__ import annotations
 
-import importlib
 from typing import TYPE_CHECKING, Any
 
+from fedshuffle._lazy import attach
 from fedshuffle.errors import FedShuffleError
 
 if TYPE_CHECKING:
@@ -19,15 +19,13 @@ if TYPE_CHECKING:
 
 __all__ = ["Client", "FedShuffleStrategy", "client_app"]
 
-_HOMES = {"Client": "client", "client_app": "client", "FedShuffleStrategy": "strategy"}
+_load = attach(__name__)
 
 
 def __getattr__(name: str) -> Any:
-    """Import Flower when it is needed: it takes seconds, and is an extra."""
-    if name not in _HOMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    """Import Flower on first use: it takes seconds, and is an extra."""
     try:
-        module = importlib.import_module(f"{__name__}.{_HOMES[name]}")
+        return _load(name)
     except ModuleNotFoundError as error:
         if (error.name or "").split(".")[0] != "flwr":
             raise
@@ -35,4 +33,3 @@ def __getattr__(name: str) -> Any:
             f"fedshuffle.flower needs Flower ({error}). Install it with"
             " pip install 'fedshuffle[flower]'."
         ) from error
-    return getattr(module, name)

@@ -1,4 +1,4 @@
-"""The client's side: a site that answers the server's messages with its own model and data."""
+"""The client's side: a site that replies to the server with its own model and data."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from flwr.clientapp import ClientApp
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
-from fedshuffle import _identity
-from fedshuffle._arrays import number
+from fedshuffle import fingerprint
+from fedshuffle._arrays import number as number_in
 from fedshuffle.engines import Loss, Problem
-from fedshuffle.engines.lean import LeanEngine
+from fedshuffle.engines.sequential import SequentialEngine
 from fedshuffle.errors import FedShuffleError
 from fedshuffle.evaluation import Evaluation
-from fedshuffle.evaluation.evaluation import evaluating
+from fedshuffle.evaluation.evaluation import evaluation_mode
 from fedshuffle.federation import Federation
-from fedshuffle.flower import messages
-from fedshuffle.kernel import Order, Probe, Steering, Walk
+from fedshuffle.flower import protocol
+from fedshuffle.kernel import ClientTask, FullGradient, LocalTraining, StepCoefficients
 from fedshuffle.local_work import LocalWork, Minibatches
 
 Data = Any
@@ -30,7 +30,7 @@ Data = Any
 
 @final
 class Client:
-    """One client: its number, its model and its data. Answers every message of the strategy.
+    """One client: its number, its model and its data. Handles every message of the strategy.
 
     Args:
         number: its number among all clients, from 0 on; the strategy samples by it.
@@ -42,9 +42,8 @@ class Client:
         metrics: what an evaluation reports.
         share_size: whether the server may know how many examples there are. If not, it cannot
             plan steps: it gives a step size for an epoch, which the client divides among its own.
-        seconds: stop after so much local work, with at least one step done; None for no limit.
-            The server is told the steps really done, and methods such as fedshuffle-gen make up
-            for the rest.
+        seconds: time limit for local work; at least one step is done. The server learns the steps
+            really done, and methods such as fedshuffle-gen correct for the rest.
     """
 
     def __init__(
@@ -62,116 +61,119 @@ class Client:
         self.number = _number(number)
         self.problem = Problem(model, loss, _alone(data))
         self.share_size = share_size
-        self.seconds = _limit(seconds)
+        self.seconds = None if seconds is None else number_in(seconds, "seconds", "(0, inf]")
         self._test, self._metrics = test, metrics
 
     @property
     def size(self) -> int:
-        """How many examples it has."""
+        """Its number of examples."""
         return int(self.problem.federation.sizes[0])
 
-    def answer(self, message: Message) -> Message:
+    def handle(self, message: Message) -> Message:
         """The reply to any message of the strategy."""
         kind = message.metadata.message_type
-        answers = {
-            messages.HELLO: self._hello,
-            messages.WALK: self._walk,
-            messages.PROBE: self._probe,
-            messages.EVALUATE: self._evaluate,
+        handlers = {
+            protocol.INFO: self._info,
+            protocol.TRAIN: self._train,
+            protocol.FULL_GRADIENT: self._full_gradient,
+            protocol.EVALUATE: self._evaluate,
         }
-        if kind not in answers:
-            raise FedShuffleError(f"no message of fedshuffle is of type {kind!r}.")
-        return Message(answers[kind](message), reply_to=message)
+        if kind not in handlers:
+            raise FedShuffleError(f"fedshuffle has no messages of type {kind!r}.")
+        return Message(handlers[kind](message), reply_to=message)
 
-    def _hello(self, message: Message) -> RecordDict:
+    def _info(self, message: Message) -> RecordDict:
         mine, model = self.problem.parameters, self.problem.model
         first = {id(p): name for name, p in mine.items()}
         every = dict(model.named_parameters(remove_duplicate=False))
         tied = {k: first[id(p)] for k, p in every.items() if id(p) in first and k not in mine}
         rest = every | dict(model.named_buffers(remove_duplicate=False))
-        return messages.content(
-            messages.Hello(
+        return protocol.content(
+            protocol.ClientInfo(
                 self.number,
                 {name: list(p.shape) for name, p in mine.items()},
                 str(self.problem.dtype).removeprefix("torch."),
-                {k: _identity.tensor(p) for k, p in rest.items() if k not in {*mine, *tied}},
+                {k: fingerprint.tensor(p) for k, p in rest.items() if k not in {*mine, *tied}},
                 tied,
                 self.size if self.share_size else None,
             )
         )
 
-    def _walk(self, message: Message) -> RecordDict:
-        task = messages.read(message, messages.Task)
-        self._expect(task.client)
+    def _train(self, message: Message) -> RecordDict:
+        request = protocol.read(message, protocol.TrainRequest)
+        self._expect(request.client)
         d = len(self.problem.start)
-        sent = self._arrays(message, x=[d], v=[d], scale=[d])
-        if "x" not in sent:
-            raise FedShuffleError("the message lacks the model x.")
-        planned, step_size = self._plan(task)
+        sent = self._arrays(message, "x", x=[d], v=[d], scale=[d])
+        planned, step_size = self._plan(request)
         clock = _Clock(self.seconds)
         minibatches = Minibatches(
             client=0,
             size=self.size,
             steps=planned,
-            batch_size=min(task.batch_size, self.size),
-            order=LocalWork(order=task.order).order,  # type: ignore[arg-type]  # it checks
-            seed=int(task.seed),
-            round=task.round,
-            known_as=task.client,
-            enough=clock.enough if self.seconds else None,
+            batch_size=min(request.batch_size, self.size),
+            order=LocalWork(order=request.order).order,  # type: ignore[arg-type]  # it checks
+            seed=int(request.seed),
+            round=request.round,
+            stream_id=request.client,
+            should_stop=clock.enough if self.seconds else None,
         )
-        steering = Steering(task.alpha, task.beta, task.mu, sent.get("v"), sent.get("scale"))
-        order = Order(minibatches, step_size, steering, [1.0], task.clip, task.weight_decay)
-        (update,) = LeanEngine(self.problem).walk([Walk(sent["x"], [order], 1)])[0]
+        coefficients = StepCoefficients(
+            request.alpha, request.beta, request.mu, sent.get("v"), sent.get("scale")
+        )
+        task = ClientTask(
+            minibatches, step_size, coefficients, [1.0], request.clip, request.weight_decay
+        )
+        training = LocalTraining(sent["x"], [task], 1)
+        (update,) = SequentialEngine(self.problem).local_training([training])[0]
         done = clock.steps if self.seconds else planned
-        if task.size is None:  # nobody else can repair what nobody else knows
-            update, done = update * (planned / done), task.steps
-        return messages.content(messages.Done(self.number, done), messages.arrays(update=update))
+        if request.size is None:  # the server cannot correct for steps that it does not know
+            update, done = update * (planned / done), request.steps
+        return protocol.content(protocol.Reply(self.number, done), protocol.arrays(update=update))
 
-    def _plan(self, task: messages.Task) -> tuple[int, float]:
-        """The steps to do, and how long each is."""
-        if task.size is None:
-            per_epoch = -(-self.size // min(task.batch_size, self.size))
-            return task.steps * per_epoch, task.step_size / per_epoch
-        if not self.share_size:  # nor may it be guessed
+    def _plan(self, request: protocol.TrainRequest) -> tuple[int, float]:
+        """The number of steps and their size."""
+        if request.size is None:
+            per_epoch = -(-self.size // min(request.batch_size, self.size))
+            return request.steps * per_epoch, request.step_size / per_epoch
+        if not self.share_size:  # the next error would reveal it
             raise FedShuffleError(
                 f"client {self.number} withholds its size. Let it share it (share_size=True), or"
                 ' give the strategy sizes="withheld".'
             )
-        if task.size != self.size:
+        if request.size != self.size:
             raise FedShuffleError(
                 f"client {self.number} has {self.size} examples, but the server planned for"
-                f" {task.size}. Data must stay the same during a run: begin anew."
+                f" {request.size}. Data must stay the same during a run: start a new run."
             )
-        return task.steps, task.step_size
+        return request.steps, request.step_size
 
-    def _probe(self, message: Message) -> RecordDict:
-        question = messages.read(message, messages.Question)
-        self._expect(question.client)
-        points = self._arrays(message, points=[-1, len(self.problem.start)]).get("points")
-        if points is None:
-            raise FedShuffleError("the message lacks the points of the probe.")
-        probe = Probe(list(points), np.zeros(1, np.int64), np.ones((1, 1)), question.round)
-        (gradients,) = LeanEngine(self.problem).probe([probe])[0]
-        return messages.content(messages.Done(self.number, 0), messages.arrays(gradients=gradients))
+    def _full_gradient(self, message: Message) -> RecordDict:
+        query = protocol.read(message, protocol.Query)
+        self._expect(query.client)
+        points = self._arrays(message, "points", points=[-1, len(self.problem.start)])["points"]
+        request = FullGradient(list(points), np.zeros(1, np.int64), np.ones((1, 1)), query.round)
+        (gradients,) = SequentialEngine(self.problem).full_gradients([request])[0]
+        return protocol.content(
+            protocol.Reply(self.number, 0), protocol.arrays(gradients=gradients)
+        )
 
     def _evaluate(self, message: Message) -> RecordDict:
-        self._expect(messages.read(message, messages.Question).client)
-        x = self._arrays(message, x=[len(self.problem.start)]).get("x")
-        if x is None:
-            raise FedShuffleError("the message lacks the model x.")
+        self._expect(protocol.read(message, protocol.Query).client)
+        x = self._arrays(message, "x", x=[len(self.problem.start)])["x"]
         data = self.problem.federation if self._test is None else _alone(self._test)
         evaluation = Evaluation(data, self._metrics, loss=self.problem.loss, per_client=False)
         model = self.problem.load(x)
-        with evaluating(model):
+        with evaluation_mode(model):
             found = evaluation(model)
-        record = messages.content(messages.Done(self.number, 0))
+        record = protocol.content(protocol.Reply(self.number, 0))
         record["metrics"] = MetricRecord({name: float(value) for name, value in found.items()})
         return record
 
-    def _arrays(self, message: Message, **shapes: Sequence[int]) -> dict[str, Tensor]:
-        """The arrays of a message, where the model is."""
-        sent = messages.vectors(message, self.problem.dtype, **shapes)
+    def _arrays(
+        self, message: Message, required: str, **shapes: Sequence[int]
+    ) -> dict[str, Tensor]:
+        """The arrays of a message, on the model's device."""
+        sent = protocol.vectors(message, self.problem.dtype, required, **shapes)
         return {name: values.to(self.problem.device) for name, values in sent.items()}
 
     def _expect(self, client: int) -> None:
@@ -215,7 +217,7 @@ def client_app(
     """
     app = ClientApp()
 
-    def answer(message: Message, context: Context) -> Message:
+    def handle(message: Message, context: Context) -> Message:
         client = Client(
             _partition(context) if number is None else number(context),
             model(),
@@ -226,17 +228,17 @@ def client_app(
             share_size=share_size,
             seconds=seconds,
         )
-        return client.answer(message)
+        return client.handle(message)
 
-    app.query("hello")(answer)
-    app.train()(answer)
-    app.train("probe")(answer)
-    app.evaluate()(answer)
+    app.query("info")(handle)
+    app.train()(handle)
+    app.train("full_gradient")(handle)
+    app.evaluate()(handle)
     return app
 
 
 class _Clock:
-    """Counts steps, and says when time is up; the first step is always done."""
+    """Counts steps until time is up; the first step is always done."""
 
     def __init__(self, seconds: float | None) -> None:
         self.steps = 0
@@ -275,9 +277,3 @@ def _number(value: int) -> int:
     if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < 0:
         raise FedShuffleError(f"the number of a client is {value!r}: use 0, 1, 2, ...")
     return int(value)
-
-
-def _limit(seconds: float | None) -> float | None:
-    if seconds is not None and not number(seconds, "seconds") > 0:
-        raise FedShuffleError(f"seconds is {seconds}, but must be positive, or None for no limit.")
-    return seconds

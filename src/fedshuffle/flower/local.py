@@ -4,9 +4,9 @@
         run = deployment.run("my-app", {"num-rounds": 2})
         print(run.status, run.log)
 
-All of it listens on 127.0.0.1 only, knows its nodes by their keys, and has a Flower configuration
-of its own, so that the user's is neither read nor changed. At the end no process is left, whatever
-ended it, and no key in a temporary folder; the logs stay.
+Everything listens on 127.0.0.1 only, authenticates nodes by their keys, and uses a separate Flower
+configuration, so that the user's is neither read nor changed. However it ends, no process is left,
+and no key in a temporary folder; the logs stay.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from __future__ import annotations
 import http.client
 import importlib.util
 import json
+import math
 import os
 import shlex
 import shutil
@@ -21,15 +22,16 @@ import ssl
 import subprocess
 import tempfile
 import time
-import tomllib
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, final
 
 from fedshuffle._arrays import count
-from fedshuffle.errors import FedShuffleError, one_line, unknown
-from fedshuffle.flower.certificates import Certificates, NodeKey, certificates
+from fedshuffle.errors import FedShuffleError, one_line
+from fedshuffle.flower.certificates import Certificates, certificates
+from fedshuffle.flower.new_app import app_config
 from fedshuffle.flower.processes import (
     HOST,
     KEYS,
@@ -49,12 +51,12 @@ from fedshuffle.flower.processes import (
 CONNECTION = "local"  # the deployment's name in its Flower configuration
 _START = 300.0  # seconds until all must be up
 _POLL = 0.2
-_POLL_BY_COMMAND = 2.0  # a flwr command takes a second of computing
+_POLL_COMMAND = 2.0  # a flwr command takes a second of computing
 
 
 @final
 @dataclass(frozen=True)
-class Run:
+class AppRun:
     """A finished run of an app: how Flower says it ended, and what its server printed."""
 
     id: str
@@ -69,17 +71,17 @@ class Run:
 
 @final
 class Deployment:
-    """A SuperLink and a SuperNode for each client on this machine, up while the ``with`` lasts.
+    """A SuperLink and a SuperNode for each client on this machine, while the ``with`` block runs.
 
     Client ``i`` runs with ``partition-id=i num-partitions=clients`` in its node config.
 
     Attributes:
         folder: certificates, keys, Flower's own files, and ``logs``. A temporary folder if none is
-            given: it is removed at the end, unless something went wrong.
+            given: it is removed at the end, except after an error.
         address: of the SuperLink, as ``host:port``.
-        environment: what a ``flwr`` command needs to reach this deployment.
-        superlink, nodes: the processes; of the nodes, those that ought to run, by client.
-        node_ids: what Flower calls the nodes of clients 0, 1, ...
+        environment: variables that a ``flwr`` command needs to reach this deployment.
+        superlink, nodes: the processes; nodes by client.
+        node_ids: Flower's ids of the nodes of clients 0, 1, ...
     """
 
     def __init__(
@@ -107,7 +109,7 @@ class Deployment:
         self.superlink: Process
         self.nodes: dict[int, Process] = {}
         self.node_ids: list[str] = []
-        self._others: list[Process] = []
+        self._processes: list[Process] = []
         self._watcher: Watcher | None = None
 
     def __enter__(self) -> Deployment:
@@ -121,29 +123,26 @@ class Deployment:
     def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
         self._close(keep=kind is not None)
 
-    def close(self) -> None:
-        """Stop the nodes, then the SuperLink; see that nothing is left."""
-        self._close(keep=False)
-
     def _start(self) -> None:
         try:
-            self._made_folder()
+            self._make_folder()
             self._watcher = Watcher(self.folder, self._temporary)
             self._progress(f"certificates and keys in {self.folder / KEYS}")
             self.certificates = certificates(self.folder / KEYS, self.clients)
             self._configure()
-            self.logs.mkdir(exist_ok=True)
         except OSError as error:
             raise FedShuffleError(
                 f"cannot write to {str(self.folder)!r}: {one_line(error)}. Choose another folder."
             ) from error
         self._progress(f"SuperLink on https://{self.address}")
         self.superlink = self._process("superlink", self._superlink_command())
-        self._await("the SuperLink to answer", self._answers)
+        self._await("the SuperLink to answer", self._healthy)
         self._progress(f"registering {self.clients} node keys")
-        self.node_ids = self._register(self.certificates.nodes)
+        with ThreadPoolExecutor() as pool:  # most of the time is starting Python
+            self.node_ids = list(pool.map(self._register, range(self.clients)))
         self._progress(f"{self.clients} SuperNodes")
-        self.nodes = {i: self._node(i) for i in range(self.clients)}
+        for client in range(self.clients):
+            self._start_node(client)
         self.await_online()
         self._progress(f"all {self.clients} nodes are online")
 
@@ -151,58 +150,38 @@ class Deployment:
 
     def online(self) -> list[int]:
         """The clients whose nodes are online."""
-        listed = self.flwr("supernode", "list", CONNECTION, "--format", "json")["nodes"]
+        listed = self.flwr("supernode", "list", CONNECTION)["nodes"]
         there = {node["node-id"] for node in listed if node["status"] == "online"}
         return [client for client, node in enumerate(self.node_ids) if node in there]
 
-    def await_online(self, seconds: float = _START) -> None:
+    def await_online(self) -> None:
         """Wait until all nodes are online."""
-        self._await(
-            "all nodes to be online",
-            lambda: len(self.online()) == self.clients,
-            seconds,
-            _POLL_BY_COMMAND,
-        )
+        everyone = list(range(self.clients))
+        self._await("all nodes to be online", lambda: self.online() == everyone, poll=_POLL_COMMAND)
 
-    def kill_node(self, client: int) -> None:
-        """End a client's node at once, as when its machine fails."""
-        self.nodes.pop(client).kill()
+    def _register(self, client: int) -> str:
+        key, name = str(self.certificates.nodes[client].public), f"client-{client}"
+        answer = self.flwr("supernode", "register", key, CONNECTION, "--name", name)
+        return str(answer["node-id"])
 
-    def restart_node(self, client: int) -> None:
-        """Start a client's node again, with the same key; it is online a little later.
+    def _start_node(self, client: int) -> None:
+        self.nodes[client] = self._process(f"client-{client}", self._node_command(client))
 
-        Flower lets nobody in under a name that it believes to be online, which it does for about a
-        minute after a node was killed: this waits for as long.
-        """
-        if client in self.nodes:
-            self.nodes[client].ask_to_end()
-            self.nodes.pop(client).end()
-        gone = f"client {client} to be gone"
-        self._await(gone, lambda: client not in self.online(), poll=_POLL_BY_COMMAND)
-        self.nodes[client] = self._node(client)
-
-    def node_command(self, client: int, key: Path | None, *, tls: bool = True) -> list[str]:
-        """The command that starts a node: with this private key, or without any."""
-        trust = ["--root-certificates", str(self.certificates.authority)] if tls else ["--insecure"]
-        known = [] if key is None else ["--auth-supernode-private-key", str(key)]
-        where = ["--superlink", self.address, "--host", HOST, "--port", str(free_port())]
-        config = f"partition-id={client} num-partitions={self.clients}"
-        return [tool("flower-supernode"), *trust, *known, *where, "--node-config", config]
-
-    def start(self, name: str, command: Sequence[str]) -> Process:
-        """Start any other process; it ends with the deployment."""
-        process = self._process(name, command)
-        self._others.append(process)
-        return process
-
-    def _node(self, client: int) -> Process:
-        key = self.certificates.nodes[client].private
-        return self._process(f"client-{client}", self.node_command(client, key))
+    def _node_command(self, client: int) -> list[str]:
+        files = self.certificates
+        return [
+            tool("flower-supernode"),
+            *("--root-certificates", str(files.authority)),
+            *("--auth-supernode-private-key", str(files.nodes[client].private)),
+            *("--superlink", self.address),
+            *("--host", HOST, "--port", str(free_port())),
+            *("--node-config", f"partition-id={client} num-partitions={self.clients}"),
+        ]
 
     # Apps
 
     def command(self, app: str | Path, config: Mapping[str, Any] | None = None) -> str:
-        """What to type in a shell to run an app here."""
+        """The shell command that runs an app here."""
         flwr = "flwr" if shutil.which("flwr") == tool("flwr") else tool("flwr")
         words = [flwr, "run", str(app), CONNECTION, *_overrides(config), "--stream"]
         settings = [f"{name}={shlex.quote(value)}" for name, value in self.environment.items()]
@@ -213,94 +192,88 @@ class Deployment:
         app: str | Path,
         config: Mapping[str, Any] | None = None,
         *,
-        seconds: float = float("inf"),
+        seconds: float = math.inf,
         show: Callable[[str], None] = lambda text: None,
-    ) -> Run:
-        """Run an app to its end; ``show`` is given what its server prints, as it comes."""
-        return self.follow(self.begin(app, config), seconds=seconds, show=show)
+    ) -> AppRun:
+        """Run an app to its end, with changes to its config; ``show`` receives what its server
+        prints.
+        """
+        return self._follow(self._submit(app, config), seconds, show)
 
-    def begin(self, app: str | Path, config: Mapping[str, Any] | None = None) -> str:
-        """Submit an app, with other values for keys of its config; the id of its run."""
+    def _submit(self, app: str | Path, config: Mapping[str, Any] | None) -> str:
+        """Submit an app; returns the id of its run."""
         app_config(Path(app), config or {})
-        answer = self.flwr("run", str(app), CONNECTION, *_overrides(config), "--format", "json")
-        return str(answer["run-id"])
+        return str(self.flwr("run", str(app), CONNECTION, *_overrides(config))["run-id"])
 
-    def stream(self, run: str) -> Process:
-        """What prints the log of a run as it comes, and ends with the run."""
-        return self.start(f"run-{run}", [tool("flwr"), "log", run, CONNECTION, "--stream"])
+    def _log_stream(self, run: str) -> Process:
+        """A process that prints the log of a run, and ends with it."""
+        return self._process(f"run-{run}", [tool("flwr"), "log", run, CONNECTION, "--stream"])
 
-    def follow(
-        self,
-        run: str,
-        *,
-        seconds: float = float("inf"),
-        show: Callable[[str], None] = lambda text: None,
-    ) -> Run:
+    def _follow(
+        self, run: str, seconds: float, show: Callable[[str], None] = lambda text: None
+    ) -> AppRun:
         """Wait for the end of a run."""
-        limit, shown, log = time.monotonic() + seconds, 0, ""
-        stream = self.stream(run)
+        limit, shown = time.monotonic() + seconds, 0
+        stream = self._log_stream(run)
         while True:
             ended = stream.exit_code is not None
             log = stream.output()
             show(log[shown:])
             shown = max(shown, len(log))
             self.superlink.check()
-            if ended and (listed := self._listed(run))["status"].startswith("finished"):
-                details = listed["status-details"]
-                return Run(run, listed["status"], "" if details == "N/A" else details, log)
-            if ended:  # the connection broke: Flower tells all again
-                stream = self.stream(run)
+            if ended:
+                listed = self.flwr("ls", CONNECTION, "--run-id", run)["runs"][0]
+                if listed["status"].startswith("finished"):
+                    details = listed["status-details"]
+                    return AppRun(run, listed["status"], "" if details == "N/A" else details, log)
+                stream = self._log_stream(run)  # the connection broke: Flower repeats the log
             if time.monotonic() > limit:
                 raise FedShuffleError(f"run {run} is not done after {seconds:g} s. {tail(stream)}")
             time.sleep(_POLL)
 
-    def _listed(self, run: str) -> dict[str, str]:
-        listed = self.flwr("ls", CONNECTION, "--run-id", run, "--format", "json")["runs"]
-        found: dict[str, str] = listed[0]
-        return found
-
     def flwr(self, *words: str) -> Any:
-        """What a ``flwr`` command answers, as JSON."""
-        return _answer(self._flwr(*words))
+        """The JSON output of a ``flwr`` command; raises its error."""
+        done = subprocess.run(
+            [tool("flwr"), *words, "--format", "json"],
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            env=self._environment("flower"),
+            timeout=_START,
+        )
+        try:
+            answer = json.loads(done.stdout)
+        except ValueError:
+            answer = {}
+        if done.returncode != 0 or not answer.get("success"):
+            why = answer.get("error-message") or f"{done.stdout}{done.stderr}"
+            raise FedShuffleError(f"flwr {shlex.join(words)} failed: {str(why).strip()}")
+        return answer
 
     # Processes
 
-    def processes(self) -> list[int]:
-        """The ids of all processes of this deployment that run. Knows those of Linux only."""
-        return marked(self.folder)
-
     def wait(self) -> None:
-        """Wait for as long as all is well; an error if a process ends."""
-        while True:
-            for process in [self.superlink, *self.nodes.values()]:
-                process.check()
-            time.sleep(_POLL)
-
-    def _flwr(self, *words: str) -> subprocess.Popen[str]:
-        return subprocess.Popen(
-            [tool("flwr"), *words],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            env=self._environment("flower"),
-        )
+        """Wait forever; raises an error if a process ends."""
+        self._await("Ctrl-C", lambda: False, math.inf)
 
     def _process(self, name: str, command: Sequence[str]) -> Process:
+        """Start a process that ends with the deployment."""
         home = f"flower-{name}" if name.startswith("client") else "flower"
-        return Process(name, command, self.logs / f"{name}.log", self._environment(home))
+        process = Process(name, command, self.logs / f"{name}.log", self._environment(home))
+        self._processes.append(process)
+        return process
 
     def _environment(self, home: str) -> dict[str, str]:
-        """The user's environment, but with nothing in it that would change Flower's ways."""
+        """The user's environment, without Flower's variables."""
         kept = {name: value for name, value in os.environ.items() if not name.startswith("FLWR_")}
         known = [os.environ.get(name, "") for name in ("NO_PROXY", "no_proxy")]
         direct = ",".join([HOST, "localhost", *filter(None, known)])
         return {
             **kept,
             **self.environment,
-            "FLWR_HOME": str(self.folder / home),  # each site has a Flower home of its own
+            "FLWR_HOME": str(self.folder / home),  # each site has its own Flower home
             "FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION": "1",
-            "FLWR_SUPEREXEC_TASK_POLL_INTERVAL": "0.1",  # 1 s if not set: once a message
+            "FLWR_SUPEREXEC_TASK_POLL_INTERVAL": "0.1",  # by default 1 s for each message
             "NO_PROXY": direct,
             "no_proxy": direct,
             "PATH": os.pathsep.join([scripts(), os.environ.get("PATH", os.defpath)]),
@@ -320,18 +293,19 @@ class Deployment:
             "--disable-runtime-dependency-installation",
         ]
 
-    def _made_folder(self) -> None:
+    def _make_folder(self) -> None:
         self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         if not (self.folder / KEYS).is_dir() and any(self.folder.iterdir()):
             raise FedShuffleError(
                 f"{str(self.folder)!r} holds other things than a deployment. Choose a new folder."
             )
-        if self.processes():
+        if marked(self.folder):
             raise FedShuffleError(f"a deployment is up in {str(self.folder)!r} already.")
 
     def _configure(self) -> None:
         home = Path(self.environment["FLWR_HOME"])
         home.mkdir(exist_ok=True)
+        self.logs.mkdir(exist_ok=True)
         # JSON's strings are TOML's.
         address, authority = json.dumps(self.address), json.dumps(str(self.certificates.authority))
         (home / "config.toml").write_text(
@@ -340,18 +314,7 @@ class Deployment:
             encoding="utf-8",
         )
 
-    def _register(self, keys: Sequence[NodeKey]) -> list[str]:
-        """Register all keys at once: most of the time is that of starting Python."""
-        begun = [
-            self._flwr(
-                *("supernode", "register", str(key.public), CONNECTION),
-                *("--name", f"client-{i}", "--format", "json"),
-            )
-            for i, key in enumerate(keys)
-        ]
-        return [str(_answer(command)["node-id"]) for command in begun]
-
-    def _answers(self) -> bool:
+    def _healthy(self) -> bool:
         trust = ssl.create_default_context(cafile=str(self.certificates.authority))
         connection = http.client.HTTPSConnection(HOST, self._port, timeout=5, context=trust)
         try:
@@ -371,59 +334,36 @@ class Deployment:
     ) -> None:
         limit = time.monotonic() + seconds
         while True:
-            for process in [self.superlink, *self.nodes.values()]:
+            running = [self.superlink, *self.nodes.values()]
+            for process in running:
                 process.check()
             if condition():
                 return
             if time.monotonic() > limit:
-                tails = "\n".join(map(tail, [self.superlink, *self.nodes.values()]))
+                tails = "\n".join(map(tail, running))
                 raise FedShuffleError(f"waited {seconds:g} s for {what}. {tails}")
             time.sleep(poll)
 
     def _close(self, keep: bool) -> None:
-        begun = [*self._others, *self.nodes.values()]
-        link = [self.superlink] if hasattr(self, "superlink") else []
         try:
-            for group in (begun, link):
+            for group in (self._processes[1:], self._processes[:1]):  # the SuperLink last
                 for process in group:
                     process.ask_to_end()
                 for process in group:
                     process.end()
-        except BaseException:  # somebody is in a hurry
+        except BaseException:  # a second Ctrl-C
             keep = True
             raise
         finally:
-            for process in [*begun, *link]:
+            for process in self._processes:
                 process.kill()
-            sweep(self.folder, 5.0)  # what the SuperLink put into sessions of their own
+            sweep(self.folder, 5.0)  # processes that the SuperLink started in other sessions
             if self._temporary:
                 forget_keys(self.folder)
             if self._watcher:
                 self._watcher.dismiss()
         if self._temporary and not keep:
             shutil.rmtree(self.folder, ignore_errors=True)
-
-
-def app_config(folder: Path, changes: Mapping[str, Any]) -> dict[str, Any]:
-    """The config of the app in a folder; refuses other folders, and keys that it does not have."""
-    try:
-        found = tomllib.loads((folder / "pyproject.toml").read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise FedShuffleError(
-            f"{str(folder)!r} is not a Flower app: its pyproject.toml cannot be read ({error})."
-            " 'fedshuffle new flower-app DIR' writes one."
-        ) from error
-    app = found.get("tool", {}).get("flwr", {}).get("app", {})
-    if "components" not in app:
-        raise FedShuffleError(
-            f"{str(folder)!r} is not a Flower app: its pyproject.toml has no section"
-            " [tool.flwr.app.components]. 'fedshuffle new flower-app DIR' writes one."
-        )
-    config: dict[str, Any] = app.get("config", {})
-    for key in changes:
-        if key.split(".")[0] not in config:
-            raise unknown(f"key of the app's config in {str(folder)!r},", key, config)
-    return config
 
 
 def _need_flower() -> None:
@@ -443,22 +383,3 @@ def _overrides(config: Mapping[str, Any] | None) -> list[str]:
     """
     words = [f"{name}={json.dumps(value)}" for name, value in (config or {}).items()]
     return ["-c", " ".join(words)] if words else []
-
-
-def _answer(command: subprocess.Popen[str]) -> Any:
-    """The JSON that a ``flwr`` command answers, or the error that it tells."""
-    try:
-        out, err = command.communicate(timeout=_START)
-    except BaseException:
-        command.kill()
-        command.communicate()
-        raise
-    try:
-        answer = json.loads(out)
-    except ValueError:
-        answer = {}
-    if command.returncode != 0 or not answer.get("success"):
-        words = shlex.join(map(str, list(command.args)[1:]))  # type: ignore[arg-type]
-        why = answer.get("error-message") or f"{out}{err}"
-        raise FedShuffleError(f"flwr {words} failed: {str(why).strip()}")
-    return answer

@@ -1,4 +1,4 @@
-"""The processes of a deployment on this machine: started, watched, and ended without a trace."""
+"""The processes of a deployment on this machine: start, watch and stop them."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ import socket
 import subprocess
 import sys
 import sysconfig
-import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import final
 
+from fedshuffle._terminal import signals
 from fedshuffle.errors import FedShuffleError
 
 HOST = "127.0.0.1"
 MARK = "FEDSHUFFLE_DEPLOYMENT"
-"""Every process of a deployment carries its folder under this name in its environment."""
+"""The environment variable that marks every process of a deployment with its folder."""
 KEYS = "keys"
 """The folder of a deployment with its certificates and private keys."""
 _WATCH = """
@@ -31,12 +31,12 @@ from pathlib import Path
 from fedshuffle.flower.processes import watch
 watch(Path(sys.argv[1]), bool(sys.argv[2]))
 """
-_STOP = 15.0  # seconds until a process that was asked to end is made to
+_STOP = 15.0  # seconds between asking a process to end and killing it
 
 
 @final
 class Process:
-    """A process of a deployment, in a session of its own, with a log."""
+    """A process of a deployment, in its own session, with a log."""
 
     def __init__(
         self, name: str, command: Sequence[str], log: Path, env: Mapping[str, str]
@@ -51,7 +51,7 @@ class Process:
                 stdout=out,
                 stderr=subprocess.STDOUT,
                 env=dict(env),
-                start_new_session=True,  # so that Ctrl-C does not end it before its turn
+                start_new_session=True,  # so that Ctrl-C does not reach it
             )
 
     @property
@@ -81,21 +81,21 @@ class Process:
             self._popen.terminate()
 
     def end(self, seconds: float = _STOP) -> None:
-        """Wait for its end, and enforce it after these seconds."""
+        """Wait for its end; kill it after these seconds."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._popen.wait(seconds)
         self.kill()
 
     def kill(self) -> None:
-        """End it and what it started in its session, at once."""
-        if self.exit_code is None:  # else its number may be another's by now
+        """Kill it and what it started in its session."""
+        if self.exit_code is None:  # else the pid may belong to another process
             os.killpg(self.pid, signal.SIGKILL)
         self._popen.wait()
 
 
 @final
 class Watcher:
-    """A process that takes a deployment down if this program is killed before it can."""
+    """A watchdog process that stops a deployment if this program is killed."""
 
     def __init__(self, folder: Path, temporary: bool) -> None:
         words = [str(folder), "temporary" if temporary else "", *sys.path]
@@ -104,13 +104,13 @@ class Watcher:
         )
 
     def dismiss(self) -> None:
-        """All is in order: it has nothing to do."""
+        """End the watchdog without any action."""
         with contextlib.suppress(BrokenPipeError):
             self._popen.communicate(b"in order")
 
 
 def watch(folder: Path, temporary: bool) -> None:
-    """The life of a watcher: wait until the program says that all is in order, or is gone."""
+    """Wait until the program dismisses the watchdog, or dies."""
     if not sys.stdin.buffer.read():
         sweep(folder, 0.0)
         if temporary:
@@ -118,7 +118,7 @@ def watch(folder: Path, temporary: bool) -> None:
 
 
 def sweep(folder: Path, seconds: float) -> None:
-    """Wait until no process of a deployment is left, and enforce it after these seconds."""
+    """Wait until no process of a deployment is left; kill the rest after these seconds."""
     limit = time.monotonic() + seconds
     while left := marked(folder):
         if time.monotonic() >= limit:
@@ -135,20 +135,13 @@ def forget_keys(folder: Path) -> None:
 
 @contextlib.contextmanager
 def ended_by_signals() -> Iterator[None]:
-    """Let SIGTERM and SIGHUP end the program as Ctrl-C does, with everything put in order."""
+    """Let SIGTERM and SIGHUP end the program as Ctrl-C does, with all cleanup."""
 
     def end(number: int, frame: FrameType | None) -> None:
         raise SystemExit(128 + number)
 
-    if threading.current_thread() is not threading.main_thread():
+    with signals(end, signal.SIGTERM, signal.SIGHUP):
         yield
-        return
-    before = {number: signal.signal(number, end) for number in (signal.SIGTERM, signal.SIGHUP)}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 def free_port() -> int:
@@ -164,7 +157,8 @@ def checked_port(port: int) -> int:
             probe.bind((HOST, port))
     except (OSError, OverflowError) as error:
         raise FedShuffleError(
-            f"port {port} of {HOST} cannot be had: {error}. Choose another, or none for a free one."
+            f"port {port} of {HOST} is not available: {error}. Choose another, or leave it out for"
+            " a free one."
         ) from error
     return port
 

@@ -1,9 +1,8 @@
-"""One round among clients that may fail.
+"""One round with clients that may fail.
 
-The method is the one of the simulator. It is asked for its request, clients answer or do not, and
-then it is asked again as if only those who answered had been sampled, each with the probability
-that it was sampled *and* answered, and with the steps that it really did. So the rules of the
-method, not this file, say how each counts.
+The method is the simulator's. It makes a request, some clients reply, and then its round runs again
+as if only those that replied had been sampled, each with the probability that it was sampled *and*
+replied, and with the steps it really did. So the method's rules alone decide the weights.
 """
 
 from __future__ import annotations
@@ -14,51 +13,51 @@ from typing import final
 import numpy as np
 
 from fedshuffle._arrays import FloatArray, IntArray
-from fedshuffle.flower.spool import Spool
+from fedshuffle.flower.update_buffer import UpdateBuffer
 from fedshuffle.kernel import Request
-from fedshuffle.methods import Participants
-from fedshuffle.rounds import Run
+from fedshuffle.methods import Cohort
 from fedshuffle.state import State
+from fedshuffle.training.rounds import Run, advance
 
 
 @final
-class Round:
+class ClientRound:
     """A round of a run, exchange by exchange.
 
     Args:
         run: the settings.
-        state: before the round.
-        answers: for every client the probability that it answers when asked, each time
-            independently of all else.
+        state: the state before the round.
+        response_probability: for every client the probability that it replies to a message,
+            independently of everything else.
     """
 
-    def __init__(self, run: Run, state: State, answers: FloatArray) -> None:
+    def __init__(self, run: Run, state: State, response_probability: FloatArray) -> None:
         self.run = run
         self.state = state
-        self.answers = answers
-        self.cohort: Participants = run.cohort(state.round)
-        """Who has answered all that was asked so far."""
-        self._spools: list[Spool] = []
+        self.response_probability = response_probability
+        self.cohort: Cohort = run.cohort(state.round)
+        """The clients that have replied to every request so far."""
+        self._buffers: list[UpdateBuffer] = []
 
     def next(self) -> Request | State:
-        """What to ask the cohort next; or, when all is asked, the state after the round."""
+        """The next request to the cohort, or the state after the round."""
         requests = self.run.round(self.state, self.cohort)
-        answer = None
-        try:
-            for spool in self._spools:
-                answer = spool.answer(requests.send(answer))
-            return requests.send(answer)
-        except StopIteration as stop:
-            after: State = stop.value
-            return after
+        request = advance(requests)
+        for buffer in self._buffers:
+            if isinstance(request, State):  # nobody is left
+                break
+            request = advance(requests, buffer.sums(request))
+        return request
 
-    def answered(self, spool: Spool, steps: IntArray | None = None) -> None:
-        """The exchange is over: these have answered; after a walk, with so many steps each (by
-        client of the cohort, whatever stands for those who did not answer).
+    def add_replies(self, buffer: UpdateBuffer, steps: IntArray | None = None) -> None:
+        """End an exchange with its replies; after training, with the steps of each client of the
+        cohort (any number for those that did not reply).
         """
         cohort = self.cohort
         if steps is not None:
             cohort = replace(cohort, done=steps)
-        there = np.array([client in spool for client in cohort.clients.tolist()], dtype=np.bool_)
-        self.cohort = cohort.only(there, cohort.probability * self.answers[cohort.clients])
-        self._spools.append(spool)
+        replied = np.array([client in buffer for client in cohort.clients.tolist()], dtype=np.bool_)
+        self.cohort = cohort.only(
+            replied, cohort.probability * self.response_probability[cohort.clients]
+        )
+        self._buffers.append(buffer)

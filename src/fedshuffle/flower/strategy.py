@@ -1,4 +1,4 @@
-"""The server's side: a strategy that samples, sends orders, and aggregates by our own rules."""
+"""The server's side: a strategy that samples clients, sends tasks, and aggregates their updates."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import hashlib
 import json
 import logging
 import math
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
@@ -20,9 +21,9 @@ from fedshuffle import methods, sampling
 from fedshuffle._arrays import FloatArray, count, number, positive
 from fedshuffle.errors import FedShuffleError, unknown
 from fedshuffle.federation import Federation
-from fedshuffle.flower.model import Model
-from fedshuffle.flower.roster import Roster
-from fedshuffle.flower.session import Session, Terms
+from fedshuffle.flower.client_registry import ClientRegistry
+from fedshuffle.flower.server_model import Model
+from fedshuffle.flower.session import DropoutModel, Session
 from fedshuffle.local_work import LocalWork
 from fedshuffle.methods import Method
 from fedshuffle.methods.averaging import (
@@ -31,14 +32,14 @@ from fedshuffle.methods.averaging import (
     own_steps,
     weight_per_share_done,
 )
-from fedshuffle.rounds import Run
-from fedshuffle.runs import FACTS, RunFolder
-from fedshuffle.sampling import Optimal, Sampling
+from fedshuffle.sampling import Sampling
 from fedshuffle.schedules import Schedule
+from fedshuffle.training.history import RECORD_KEYS
+from fedshuffle.training.rounds import Run
+from fedshuffle.training.run_folder import RunFolder
 
 _log = logging.getLogger("flwr.fedshuffle")
 
-_BY_SIZE = ("importance", "one", "ais", "stratified")
 EvaluateOnServer = Callable[[int, ArrayRecord], MetricRecord | None]
 
 
@@ -46,37 +47,38 @@ EvaluateOnServer = Callable[[int, ArrayRecord], MetricRecord | None]
 class FedShuffleStrategy(Strategy):  # type: ignore[misc]  # Flower is untyped here
     r"""Any method of this library without client state, on Flower's clients.
 
-    The server samples clients by number, sends each its own order (step size, steps, seed), and
-    moves the model by :math:`\sum_i a_i (y_i - x)` over those who answered, with the method's own
+    The server samples clients by number, sends each its task (step size, steps, seed), and
+    moves the model by :math:`\sum_i a_i (y_i - x)` over the clients that replied, with the method's
     weights: for FedShuffle :math:`a_i = w_i / (p_i r_i)`, where :math:`p_i` is the probability that
-    client i is sampled and :math:`r_i` that it answers when asked. Nothing is divided by the sum
-    over whoever answered, unless the method itself does so, as FedAvg. The same seed gives the same
-    trajectory as in the simulator.
+    client i is sampled and :math:`r_i` that it replies. Nothing is divided by the sum over the
+    replies, unless the method itself does so, as FedAvg. The same seed gives the same trajectory
+    as in the simulator.
 
     Args:
-        clients: how many there are in all; they are numbered from 0 on.
+        clients: the number of clients; they are numbered from 0.
         method: as for :func:`fedshuffle.train`; one without client state. By default FedShuffle
-            with the rule that makes up for unfinished work.
+            corrected for unfinished work.
         sampling: as for :func:`fedshuffle.train`.
         work: what a sampled client does.
         step_size: that of the client with the most local steps; of an epoch, if sizes are withheld.
-        server_step_size: by what the aggregated update is multiplied.
-        seed: everything random follows from it.
-        sizes: the clients' numbers of examples; ``"asked"`` waits for all clients to say it;
-            ``"withheld"`` does without, for methods that can.
+        server_step_size: factor of the aggregated update.
+        seed: determines everything random.
+        sizes: the clients' numbers of examples; ``"asked"`` waits until all clients have sent them;
+            ``"withheld"`` needs none, for methods that do not depend on them.
         weights: of the objective; by size, or equal if sizes are withheld.
-        answers: the dropout model: the probability that a client answers when asked, ``retries``
-            included, one for all or one each, independently of its data and of all else. With 1, a
-            round in which somebody does not answer is biased, and is logged as such.
-        timeout: seconds to wait for the answers to one exchange, and for clients at the start.
+        response_probability: the dropout model: the probability that a client replies, ``retries``
+            included, one for all or one each, independently of its data and of everything else.
+            With 1, a round in which a client does not reply is biased, and is logged as such.
+        timeout: seconds to wait for the replies of one exchange, and for clients at the start.
         retries: how often a client that fails or is away is asked again before time is up.
-        out: a folder for metrics and checkpoints (see :mod:`fedshuffle.runs`).
-        resume: go on with the run in ``out``.
-        checkpoint_every: save after so many rounds, and after the last.
-        keep: how many checkpoints to keep.
-        evaluate_every: ask all connected clients to evaluate the model after so many rounds.
-        nodes: which client each of Flower's nodes is. By default every node is asked, and believed
-            as long as no other node says the same.
+        out: a folder for metrics and checkpoints (see :mod:`fedshuffle.training.run_folder`).
+        resume: resume the run in ``out``.
+        checkpoint_every: rounds between checkpoints; the last round is always saved.
+        keep: the number of checkpoints to keep.
+        evaluate_every: rounds between evaluations by all connected clients.
+        record_cohorts: whether records list the clients of the round; they follow from the seed.
+        nodes: the client of each of Flower's nodes. By default every node is asked, and believed
+            unless another node says the same.
 
     >>> strategy = FedShuffleStrategy(clients=3, sampling="uniform:2", step_size=0.1)
     """
@@ -93,7 +95,7 @@ class FedShuffleStrategy(Strategy):  # type: ignore[misc]  # Flower is untyped h
         *,
         sizes: Sequence[int] | Literal["asked", "withheld"] = "asked",
         weights: Sequence[float] | None = None,
-        answers: float | Sequence[float] = 1.0,
+        response_probability: float | Sequence[float] = 1.0,
         timeout: float = 600.0,
         retries: int = 0,
         out: Path | str | None = None,
@@ -101,6 +103,7 @@ class FedShuffleStrategy(Strategy):  # type: ignore[misc]  # Flower is untyped h
         checkpoint_every: int = 1,
         keep: int = 3,
         evaluate_every: int | None = None,
+        record_cohorts: bool = False,
         nodes: Mapping[int, int] | None = None,
     ) -> None:
         self.method = methods.get(method)
@@ -111,12 +114,15 @@ class FedShuffleStrategy(Strategy):  # type: ignore[misc]  # Flower is untyped h
         self.seed = seed
         self.sizes = sizes
         self.weights = weights
+        self.asked = isinstance(sizes, str) and sizes == "asked"
+        self.withheld = isinstance(sizes, str) and sizes == "withheld"
         self.clients = _population(clients, sizes)
-        self.answers = _probabilities(answers, self.clients)
-        self.timeout = _seconds(timeout)
+        self.response_probability = _probabilities(response_probability, self.clients)
+        self.timeout = number(timeout, "timeout", within="(0, inf)")
         self.retries = 0 if retries == 0 else count(retries, "retries")
         self.checkpoint_every = count(checkpoint_every, "checkpoint_every")
         self.evaluate_every = evaluate_every and count(evaluate_every, "evaluate_every")
+        self.record_cohorts = record_cohorts
         self.nodes = nodes
         self.resume = resume
         self.folder: RunFolder | None = None
@@ -127,20 +133,8 @@ class FedShuffleStrategy(Strategy):  # type: ignore[misc]  # Flower is untyped h
             raise FedShuffleError("resume=True needs the folder of the run: give it as out.")
         _check_nodes(nodes or {}, self.clients)
         _check(self.method, self.work, self.sampling, self.withheld)
-        self._run()  # what is wrong with the settings is said now
+        self._run()  # fails now if the settings are wrong
         self._session: Session | None = None
-
-    @property
-    def asked(self) -> bool:
-        """Whether clients are asked for their sizes."""
-        return isinstance(self.sizes, str) and self.sizes == "asked"
-
-    @property
-    def withheld(self) -> bool:
-        """Whether clients keep their sizes to themselves."""
-        return isinstance(self.sizes, str) and self.sizes == "withheld"
-
-    # Flower's interface --------------------------------------------------------------------------
 
     def start(
         self,
@@ -152,47 +146,46 @@ class FedShuffleStrategy(Strategy):  # type: ignore[misc]  # Flower is untyped h
         evaluate_config: ConfigRecord | None = None,
         evaluate_fn: EvaluateOnServer | None = None,
     ) -> Result:
-        """Run all rounds, or those that are left of a run that goes on.
+        """Run all rounds, or the remaining ones of a resumed run.
 
         Args:
             grid: Flower's.
             initial_arrays: such as ``ArrayRecord(model.state_dict())``.
-            num_rounds: how many rounds in all.
+            num_rounds: the number of rounds in all.
             timeout: seconds to wait for one exchange, if not the strategy's own.
-            train_config: not used: what clients need to know stands in their orders.
+            train_config: not used: clients get all they need in their tasks.
             evaluate_config: not used.
             evaluate_fn: called with the round and the arrays before the first round and after each.
         """
         rounds = count(num_rounds, "num_rounds")
         if timeout is not None:
-            self.timeout = _seconds(timeout)
-        with self.folder.writing() if self.folder else nullcontext():
+            self.timeout = number(timeout, "timeout", within="(0, inf)")
+        with self.folder.locked() if self.folder else nullcontext():
             return self._rounds(grid, initial_arrays, rounds, evaluate_fn)
 
     def _rounds(
         self, grid: Grid, arrays: ArrayRecord, rounds: int, evaluate_fn: EvaluateOnServer | None
     ) -> Result:
-        """All rounds, or those that are left."""
         session = self._begin(grid, arrays, rounds)
         self.summary()
         result = Result(arrays=session.arrays())
         if evaluate_fn and session.state.round == 0:
-            _keep(result.evaluate_metrics_serverapp, 0, evaluate_fn(0, result.arrays))
+            _store(result.evaluate_metrics_serverapp, 0, evaluate_fn(0, result.arrays))
         saved = session.state.round
         try:
             while session.state.round < rounds:
-                record = session.play(grid)
+                record = session.run_round(grid)
                 now = session.state.round
                 result.arrays = session.arrays()
                 result.train_metrics_clientapp[now] = _metrics(record)
                 try:
                     if self.evaluate_every and (now % self.evaluate_every == 0 or now == rounds):
                         found = session.evaluate(grid)
-                        _keep(result.evaluate_metrics_clientapp, now, found)
+                        _store(result.evaluate_metrics_clientapp, now, found)
                         record |= _named(found, record, "clients_")
                     if evaluate_fn:
                         found = evaluate_fn(now, result.arrays)
-                        _keep(result.evaluate_metrics_serverapp, now, found)
+                        _store(result.evaluate_metrics_serverapp, now, found)
                         record |= _named(found, record)
                 finally:  # the round is done, whatever its evaluation does
                     if self.folder:
@@ -209,14 +202,14 @@ class FedShuffleStrategy(Strategy):  # type: ignore[misc]  # Flower is untyped h
     def configure_train(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
-        """The orders of the next round, for a loop of one's own; probes are sent from here."""
+        """The messages of the next round, for Flower's own loop; full gradients are asked here."""
         if self.folder:
-            raise FedShuffleError("metrics and checkpoints are written by start: leave out out.")
+            raise FedShuffleError("only start writes metrics and checkpoints: leave out out.")
         if self.retries:
-            raise FedShuffleError("clients are asked again by start: leave out retries.")
+            raise FedShuffleError("only start asks clients again: leave out retries.")
         if self._session is None or server_round == 1:
             self._session = self._begin(grid, arrays, server_round)
-        return self._session.orders(grid, arrays, server_round - 1)
+        return self._session.training_messages(grid, arrays, server_round - 1)
 
     def aggregate_train(
         self, server_round: int, replies: Iterable[Message]
@@ -230,7 +223,7 @@ class FedShuffleStrategy(Strategy):  # type: ignore[misc]  # Flower is untyped h
     def configure_evaluate(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
-        """Nothing: :meth:`start` asks for evaluations itself (``evaluate_every``)."""
+        """Nothing: only :meth:`start` evaluates (``evaluate_every``)."""
         return []
 
     def aggregate_evaluate(
@@ -241,62 +234,61 @@ class FedShuffleStrategy(Strategy):  # type: ignore[misc]  # Flower is untyped h
 
     def summary(self) -> None:
         """Log what is about to run."""
+        smallest = self.response_probability.min()
         _log.info(
             "%s over %d clients, sampling %s, seed %d%s",
             self.method.name,
             self.clients,
             self.sampling,
             self.seed,
-            "" if self.answers.min() == 1 else f"; answers {self.answers.min():g} and more",
+            "" if smallest == 1 else f"; response probability {smallest:g} and more",
         )
-        if self.answers.min() == 1:
+        if smallest == 1:
             return
         if not isinstance(self.method.averaging.normaliser, InclusionProbability):
             _log.warning(
-                "%s does not go by the probability that a client takes part, so clients that drop"
-                " out bias its mean round. Use fedshuffle-gen (or NAME+fedshuffle-gen).",
+                "%s does not weigh clients by inclusion probability, so clients that drop out bias"
+                " its mean round. Use fedshuffle-gen (or NAME+fedshuffle-gen).",
                 self.method.name,
             )
         if self.method.direction.needs_joint:
             _log.warning(
-                "The mean round of %s is biased if clients drop out: those that walk are among"
-                " those whose gradients steer. Its estimate of the gradient is not.",
+                "The mean round of %s is biased if clients drop out: clients that train are among"
+                " those whose gradients it averages. Its gradient estimate is not biased.",
                 self.method.name,
             )
 
-    # ---------------------------------------------------------------------------------------------
-
     def _begin(self, grid: Grid, arrays: ArrayRecord, rounds: int) -> Session:
-        """Meet the clients, and take up the state to start from."""
+        """Wait for the clients, and load the state to start from."""
         if self.folder:
-            self.folder.check(self.resume)  # before anybody is waited for
-        roster = Roster(self.clients, self.timeout, self.nodes)
-        roster.wait_for(grid, self.clients if self.asked else 1)
-        run = self._run(roster)
-        hello = next(iter(roster.hellos.values()))
-        model = Model(arrays, hello.parameters, hello.dtype, hello.tied, hello.frozen)
+            self.folder.check(self.resume)  # before waiting for clients
+        registry = ClientRegistry(self.clients, self.timeout, self.nodes)
+        registry.wait_for(grid, self.clients if self.asked else 1)
+        run = self._run(registry)
+        info = next(iter(registry.infos.values()))
+        model = Model(arrays, info.parameters, info.dtype, info.tied, info.frozen)
         state = run.start(model.flat(arrays))
         if self.folder:
-            begun_with = self.folder.settings()["rounds"] if self.resume else rounds
+            rounds_at_start = self.folder.settings()["rounds"] if self.resume else rounds
             settings = {
-                **run.settings(begun_with),
+                **run.settings(rounds_at_start),
                 "engine": "flower",
                 "parameters": len(state.x),
                 "dtype": str(model.dtype),
                 "model_sha256": model.digest(),
-                "frozen_sha256": hashlib.sha256(json.dumps(hello.frozen).encode()).hexdigest(),
-                "answers_sha256": hashlib.sha256(self.answers.tobytes()).hexdigest(),
+                "frozen_sha256": _sha256(json.dumps(info.frozen).encode()),
+                "response_probability_sha256": _sha256(self.response_probability.tobytes()),
                 "rounds": rounds,
             }
             state = self.folder.begin(settings, state, self.resume)
-        terms = Terms(self.answers, self.withheld, self.timeout, self.retries)
-        self._session = Session(run, roster, model, state, terms)
+        dropout = DropoutModel(self.response_probability, self.withheld, self.timeout, self.retries)
+        self._session = Session(run, registry, model, state, dropout, self.record_cohorts)
         return self._session
 
-    def _run(self, roster: Roster | None = None) -> Run:
+    def _run(self, registry: ClientRegistry | None = None) -> Run:
         sizes: Any = self.sizes
-        if self.asked and roster is not None:
-            sizes = roster.sizes()
+        if self.asked and registry is not None:
+            sizes = registry.sizes()
         elif isinstance(sizes, str):  # as if everybody had one minibatch: a step is then an epoch
             sizes = np.ones(self.clients, np.int64)
         return Run(
@@ -312,9 +304,7 @@ class FedShuffleStrategy(Strategy):  # type: ignore[misc]  # Flower is untyped h
 
 def _check(method: Method, work: LocalWork, drawn: str | Sampling, withheld: bool) -> None:
     """Refuse what cannot be done with real clients, before any of them is asked."""
-    if isinstance(drawn, str):
-        sampling.check(drawn)
-    if isinstance(drawn, Optimal) or (isinstance(drawn, str) and drawn.startswith("optimal")):
+    if sampling.is_two_phase(drawn):
         raise FedShuffleError(
             "optimal client sampling asks for norms first and updates later, which takes two"
             " exchanges here and saves nothing. Use another sampling."
@@ -327,23 +317,21 @@ def _check(method: Method, work: LocalWork, drawn: str | Sampling, withheld: boo
         )
     if work.interruption is not None:
         raise FedShuffleError(
-            "real clients say themselves how much they did: leave work.interruption out, and limit"
-            " the time on the client (client_app(seconds=...))."
+            "real clients report the steps they did: leave work.interruption out, and limit the"
+            " time on the client (client_app(seconds=...))."
         )
     if not withheld:
         return
     if method.local_work(work).steps is not None:
-        raise FedShuffleError('with sizes="withheld" the local work is said in epochs, not steps.')
-    if isinstance(drawn, str) and drawn.split(":")[0].strip() in _BY_SIZE:
+        raise FedShuffleError('with sizes="withheld" the local work is given in epochs, not steps.')
+    by_size = ("importance", "one", "ais", "stratified")
+    if isinstance(drawn, str) and drawn.split(":")[0].strip() in by_size:
         raise FedShuffleError(
-            f'sampling {drawn!r} goes by size, and sizes are "withheld". Use full, uniform:B or'
+            f'sampling {drawn!r} depends on sizes, and sizes are "withheld". Use full, uniform:B or'
             " independent:p1,p2,..."
         )
-    rules = method.averaging
-    if rules.step_normalisation is not own_steps or rules.weight not in (
-        objective_weight,
-        weight_per_share_done,
-    ):
+    rules, known = method.averaging, (objective_weight, weight_per_share_done)
+    if rules.step_normalisation is not own_steps or rules.weight not in known:
         raise FedShuffleError(
             f"{method.name} needs the clients' numbers of steps, which follow from their sizes. Use"
             " fedshuffle (or NAME+fedshuffle), whose clients can scale their steps themselves."
@@ -353,13 +341,12 @@ def _check(method: Method, work: LocalWork, drawn: str | Sampling, withheld: boo
 def _check_nodes(nodes: Mapping[int, int], clients: int) -> None:
     if not all(isinstance(n, int | np.integer) for pair in nodes.items() for n in pair):
         raise FedShuffleError("nodes says which client each node is: nodes={NODE_ID: 0, ...}.")
-    given = sorted(nodes.values())
-    for client, following in zip(given, [*given[1:], -1]):
+    for client, times in Counter(nodes.values()).items():
         if not 0 <= client < clients:
             raise FedShuffleError(
                 f"nodes has client {client}, but there are clients 0 to {clients - 1} only."
             )
-        if client == following:
+        if times > 1:
             raise FedShuffleError(f"nodes has two nodes for client {client}: give each its own.")
 
 
@@ -375,39 +362,35 @@ def _population(clients: int | None, sizes: Sequence[int] | str) -> int:
     return count(len(sizes), "the number of sizes")
 
 
-def _probabilities(answers: float | Sequence[float], clients: int) -> FloatArray:
-    given = np.full(clients, answers) if np.ndim(answers) == 0 else answers
-    found = positive(given, clients, "answers")
+def _probabilities(values: float | Sequence[float], clients: int) -> FloatArray:
+    given = np.full(clients, values) if np.ndim(values) == 0 else values
+    found = positive(given, clients, "response_probability")
     if found.max() > 1:
-        raise FedShuffleError(f"answers has {found.max():g}, but probabilities are at most 1.")
+        raise FedShuffleError(f"response_probability has {found.max():g}, but must be at most 1.")
     return found
 
 
-def _seconds(timeout: float) -> float:
-    if not 0 < number(timeout, "timeout") < math.inf:
-        raise FedShuffleError(f"timeout is {timeout}: give a positive number of seconds.")
-    return float(timeout)
+def _sha256(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()
 
 
 def _metrics(record: Mapping[str, Any]) -> MetricRecord:
     """What Flower can show of a record."""
-    names = ("clients", "answered", "steps", "seconds", "server_seconds")
+    names = ("clients", "replied", "steps", "seconds", "server_seconds")
     numbers = {name.replace("_", "-"): record[name] for name in names}
-    return MetricRecord(numbers | {"as-stated": int(record["as_stated"])})
+    return MetricRecord(numbers | {"follows-dropout-model": int(record["follows_dropout_model"])})
 
 
 def _named(
     found: MetricRecord | None, taken: Mapping[str, Any], prefix: str = ""
 ) -> dict[str, float]:
     """Metrics for the history; those whose name is taken get another."""
-    plain = {prefix + k: float(v) for k, v in (found or {}).items() if isinstance(v, int | float)}
-    return {
-        f"evaluated_{k}" if k in taken or k in FACTS else k: v if math.isfinite(v) else math.nan
-        for k, v in plain.items()
-    }
+    numbers = {prefix + k: float(v) for k, v in (found or {}).items() if isinstance(v, int | float)}
+    names = {k: f"evaluated_{k}" if k in {*taken, *RECORD_KEYS} else k for k in numbers}
+    return {names[k]: v if math.isfinite(v) else math.nan for k, v in numbers.items()}
 
 
-def _keep(where: dict[int, MetricRecord], round: int, found: MetricRecord | None) -> None:
+def _store(where: dict[int, MetricRecord], round: int, found: MetricRecord | None) -> None:
     if found is not None:
         where[round] = found
         _log.info("round %d: %s", round, dict(found))

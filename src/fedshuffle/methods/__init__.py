@@ -1,6 +1,6 @@
-"""Methods by name. Each file of this folder that ends in a table ``METHODS`` is one family.
+"""Methods by name. Each file of this folder with a table ``METHODS`` is one family.
 
-A name may be followed by options, and by another method whose averaging and local work to use:
+A name may be followed by options, and by a second method that gives averaging and local work:
 
 >>> get("fedshuffle").summary
 'scaled step sizes, reshuffled epochs, w/p'
@@ -14,9 +14,9 @@ import dataclasses
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from fedshuffle._arrays import expect
+from fedshuffle._arrays import expect, number
 from fedshuffle.errors import FedShuffleError, unknown
-from fedshuffle.kernel import Probe, Steering
+from fedshuffle.kernel import FullGradient, StepCoefficients
 from fedshuffle.methods import (
     adaptive,
     baselines,
@@ -32,12 +32,12 @@ from fedshuffle.methods import (
     vrl_sgd,
 )
 from fedshuffle.methods.averaging import (
+    Cohort,
     Custom,
     EffectiveSteps,
     FedShuffleGen,
     InclusionProbability,
     Normaliser,
-    Participants,
     RatioOfSums,
     SumOne,
     objective_weight,
@@ -47,44 +47,47 @@ from fedshuffle.methods.averaging import (
     weight_per_step,
 )
 from fedshuffle.methods.directions import (
+    CohortMoments,
     Direction,
-    Heading,
-    Memory,
-    Moments,
+    LocalPlan,
+    MethodState,
     Plain,
-    RoundStart,
+    RoundContext,
     Steps,
 )
-from fedshuffle.methods.method import Method
+from fedshuffle.methods.method import Family, Method
 from fedshuffle.methods.momentum import MVR, GlobalMomentum
 from fedshuffle.methods.servers import ServerOptimiser
 
 __all__ = [
     "MVR",
+    "Cohort",
+    "CohortMoments",
     "Custom",
     "Direction",
     "EffectiveSteps",
+    "Family",
     "FedShuffleGen",
+    "FullGradient",
     "GlobalMomentum",
-    "Heading",
     "InclusionProbability",
-    "Memory",
+    "LocalPlan",
     "Method",
-    "Moments",
+    "MethodState",
     "Normaliser",
-    "Participants",
     "Plain",
-    "Probe",
     "RatioOfSums",
-    "RoundStart",
+    "RoundContext",
     "ServerOptimiser",
-    "Steering",
+    "StepCoefficients",
     "Steps",
     "SumOne",
     "available",
-    "forgetting",
+    "colour",
     "get",
     "is_import_path",
+    "isolated_registry",
+    "label",
     "objective_weight",
     "own_steps",
     "parse_momentum",
@@ -102,8 +105,8 @@ _OWN: set[str] = set()
 def register(method: Method, *, replace: bool = False) -> Method:
     """Make a method known by its name.
 
-    ``replace`` lets it take the place of one that you registered before, as when the cell of a
-    notebook runs again; the methods of the library keep their names.
+    ``replace`` allows it to replace a method that you registered before, as when a notebook cell
+    runs again; the methods of the library keep their names.
     """
     expect(method, Method, "method")
     if method.name in _REGISTRY and not (replace and method.name not in _OWN):
@@ -114,15 +117,15 @@ def register(method: Method, *, replace: bool = False) -> Method:
     if not method.name or set(method.name) & set(":+=, "):
         raise FedShuffleError(
             f"a method cannot be named {method.name!r}: use a name without ':', '+', '=', ',' and"
-            " spaces, which mean something where methods are asked for."
+            " spaces, which have a meaning in the text that names methods."
         )
     _REGISTRY[method.name] = method
     return method
 
 
 @contextmanager
-def forgetting() -> Iterator[None]:
-    """Forget at the end what is registered within."""
+def isolated_registry() -> Iterator[None]:
+    """Undo all registrations at the end of the context."""
     before = dict(_REGISTRY)
     try:
         yield
@@ -136,55 +139,60 @@ def available() -> list[Method]:
     return list(_REGISTRY.values())
 
 
+def label(method: str | Method) -> str:
+    """How text and figures call a method; one that has no label goes by its name."""
+    found = _REGISTRY.get(method) if isinstance(method, str) else method
+    return found.style[0] if found else str(method)
+
+
+def colour(method: str | Method) -> str:
+    """The colour of a method in figures; black if it has none."""
+    found = _REGISTRY.get(method) if isinstance(method, str) else method
+    return found.style[1] if found else "#000000"
+
+
 def get(method: str | Method) -> Method:
-    """The method of that name; a method is given back as it is."""
+    """The method that a text names; a method itself is returned as it is."""
     if isinstance(method, Method):
         return method
     expect(method, str, "method")
-    first, *others = method.split("+")
+    first, *others = (text.strip() for text in method.split("+"))
     found = _with_options(first)
-    for other in others:
-        lent = _with_options(other)
-        _check_options_of_averaging(other, lent)
-        found = found.with_averaging(lent)
+    for text in others:
+        other = _with_options(text)
+        given = text.partition(":")[2]
+        for name in options.parsed(given) if given else ():
+            if name in options.values([other.averaging]):
+                continue
+            raise FedShuffleError(
+                f"option {name} of {text!r} would be dropped, since only its averaging and its"
+                " local work are used behind a '+'. Leave the option out."
+            )
+        found = found.with_averaging(other)
     return found
 
 
-def _check_options_of_averaging(text: str, method: Method) -> None:
-    """Refuse options of the second method in a name that are not those of its averaging."""
-    given = text.partition(":")[2]
-    known = options.values([method.averaging])
-    for name in options.parsed(given) if given else ():
-        if name not in known:
-            raise FedShuffleError(
-                f"option {name} of {text.strip()!r} would be dropped, since only its averaging and"
-                " its local work are used behind a '+'. Leave the option out."
-            )
-
-
 def _with_options(text: str) -> Method:
-    name, colon, rest = text.strip().partition(":")
+    name, colon, given = text.partition(":")
     if name not in _REGISTRY and is_import_path(text):
         raise FedShuffleError(
-            f"{text.strip()!r} is the import path of a method, which only configs and commands"
-            " follow. In Python, import the method and give it itself, or by its name once it is"
-            " registered."
+            f"{text!r} is the import path of a method, which only configs and commands follow. In"
+            " Python, import the method and give it itself, or by its name once it is registered."
         )
     if name not in _REGISTRY:
         raise unknown("method", name, _REGISTRY)
     if not colon:
         return _REGISTRY[name]
-    changed = _REGISTRY[name].with_options(options.parsed(rest))
-    return dataclasses.replace(changed, name=text.strip())
+    return dataclasses.replace(_REGISTRY[name].with_options(options.parsed(given)), name=text)
 
 
-def is_import_path(method: str) -> bool:
-    """Whether a text names a method of the user's own, ``module:NAME``, not one by its options.
+def is_import_path(text: str) -> bool:
+    """Whether a text is the import path of a method, ``module:NAME``, not a name with options.
 
     >>> is_import_path("my.module:METHOD"), is_import_path("fedprox:mu=0.1")
     (True, False)
     """
-    return ":" in method and "=" not in method
+    return ":" in text and "=" not in text
 
 
 def parse_momentum(text: str) -> Direction:
@@ -199,26 +207,9 @@ def parse_momentum(text: str) -> Direction:
         return Plain()
     if name not in kinds:
         raise unknown("momentum", text, ["none", *(f"{kind}:A" for kind in kinds)])
-    try:
-        return kinds[name](float(share)) if share else kinds[name]()
-    except FedShuffleError:
-        raise
-    except ValueError as error:
-        raise FedShuffleError(f"momentum {text!r} cannot be read: write '{name}:0.1'.") from error
+    return kinds[name](number(share, f"the A of momentum {text!r}")) if share else kinds[name]()
 
 
-for _family in (
-    fedavg,
-    fednova,
-    fedshuffle,
-    capped,
-    fedprox,
-    scaffold,
-    vrl_sgd,
-    fedlin,
-    mime,
-    adaptive,
-    baselines,
-):
-    for _method in _family.METHODS:
-        _OWN.add(register(_method).name)
+_FAMILIES = [fedavg, fednova, fedshuffle, capped, fedprox, scaffold, vrl_sgd]
+_FAMILIES += [fedlin, mime, adaptive, baselines]
+_OWN.update(register(method).name for family in _FAMILIES for method in family.METHODS)

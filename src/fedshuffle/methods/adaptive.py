@@ -12,12 +12,20 @@ Classification, 2019 (FedAvgM); Reddi et al., Adaptive Federated Optimization, 2
 from __future__ import annotations
 
 from fedshuffle.methods import fedavg
-from fedshuffle.methods.method import Method
+from fedshuffle.methods.method import Family, Method
 from fedshuffle.methods.servers import Adagrad, Adam, Momentum, ServerOptimiser, Yogi
+
+_STYLES = {
+    "fedavgm": ("FedAvgM", "#E69F00"),
+    "fedadagrad": ("FedAdagrad", "#CC79A7"),
+    "fedadam": ("FedAdam", "#0072B2"),
+    "fedyogi": ("FedYogi", "#D55E00"),
+}
+_FAMILY = Family("adaptive", "Optimisers at the server", _STYLES)
 
 
 def _method(name: str, summary: str, server: ServerOptimiser, reference: str) -> Method:
-    return Method(name, summary, fedavg.RULE, server=server, reference=reference)
+    return Method(name, summary, fedavg.RULE, server=server, reference=reference, family=_FAMILY)
 
 
 METHODS = (

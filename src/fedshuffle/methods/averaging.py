@@ -1,6 +1,6 @@
 r"""FedShuffleGen: every averaging method is three rules (c, w-tilde, q).
 
-In a round with cohort S, client i walks its local steps with step size
+In a round with cohort S, client i takes its local steps with step size
 
 .. math:: \gamma_i = \eta \, \tau_{\max} / c_i,
 
@@ -10,28 +10,30 @@ and the server moves by
 
 Here :math:`\eta` is the step size of a client with :math:`c_i = \tau_{\max}`, the most steps any
 client of the federation may take; the paper's :math:`\eta_l` is :math:`\eta \, \tau_{\max}`.
-The three rules also say which objective is really minimised: see :mod:`fedshuffle.auditing`.
+The three rules determine which objective is minimised: see :mod:`fedshuffle.auditing`.
 """
 
 from __future__ import annotations
 
 import abc
-import dataclasses
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, is_dataclass
 from typing import final
 
 import numpy as np
 from numpy.typing import NDArray
 
-from fedshuffle._arrays import FloatArray, IntArray, number
+from fedshuffle._arrays import FloatArray, IntArray
 from fedshuffle.errors import FedShuffleError
+from fedshuffle.federation import Federation
+from fedshuffle.local_work import Workload
+from fedshuffle.sampling import Sampling
 
 
 @final
 @dataclass(frozen=True, slots=True)
-class Participants:
-    """What the rules may know of clients: arrays of equal shape, one entry per client."""
+class Cohort:
+    """What the rules know of clients: arrays of equal shape, one entry per client."""
 
     clients: IntArray
     """The clients' numbers."""
@@ -46,11 +48,24 @@ class Participants:
     longest: int
     """The most steps any client of the federation may be asked for."""
     round: int = 0
-    """The round they take part in."""
 
-    def only(self, chosen: NDArray[np.bool_], probability: FloatArray) -> Participants:
-        """Those chosen, with other inclusion probabilities."""
-        return Participants(
+    @classmethod
+    def of(
+        cls,
+        federation: Federation,
+        sampling: Sampling,
+        workload: Workload,
+        clients: IntArray,
+        steps: tuple[IntArray, IntArray],
+        round: int = 0,
+    ) -> Cohort:
+        """These clients of a federation, with the steps that they planned and did."""
+        weight, probability = federation.weights[clients], sampling.p[clients]
+        return cls(clients, weight, probability, *steps, workload.longest, round)
+
+    def only(self, chosen: NDArray[np.bool_] | IntArray, probability: FloatArray) -> Cohort:
+        """The chosen clients, with other inclusion probabilities."""
+        return Cohort(
             self.clients[chosen],
             self.weight[chosen],
             probability[chosen],
@@ -61,66 +76,39 @@ class Participants:
         )
 
 
-ClientRule = Callable[[Participants], FloatArray]
+ClientRule = Callable[[Cohort], FloatArray]
 """A number for every client that depends on that client alone (not on who else takes part)."""
 
 
 # Step normalisations c -----------------------------------------------------------------------
 
 
-def steps_of_the_longest(clients: Participants) -> FloatArray:
+def steps_of_the_longest(clients: Cohort) -> FloatArray:
     """``c_i = tau_max``: every client uses the same step size."""
     return np.full(clients.planned.shape, float(clients.longest))
 
 
-def own_steps(clients: Participants) -> FloatArray:
-    """``c_i = tau_i``, the planned steps: a client that walks more steps makes them smaller."""
+def own_steps(clients: Cohort) -> FloatArray:
+    """``c_i = tau_i``, the planned steps: a client that takes more steps makes them smaller."""
     return clients.planned.astype(np.float64)
-
-
-@final
-@dataclass(frozen=True)
-class CappedSteps:
-    """``c_i = max(tau_i, tau_max / rho)``: no step is more than rho times that of the longest."""
-
-    rho: float
-
-    def __post_init__(self) -> None:
-        _check_cap(self.rho)
-
-    def __call__(self, clients: Participants) -> FloatArray:
-        return np.maximum(own_steps(clients), clients.longest / self.rho)
 
 
 # Aggregation weights w-tilde -----------------------------------------------------------------
 
 
-def objective_weight(clients: Participants) -> FloatArray:
+def objective_weight(clients: Cohort) -> FloatArray:
     """``w-tilde_i = w_i``."""
     return clients.weight
 
 
-def weight_per_step(clients: Participants) -> FloatArray:
+def weight_per_step(clients: Cohort) -> FloatArray:
     """``w-tilde_i = w_i / (steps done)``: what FedNova does."""
     return clients.weight / clients.done
 
 
-def weight_per_share_done(clients: Participants) -> FloatArray:
-    """``w-tilde_i = w_i * planned / done``: repairs unfinished work."""
+def weight_per_share_done(clients: Cohort) -> FloatArray:
+    """``w-tilde_i = w_i * planned / done``: corrects for unfinished work."""
     return clients.weight * (clients.planned / clients.done)
-
-
-@final
-@dataclass(frozen=True)
-class WeightPerDistance:
-    """``w-tilde_i = w_i c_i / done`` with the c of :class:`CappedSteps`: what capped steps leave
-    of the imbalance, and unfinished work, is repaired by the weight.
-    """
-
-    rho: float
-
-    def __call__(self, clients: Participants) -> FloatArray:
-        return clients.weight * CappedSteps(self.rho)(clients) / clients.done
 
 
 # Normalisers q -------------------------------------------------------------------------------
@@ -139,36 +127,33 @@ class RatioOfSums:
 
 
 class Normaliser(abc.ABC):
-    """The rule q: by what the server divides the weighted update of a client in the cohort."""
+    """The rule q: what the server divides the weighted update of a client by."""
 
     @abc.abstractmethod
-    def divide(self, weights: FloatArray, cohort: Participants) -> FloatArray:
+    def divide(self, weights: FloatArray, cohort: Cohort) -> FloatArray:
         """``weights / q^S`` for the clients of a cohort."""
 
-    @abc.abstractmethod
-    def ratio(self, weights: FloatArray, clients: Participants) -> RatioOfSums | None:
-        """The normaliser as a ratio of sums over the cohort; None where it is not one."""
+    def ratio(self, weights: FloatArray, clients: Cohort) -> RatioOfSums | None:
+        """The normaliser as a ratio of sums over the cohort; None if it is not one."""
+        return None
 
 
 @final
 class InclusionProbability(Normaliser):
-    """``q_i^S = p_i``: every client counts in expectation by its weight, whoever was sampled."""
+    """``q_i^S = p_i``: in expectation every client counts by its weight."""
 
-    def divide(self, weights: FloatArray, cohort: Participants) -> FloatArray:
+    def divide(self, weights: FloatArray, cohort: Cohort) -> FloatArray:
         return weights / cohort.probability
-
-    def ratio(self, weights: FloatArray, clients: Participants) -> None:
-        return None
 
 
 @final
 class SumOne(Normaliser):
     """``q^S`` = the sum of w-tilde over S, so that the aggregation weights sum to one."""
 
-    def divide(self, weights: FloatArray, cohort: Participants) -> FloatArray:
+    def divide(self, weights: FloatArray, cohort: Cohort) -> FloatArray:
         return weights / float(weights.sum())
 
-    def ratio(self, weights: FloatArray, clients: Participants) -> RatioOfSums:
+    def ratio(self, weights: FloatArray, clients: Cohort) -> RatioOfSums:
         return RatioOfSums(u=weights)
 
 
@@ -178,13 +163,13 @@ class EffectiveSteps(Normaliser):
     over S and ``tau_eff`` the w-weighted mean of the steps done in S.
     """
 
-    def divide(self, weights: FloatArray, cohort: Participants) -> FloatArray:
-        walked, total = float(cohort.weight @ cohort.done), float(cohort.weight.sum())
-        if total < 1e-150:  # its square is not a float any more
-            return weights / total * (walked / total)
-        return weights * (walked / total**2)
+    def divide(self, weights: FloatArray, cohort: Cohort) -> FloatArray:
+        steps, total = float(cohort.weight @ cohort.done), float(cohort.weight.sum())
+        if total < 1e-150:  # its square underflows
+            return weights / total * (steps / total)
+        return weights * (steps / total**2)
 
-    def ratio(self, weights: FloatArray, clients: Participants) -> RatioOfSums:
+    def ratio(self, weights: FloatArray, clients: Cohort) -> RatioOfSums:
         return RatioOfSums(u=clients.weight, v=clients.weight * clients.done, power=2)
 
 
@@ -193,13 +178,10 @@ class EffectiveSteps(Normaliser):
 class Custom(Normaliser):
     """The user's own q: a function of (w-tilde, cohort) that returns one number per client."""
 
-    q: Callable[[FloatArray, Participants], FloatArray]
+    q: Callable[[FloatArray, Cohort], FloatArray]
 
-    def divide(self, weights: FloatArray, cohort: Participants) -> FloatArray:
+    def divide(self, weights: FloatArray, cohort: Cohort) -> FloatArray:
         return weights / self.q(weights, cohort)
-
-    def ratio(self, weights: FloatArray, clients: Participants) -> None:
-        return None
 
 
 @final
@@ -209,7 +191,7 @@ class FedShuffleGen:
 
     >>> fedshuffle = FedShuffleGen(own_steps, objective_weight, InclusionProbability())
     >>> steps = np.array([1, 3])
-    >>> cohort = Participants(
+    >>> cohort = Cohort(
     ...     clients=np.array([0, 1]), weight=np.array([0.25, 0.75]),
     ...     probability=np.array([0.5, 0.5]), planned=steps, done=steps, longest=3,
     ... )
@@ -223,49 +205,39 @@ class FedShuffleGen:
 
     def describe(self) -> dict[str, str]:
         """The names of the three rules."""
-        rules = (self.step_normalisation, self.weight)
-        c, weight = (getattr(rule, "__name__", None) or _named(rule) for rule in rules)
-        normaliser = _named(self.normaliser)
-        return {"step_normalisation": c, "weight": weight, "normaliser": normaliser}
+        return {name: _name(getattr(self, name)) for name in self.__dataclass_fields__}
 
-    def step_scale(self, clients: Participants) -> FloatArray:
+    def step_scale(self, clients: Cohort) -> FloatArray:
         """``gamma_i / eta = tau_max / c_i``."""
         c = _each(self.step_normalisation(clients), clients, "step normalisation c")
         return _positive(clients.longest / c, "step normalisation c")
 
-    def client_weights(self, clients: Participants) -> FloatArray:
+    def client_weights(self, clients: Cohort) -> FloatArray:
         """``w-tilde_i``."""
         return _each(self.weight(clients), clients, "weight w-tilde")
 
-    def aggregation_weights(self, cohort: Participants) -> FloatArray:
+    def aggregation_weights(self, cohort: Cohort) -> FloatArray:
         """``a_i = w-tilde_i / q_i^S`` for the clients of a cohort."""
         weights = self.client_weights(cohort)
         shares = self.normaliser.divide(weights, cohort)
         return _positive(_each(shares, cohort, "aggregation weight w/q"), "aggregation weight w/q")
 
 
-def _named(rule: object) -> str:
-    """A rule by its class and parameters, unless these are functions."""
-    plain = dataclasses.is_dataclass(rule) and not isinstance(rule, Custom)
-    return repr(rule) if plain else type(rule).__name__
+def _name(rule: object) -> str:
+    """A function by its name, an object by its class and its parameters."""
+    if is_dataclass(rule) and not isinstance(rule, Custom):
+        return repr(rule)
+    name: str = getattr(rule, "__name__", type(rule).__name__)
+    return name
 
 
-def _check_cap(rho: float) -> None:
-    if not number(rho, "rho") >= 1:
-        raise FedShuffleError(
-            f"rho = {rho}: the largest factor between step sizes must be 1 (FedNova) or more;"
-            " inf is FedShuffle."
-        )
-
-
-def _each(values: FloatArray, clients: Participants, what: str) -> FloatArray:
-    """What a rule gave, if it is a number for every client."""
+def _each(values: FloatArray, clients: Cohort, what: str) -> FloatArray:
     shape = np.shape(values)
     if shape != clients.planned.shape:
         raise FedShuffleError(
             f"the rule for the {what} gives an array of shape {shape}, not"
-            f" {clients.planned.shape}. Every rule must give one number for each client it is"
-            " shown; for the same number everywhere, use np.full(clients.planned.shape, number)."
+            f" {clients.planned.shape}. Every rule must give one number per client; for the same"
+            " number everywhere, use np.full(clients.planned.shape, number)."
         )
     return np.asarray(values, dtype=np.float64)
 

@@ -10,21 +10,22 @@ r"""Baselines without local work, or without clients.
 
 from __future__ import annotations
 
-import sys
 from dataclasses import dataclass
+from functools import partial
 from typing import final
 
 from fedshuffle._arrays import FloatArray
-from fedshuffle.kernel import Steering
+from fedshuffle.kernel import StepCoefficients
+from fedshuffle.local_work import WHOLE_CLIENT
 from fedshuffle.methods import fedavg, fedshuffle
-from fedshuffle.methods.directions import Direction, Heading, Moments, RoundStart, Steps
-from fedshuffle.methods.method import Method
-from fedshuffle.methods.momentum import check_share, renewed
+from fedshuffle.methods.directions import CohortMoments, Direction, LocalPlan, RoundContext, Steps
+from fedshuffle.methods.method import Family, Method
+from fedshuffle.methods.momentum import check_share, updated_mvr
 
 _FULL_GRADIENT = {
     "epochs": 1,
     "steps": 1,
-    "batch_size": sys.maxsize,
+    "batch_size": WHOLE_CLIENT,
     "order": "sequential",
     "interruption": None,
 }
@@ -43,30 +44,35 @@ class NonLocalMVR(Direction):
     def __post_init__(self) -> None:
         check_share(self.a)
 
-    def round(self, start: RoundStart) -> Steps:
-        m = yield from renewed(self.a, start)
-        yield Heading(Steering(alpha=0.0, v=m.server["momentum"]))
+    def round(self, context: RoundContext) -> Steps:
+        m = yield from updated_mvr(self.a, context)
+        yield LocalPlan(StepCoefficients(alpha=0.0, v=m.shared["momentum"]))
         return m
 
-    def pull(self, moments: Moments) -> FloatArray:
+    def effective_weights(self, moments: CohortMoments) -> FloatArray:
         assert moments.joint is not None
         return self.a * moments.joint + (1 - self.a) * moments.total * moments.weights
 
 
+_STYLES = {
+    "pooled-sgd": ("Pooled SGD", "#E69F00"),
+    "pooled-rr": ("Pooled RR", "#D55E00"),
+    "distributed-gd": ("Distributed GD", "#0072B2"),
+    "non-local-mvr": ("Non-local MVR", "#CC79A7"),
+}
+_FAMILY = Family("baselines", "Baselines", _STYLES)
+_pooled = partial(Method, family=_FAMILY, averaging=fedshuffle.RULE, pooled=True)
+
 METHODS = (
-    Method(
+    _pooled(
         "pooled-sgd",
         "SGD on the data of all in one place, with replacement",
-        fedshuffle.RULE,
         work={"order": "replacement"},
-        pooled=True,
         reference="Robbins and Monro 1951",
     ),
-    Method(
+    _pooled(
         "pooled-rr",
         "SGD on the data of all in one place, reshuffled",
-        fedshuffle.RULE,
-        pooled=True,
         reference="Mishchenko et al. 2020",
     ),
     Method(
@@ -75,6 +81,7 @@ METHODS = (
         fedshuffle.RULE,
         work=_FULL_GRADIENT,
         reference="textbook",
+        family=_FAMILY,
     ),
     Method(
         "non-local-mvr",
@@ -83,5 +90,6 @@ METHODS = (
         NonLocalMVR(),
         work=_FULL_GRADIENT,
         reference="Cutkosky and Orabona 2019",
+        family=_FAMILY,
     ),
 )

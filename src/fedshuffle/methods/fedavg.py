@@ -2,9 +2,9 @@
 
     c = tau_max,  w-tilde = w,  q^S = sum of w over S
 
-One step size for all, and weights that are made to sum to one over the cohort. A client counts by
-its weight *and* by its number of steps, and the sum in the cohort adds a bias of its own: the
-objective that is minimised is ``w-hat_i ~ w_i tau_i E[1{i in S} / sum_S w]``.
+One step size for all, and weights that sum to one over the cohort. A client counts by its weight
+*and* by its number of steps, and the sum over the cohort adds another bias: the objective that
+is minimised is ``w-hat_i ~ w_i tau_i E[1{i in S} / sum_S w]``.
 
 Reference: McMahan et al., Communication-Efficient Learning of Deep Networks from Decentralized
 Data, 2017; FedAvgMin and FedAvgMean as in Horvath et al. 2022.
@@ -12,43 +12,46 @@ Data, 2017; FedAvgMin and FedAvgMean as in Horvath et al. 2022.
 
 from __future__ import annotations
 
+from functools import partial
+
 from fedshuffle.methods.averaging import (
     FedShuffleGen,
     SumOne,
     objective_weight,
     steps_of_the_longest,
 )
-from fedshuffle.methods.method import Method
+from fedshuffle.methods.method import Family, Method
 
 RULE = FedShuffleGen(steps_of_the_longest, objective_weight, SumOne())
-_REFERENCE = "McMahan et al. 2017"
+
+_STYLES = {
+    "fedavg": ("FedAvg", "#999999"),
+    "fedavg-rr": ("FedAvgRR", "#D55E00"),
+    "fedavg-min": ("FedAvgMin", "#E69F00"),
+    "fedavg-mean": ("FedAvgMean", "#CC79A7"),
+}
+_FAMILY = Family("fedavg", "FedAvg", _STYLES)
+_method = partial(Method, family=_FAMILY, averaging=RULE)
+_MCMAHAN, _HORVATH = "McMahan et al. 2017", "Horvath et al. 2022"
 
 METHODS = (
-    Method(
+    _method(
         "fedavg",
         "FedAvg, examples drawn with replacement",
-        RULE,
         work={"order": "replacement"},
-        reference=_REFERENCE,
+        reference=_MCMAHAN,
     ),
-    Method(
-        "fedavg-rr",
-        "FedAvg with reshuffled epochs, as practised",
-        RULE,
-        reference=_REFERENCE,
-    ),
-    Method(
+    _method("fedavg-rr", "FedAvg with reshuffled epochs, as practised", reference=_MCMAHAN),
+    _method(
         "fedavg-min",
         "FedAvg, the cohort's fewest steps for all, with replacement",
-        RULE,
         work={"order": "replacement", "steps": "min"},
-        reference="Horvath et al. 2022",
+        reference=_HORVATH,
     ),
-    Method(
+    _method(
         "fedavg-mean",
         "FedAvg, the cohort's mean steps for all, with replacement",
-        RULE,
         work={"order": "replacement", "steps": "mean"},
-        reference="Horvath et al. 2022",
+        reference=_HORVATH,
     ),
 )

@@ -1,11 +1,11 @@
-r"""FedLin: every client replaces its own gradient at the global model by everybody's.
+r"""FedLin: every client replaces its own gradient at the global model by that of the cohort.
 
 .. math:: y \leftarrow y - \gamma_i (g(y) - \nabla f_i(x) + \hat g), \qquad
           \hat g = \sum_{i \in S} \frac{w_i}{p_i} h_i, \qquad \gamma_i = \eta \, \tau_{\max}/\tau_i,
 
-where :math:`h_i = \nabla f_i(x)` is sent before the walk. To send less, ``keep`` a share of its
-entries, the largest: client i sends :math:`h_i = \mathrm{top}(\rho_i + \nabla f_i(x))` and
-remembers what it did not send, :math:`\rho_i \leftarrow \rho_i + \nabla f_i(x) - h_i`. The step
+where :math:`h_i = \nabla f_i(x)` is sent before local training. To send less, ``keep`` a share of
+its entries, the largest: client i sends :math:`h_i = \mathrm{top}(\rho_i + \nabla f_i(x))` and
+keeps what it did not send, :math:`\rho_i \leftarrow \rho_i + \nabla f_i(x) - h_i`. The step
 sizes, inversely proportional to the number of steps, are its authors' own, and FedShuffle's.
 
 Reference: Mitra et al., Linear Convergence in Federated Learning: Tackling Client Heterogeneity and
@@ -16,16 +16,23 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, final
 
 import numpy as np
 
 from fedshuffle._arrays import FloatArray, number
-from fedshuffle.errors import FedShuffleError
-from fedshuffle.kernel import Probe, Steering
+from fedshuffle.kernel import FullGradient, StepCoefficients
 from fedshuffle.methods import fedshuffle
-from fedshuffle.methods.directions import Direction, Heading, Memory, Moments, RoundStart, Steps
-from fedshuffle.methods.method import Method
+from fedshuffle.methods.directions import (
+    CohortMoments,
+    Direction,
+    LocalPlan,
+    MethodState,
+    RoundContext,
+    Steps,
+)
+from fedshuffle.methods.method import Family, Method
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -42,11 +49,7 @@ class GradientExchange(Direction):
     needs_joint = True
 
     def __post_init__(self) -> None:
-        if not 0 < number(self.keep, "keep") <= 1:
-            raise FedShuffleError(
-                f"keep = {self.keep}: the share of a gradient's entries that is sent must be in"
-                " (0, 1]."
-            )
+        number(self.keep, "keep, the share of a gradient that is sent,", within="(0, 1]")
 
     @property
     def up(self) -> float:  # type: ignore[override]
@@ -57,20 +60,20 @@ class GradientExchange(Direction):
     def client_state(self) -> bool:  # type: ignore[override]
         return self.keep < 1
 
-    def round(self, start: RoundStart) -> Steps:
-        x, cohort, owed = start.x, start.cohort, start.memory.clients
-        answer = yield Probe((x,), cohort.clients, np.eye(len(cohort.clients)), cohort.round)
+    def round(self, context: RoundContext) -> Steps:
+        x, cohort, owed = context.x, context.cohort, context.state.per_client
+        answer = yield FullGradient((x,), cohort.clients, np.eye(len(cohort.clients)), cohort.round)
         gradients = answer[:, 0]
         sent, kept = gradients, None
         if owed is not None:
             sent = largest(owed + gradients, self.keep)
             kept = owed + gradients - sent
         g = x.new_tensor(cohort.weight / cohort.probability) @ sent
-        yield Heading([Steering(v=g - gradient) for gradient in gradients])
-        return Memory(clients=kept)
+        yield LocalPlan([StepCoefficients(v=g - gradient) for gradient in gradients])
+        return MethodState(per_client=kept)
 
-    def pull(self, moments: Moments) -> FloatArray | None:
-        """All clients of a cohort walk along its estimate of the gradient."""
+    def effective_weights(self, moments: CohortMoments) -> FloatArray | None:
+        """All clients of a cohort follow its estimate of the gradient."""
         return moments.joint
 
 
@@ -88,19 +91,22 @@ def largest(rows: Tensor, keep: float) -> Tensor:
     return torch.zeros_like(rows).scatter(1, places, rows.gather(1, places))
 
 
+_STYLES = {
+    "fedlin": ("FedLin", "#0072B2"),
+    "fedlin-sparse": ("FedLin, sparse", "#E69F00"),
+}
+_FAMILY = Family("fedlin", "FedLin", _STYLES)
+_method = partial(Method, family=_FAMILY, averaging=fedshuffle.RULE, reference="Mitra et al. 2021")
+
 METHODS = (
-    Method(
+    _method(
         "fedlin",
         "own gradient replaced by the cohort's, steps scaled",
-        fedshuffle.RULE,
         direction=GradientExchange(),
-        reference="Mitra et al. 2021",
     ),
-    Method(
+    _method(
         "fedlin-sparse",
         "FedLin sending a tenth of the gradient, with error memory",
-        fedshuffle.RULE,
         direction=GradientExchange(keep=0.1),
-        reference="Mitra et al. 2021",
     ),
 )

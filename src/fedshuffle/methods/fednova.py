@@ -5,14 +5,16 @@
 
 Under full participation the objective is the one you meant. Under sampling, the sum over the
 cohort brings a bias back unless ``w_i / tau_i`` is the same for all clients. The two scalings
-differ in how far a round moves: the original keeps the mean distance that clients walked, which is
-much further when steps are very uneven; the paper's experiments keep the sum of the weights at one.
+differ in how far a round moves: the original keeps the mean length of the clients' updates, which
+is much more when steps are very uneven; the paper's experiments keep the sum of the weights at one.
 
 Reference: Wang et al., Tackling the Objective Inconsistency Problem in Heterogeneous Federated
 Optimization, 2020.
 """
 
 from __future__ import annotations
+
+from functools import partial
 
 from fedshuffle.methods.averaging import (
     EffectiveSteps,
@@ -21,37 +23,35 @@ from fedshuffle.methods.averaging import (
     steps_of_the_longest,
     weight_per_step,
 )
-from fedshuffle.methods.method import Method
+from fedshuffle.methods.method import Family, Method
 
 SUM = FedShuffleGen(steps_of_the_longest, weight_per_step, SumOne())
 ORIGINAL = FedShuffleGen(steps_of_the_longest, weight_per_step, EffectiveSteps())
-_REFERENCE = "Wang et al. 2020"
+
+_REPLACEMENT = {"order": "replacement"}
+_STYLES = {
+    "fednova": ("FedNova", "#56B4E9"),
+    "fednova-rr": ("FedNovaRR", "#0072B2"),
+    "fednova-original": ("FedNova (original)", "#E69F00"),
+    "fednova-original-rr": ("FedNovaRR (original)", "#D55E00"),
+}
+_FAMILY = Family("fednova", "FedNova", _STYLES)
+_method = partial(Method, family=_FAMILY, reference="Wang et al. 2020")
 
 METHODS = (
-    Method(
-        "fednova",
-        "FedNova, sum of weights kept, with replacement",
-        SUM,
-        work={"order": "replacement"},
-        reference=_REFERENCE,
-    ),
+    _method("fednova", "FedNova, sum of weights kept, with replacement", SUM, work=_REPLACEMENT),
     Method(
         "fednova-rr",
         "FedNova, sum of weights kept, reshuffled epochs",
         SUM,
         reference="Horvath et al. 2022",
+        family=_FAMILY,
     ),
-    Method(
+    _method(
         "fednova-original",
         "FedNova, its authors' scaling, with replacement",
         ORIGINAL,
-        work={"order": "replacement"},
-        reference=_REFERENCE,
+        work=_REPLACEMENT,
     ),
-    Method(
-        "fednova-original-rr",
-        "FedNova, its authors' scaling, reshuffled epochs",
-        ORIGINAL,
-        reference=_REFERENCE,
-    ),
+    _method("fednova-original-rr", "FedNova, its authors' scaling, reshuffled epochs", ORIGINAL),
 )

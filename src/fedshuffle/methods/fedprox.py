@@ -1,9 +1,9 @@
-r"""FedProx: local steps are held back by a spring to the global model.
+r"""FedProx: a proximal term draws local steps back to the global model.
 
 .. math:: y \leftarrow y - \gamma (g(y) + \mu (y - x))
 
-Each client walks towards the minimum of :math:`f_i(y) + \frac{\mu}{2} |y - x|^2`. That limits how
-far clients drift apart, and does not mend what they are weighed by: the objective is FedAvg's.
+Each client approaches the minimum of :math:`f_i(y) + \frac{\mu}{2} |y - x|^2`. That limits how far
+clients drift apart, but not how they are weighed: the objective is FedAvg's.
 
 Reference: Li et al., Federated Optimization in Heterogeneous Networks, 2020.
 """
@@ -15,40 +15,38 @@ from typing import final
 
 from fedshuffle._arrays import FloatArray, number
 from fedshuffle.errors import FedShuffleError
-from fedshuffle.kernel import Steering
+from fedshuffle.kernel import StepCoefficients
 from fedshuffle.methods import fedavg
-from fedshuffle.methods.directions import Direction, Heading, Memory, Moments, RoundStart, Steps
-from fedshuffle.methods.method import Method
+from fedshuffle.methods.directions import CohortMoments, Direction, LocalPlan, RoundContext, Steps
+from fedshuffle.methods.method import Family, Method
 
 
 @final
 @dataclass(frozen=True)
 class Proximal(Direction):
-    """The gradient, and a pull back to the global model of strength mu."""
+    """The gradient and a proximal term of strength mu."""
 
     mu: float = 0.01
 
     def __post_init__(self) -> None:
-        if not 0 <= number(self.mu, "mu") < float("inf"):
-            raise FedShuffleError(
-                f"mu = {self.mu}: the pull to the global model must be finite and 0 or more."
-            )
+        number(self.mu, "mu", within="[0, inf)")
 
-    def round(self, start: RoundStart) -> Steps:
-        largest = float(start.step_sizes.max())
+    def round(self, context: RoundContext) -> Steps:
+        largest = float(context.step_sizes.max())
         if self.mu * largest >= 2:
             raise FedShuffleError(
-                f"mu = {self.mu:g} with a step size of {largest:g}: the pull alone makes a client"
-                " overshoot more with every step. Keep mu times the step size below 1."
+                f"mu = {self.mu:g} with a step size of {largest:g}: the proximal term alone makes"
+                " a client overshoot more with every step. Keep mu times the step size below 1."
             )
-        yield Heading(Steering(mu=self.mu))
-        return Memory()
+        yield LocalPlan(StepCoefficients(mu=self.mu))
+        return context.state
 
-    def pull(self, moments: Moments) -> FloatArray:
-        """That of the gradient: at the first step there is nothing to pull back from."""
-        return moments.mass
+    def effective_weights(self, moments: CohortMoments) -> FloatArray:
+        """That of the gradient: the proximal term is zero at the first step."""
+        return moments.contribution
 
 
+_FAMILY = Family("fedprox", "FedProx", {"fedprox": ("FedProx", "#0072B2")})
 METHODS = (
     Method(
         "fedprox",
@@ -56,5 +54,6 @@ METHODS = (
         fedavg.RULE,
         direction=Proximal(),
         reference="Li et al. 2020",
+        family=_FAMILY,
     ),
 )

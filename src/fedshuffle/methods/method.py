@@ -1,26 +1,34 @@
-"""A method: an averaging rule, a direction, a server optimiser, and what it asks of local work."""
+"""A method: an averaging rule, a direction, a server optimiser, and the local work it fixes."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, final
+from typing import TYPE_CHECKING, Any, NamedTuple, final
 
 import numpy as np
 from numpy.typing import NDArray
 
 from fedshuffle._arrays import FloatArray, expect
 from fedshuffle.errors import FedShuffleError, unknown
-from fedshuffle.kernel import Order, Probe, Request, Steering, Walk
+from fedshuffle.kernel import ClientTask, FullGradient, LocalTraining, Request
 from fedshuffle.local_work import LocalWork, Workload
-from fedshuffle.methods import checks
-from fedshuffle.methods.averaging import FedShuffleGen, InclusionProbability, Participants
-from fedshuffle.methods.directions import Direction, Memory, Plain, RoundStart
+from fedshuffle.methods.averaging import Cohort, FedShuffleGen, InclusionProbability
+from fedshuffle.methods.directions import (
+    Direction,
+    MethodState,
+    Plain,
+    RoundContext,
+    check_like,
+    check_tensors,
+    checked_round,
+    shown,
+)
 from fedshuffle.methods.momentum import MVR, GlobalMomentum
 from fedshuffle.methods.options import replaced
 from fedshuffle.methods.servers import Average, ServerOptimiser
-from fedshuffle.sampling import Full, Optimal, Sampling
+from fedshuffle.sampling import Full, Sampling
 from fedshuffle.state import State
 
 if TYPE_CHECKING:
@@ -29,10 +37,19 @@ if TYPE_CHECKING:
     from fedshuffle.federation import Federation
 
 Select = Callable[[FloatArray], tuple[NDArray[np.bool_], FloatArray]]
-"""From the norms of the weighted updates: whose is sent, and with which probability each was."""
+"""From the norms of the weighted updates: which are sent, and with which probability each."""
 
+_UNSET: Mapping[str, Any] = {field.name: field.default for field in dataclasses.fields(LocalWork)}
 _MOMENTA: Mapping[type[Direction], str] = {MVR: "mvr", GlobalMomentum: "global"}
-_SERVER = checks.SERVER
+
+
+class Family(NamedTuple):
+    """Methods that belong together and share a page of the documentation."""
+
+    page: str
+    title: str
+    styles: Mapping[str, tuple[str, str]]
+    """By the name of a method: its label and its colour in text and figures."""
 
 
 @final
@@ -41,15 +58,20 @@ class Method:
     """A federated method over the one kernel.
 
     Args:
-        name: how it is asked for.
+        name: what users call it by.
         summary: one line for a person.
         averaging: the rules (c, w-tilde, q).
-        direction: which way clients walk; the gradient itself by default.
+        direction: which way clients step; along the gradient by default.
         server: what the server does with the aggregated update; adds it by default.
-        work: what the method changes in the local work it is given.
+        work: the parts of the local work that the method fixes; other values are refused.
         balanced_only: defined only for full participation and equal numbers of local steps.
         pooled: there are no clients: one holds the data of all.
         reference: where it comes from.
+        family: its page in the documentation, its label and its colour.
+
+    >>> from fedshuffle import methods
+    >>> methods.get("fedavg").describe()["step_normalisation"]
+    'steps_of_the_longest'
     """
 
     name: str
@@ -61,16 +83,16 @@ class Method:
     balanced_only: bool = False
     pooled: bool = False
     reference: str = ""
+    family: Family | None = field(default=None, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         expect(self.name, str, "the name of a method")
         expect(self.averaging, FedShuffleGen, f"the averaging of {self.name}")
         expect(self.direction, Direction, f"the direction of {self.name}")
         expect(self.server, ServerOptimiser, f"the server of {self.name}")
-        known = [option.name for option in dataclasses.fields(LocalWork)]
         for key in self.work:
-            if key not in known:
-                raise unknown(f"key in the work of {self.name}", key, known)
+            if key not in _UNSET:
+                raise unknown(f"key in the work of {self.name}", key, _UNSET)
 
     def with_momentum(self, momentum: Direction | None) -> Method:
         """This method with a momentum (:class:`MVR`, :class:`GlobalMomentum`), or without."""
@@ -92,41 +114,32 @@ class Method:
         >>> methods.get("scaffold+fedshuffle").averaging == methods.get("fedshuffle").averaging
         True
         """
-        self._check_nothing_is_lost(other)
+        if other.pooled and not self.pooled:
+            raise FedShuffleError(
+                f"{other.name} has all data in one place, so it has no averaging to lend to"
+                f" {self.name}. Use {self.name}+fedshuffle."
+            )
+        defaults = {"direction": Plain(), "server": Average()}
+        mine = [part for part, default in defaults.items() if getattr(self, part) != default]
+        theirs = [part for part, default in defaults.items() if getattr(other, part) != default]
+        if lost := [part for part in theirs if part not in mine]:
+            remedy = f"Write {other.name}+{self.name}"
+            if mine:
+                remedy = (
+                    f"For both, use dataclasses.replace(methods.get({other.name!r}),"
+                    f" {mine[0]}=methods.get({self.name!r}).{mine[0]}) in Python"
+                )
+            raise FedShuffleError(
+                f"{self.name}+{other.name} is {self.name} with the averaging and the local work of"
+                f" {other.name}, and would drop the {' and the '.join(lost)} of {other.name}"
+                f" ({', '.join(repr(getattr(other, part)) for part in lost)}). {remedy}."
+            )
         return dataclasses.replace(
             self,
             name=f"{self.name}+{other.name}",
             summary=f"{self.summary}; averaging of {other.name}",
             averaging=other.averaging,
             work={**other.work, **self.work},
-        )
-
-    def _check_nothing_is_lost(self, other: Method) -> None:
-        """Refuse what reads as if both methods were at work, while one would be dropped."""
-        if other.pooled and not self.pooled:
-            raise FedShuffleError(
-                f"{other.name} has all data in one place, so it has no averaging to lend to"
-                f" {self.name}. Use {self.name}+fedshuffle."
-            )
-        lost = [
-            part
-            for part, plain in {"direction": Plain, "server": Average}.items()
-            if isinstance(getattr(self, part), plain)
-            and not isinstance(getattr(other, part), plain)
-        ]
-        if not lost:
-            return
-        remedy = f"Write {other.name}+{self.name}"
-        if not (isinstance(self.direction, Plain) and isinstance(self.server, Average)):
-            mine = "server" if lost == ["direction"] else "direction"
-            remedy = (
-                f"For both, use dataclasses.replace(methods.get({other.name!r}),"
-                f" {mine}=methods.get({self.name!r}).{mine}) in Python"
-            )
-        raise FedShuffleError(
-            f"{self.name}+{other.name} is {self.name} with the averaging and the local work of"
-            f" {other.name}, and would drop the {' and the '.join(lost)} of {other.name}"
-            f" ({', '.join(repr(getattr(other, part)) for part in lost)}). {remedy}."
         )
 
     def with_options(self, options: Mapping[str, str]) -> Method:
@@ -145,8 +158,13 @@ class Method:
         kind = _MOMENTA.get(type(self.direction))
         return "none" if kind is None else f"{kind}:{self.direction.a:g}"  # type: ignore[attr-defined]
 
+    @property
+    def style(self) -> tuple[str, str]:
+        """The label and the colour; a method without goes by its name, in black."""
+        return (self.family.styles if self.family else {}).get(self.name, (self.name, "#000000"))
+
     def describe(self) -> dict[str, str]:
-        """What the method is made of, by name."""
+        """The parts of the method by name."""
         return {
             "method": self.name,
             **self.averaging.describe(),
@@ -156,8 +174,17 @@ class Method:
         }
 
     def local_work(self, work: LocalWork) -> LocalWork:
-        """The local work as this method does it."""
-        return dataclasses.replace(work, **self.work)
+        """The local work as this method does it, or an error where the method needs another."""
+        return work.fix(self.work, self.name).resolved()
+
+    def drop_fixed(self, work: LocalWork) -> LocalWork:
+        """The local work without what this method fixes, to run many methods on one setting.
+
+        >>> from fedshuffle import methods
+        >>> methods.get("fedavg").drop_fixed(LocalWork(epochs=2, order="once")).order is None
+        True
+        """
+        return dataclasses.replace(work, **{name: _UNSET[name] for name in self.work})
 
     def clients(self, federation: Federation) -> Federation:
         """The federation as this method sees it."""
@@ -176,15 +203,19 @@ class Method:
 
     def check(self, workload: Workload, sampling: Sampling) -> None:
         """Refuse a setting for which the method is not defined."""
-        if self.balanced_only:  # the table of all clients' steps may be large
-            steps = np.unique(workload.alone[0])
-            if not isinstance(sampling, Full) or len(steps) > 1:
+        if self.balanced_only:  # else not computed: the table of all clients' steps may be large
+            planned, interruption = workload.possible_steps[0], workload.work.interruption
+            steps = np.unique(planned)
+            done = workload.done(planned[:, 0], np.arange(len(planned)), seed=0, round=0)
+            uneven = len(steps) > 1 or len(np.unique(done)) > 1
+            if not isinstance(sampling, Full) or uneven or (interruption and interruption.random):
                 raise FedShuffleError(
                     f"{self.name} is defined for full participation and equal numbers of local"
-                    f" steps (here: sampling {sampling!r}, {steps[0]} to {steps[-1]} steps)."
-                    " Use fedshuffle, which is the same method there and sound beyond."
+                    f" steps (here: sampling {sampling!r}, {steps[0]} to {steps[-1]} steps,"
+                    f" interruption {interruption!r}). Use fedshuffle, which is the same method"
+                    " there and consistent beyond."
                 )
-        if not isinstance(sampling, Optimal):
+        if not sampling.two_phase:
             return
         if not isinstance(self.averaging.normaliser, InclusionProbability):
             raise FedShuffleError(
@@ -193,9 +224,9 @@ class Method:
                 " as fedshuffle, or this one with its averaging (NAME+fedshuffle)."
             )
         if self.direction.client_state or self.direction.needs_estimate:
-            raise self._learns_from_all()
+            raise self._needs_every_update()
 
-    def _learns_from_all(self) -> FedShuffleError:
+    def _needs_every_update(self) -> FedShuffleError:
         return FedShuffleError(
             f"{self.name} learns from what every client of the cohort sends, and with optimal"
             " client sampling most send only a norm. Use another sampling, or another method."
@@ -204,7 +235,7 @@ class Method:
     def round(
         self,
         state: State,
-        cohort: Participants,
+        cohort: Cohort,
         workload: Workload,
         seed: int,
         step_size: float,
@@ -212,88 +243,67 @@ class Method:
         select: Select | None = None,
     ) -> Generator[Request, Any, State]:
         """One round as a sequence of requests to an engine; returns the state after it."""
-        x = state.x
-        mine, servers = _split(state.memory)
+        x, n = state.x, len(cohort.clients)
         rows = None if state.clients is None else state.clients.rows(cohort.clients, x.device)
+        kept = MethodState(state.method_state, rows)
         step_sizes = step_size * self.averaging.step_scale(cohort)
+        context = RoundContext(x, kept, cohort, step_sizes, self.averaging.normaliser)
 
-        start = RoundStart(x, Memory(mine, rows), cohort, step_sizes, self.averaging.normaliser)
-        dialogue = checks.Dialogue(self.direction, start)
-        request = dialogue.ask()
-        while isinstance(request, Probe):
+        direction = checked_round(self.direction, context)
+        request = next(direction)
+        while isinstance(request, FullGradient):
             decayed = dataclasses.replace(request, weight_decay=workload.work.weight_decay)
-            request = dialogue.ask((yield decayed))
+            request = direction.send((yield decayed))
 
         if select and request.report is not None:
-            raise self._learns_from_all()
-        n = len(cohort.clients)
+            raise self._needs_every_update()
         weights = np.eye(n) if select else self.averaging.aggregation_weights(cohort)[:, None]
         report = np.zeros((n, 0)) if request.report is None else request.report
         columns = np.column_stack([weights, report])
-        orders = _orders(cohort, workload, seed, step_sizes, request.steering, columns)
-        sums = yield Walk(x, orders, columns.shape[1])
-        update, reported = sums[: weights.shape[1]], sums[weights.shape[1] :]
+        per_client = (cohort.clients.tolist(), cohort.done.tolist(), step_sizes.tolist())
+        clip, decay = workload.work.clip, workload.work.weight_decay
+        batches, r = workload.minibatches, cohort.round
+        tasks = [
+            ClientTask(batches(i, steps, seed, r), size, one, a, clip, decay)
+            for i, steps, size, one, a in zip(*per_client, request.each(n), columns, strict=True)
+        ]
+        sums = yield LocalTraining(x, tasks, columns.shape[1])
+        updates, reported = sums[: weights.shape[1]], sums[weights.shape[1] :]
 
         sent = None
         if select:
-            chosen, update = self._selected(update, cohort, select)
+            chosen, updates = self._selected(updates, cohort, select)
             sent = len(chosen.clients)
         if sent == 0:  # as if nobody took part
             return dataclasses.replace(state, round=state.round + 1, sent=0)
-        stepped = self.server.step(x, update[0], server_step_size, servers)
-        checks.check_step(stepped, x, self.server)
-        after, kept = stepped
-        asked = reported if report.ndim > 1 else reported[0]
-        memory = dialogue.finish(asked if asked.numel() else None)
+        after, optimiser_state = self._server_step(x, updates[0], server_step_size, state)
+        reported = reported if report.ndim > 1 else reported[0]
+        try:
+            direction.send(reported if reported.numel() else None)
+        except StopIteration as stop:
+            kept = stop.value
         clients = state.clients
-        if clients is not None and memory.clients is not None:
-            clients = clients.updated(cohort.clients, memory.clients)
-        named = {_SERVER + name: tensor for name, tensor in kept.items()}
-        return State(after, {**memory.server, **named}, state.round + 1, clients, sent)
+        if clients is not None and kept.per_client is not None:
+            clients = clients.updated(cohort.clients, kept.per_client)
+        return State(after, kept.shared, optimiser_state, state.round + 1, clients, sent)
 
-    def _selected(
-        self, updates: Tensor, cohort: Participants, select: Select
-    ) -> tuple[Participants, Tensor]:
-        """Who of the cohort sends an update, and the sum of these, weighed by how likely it was."""
+    def _server_step(
+        self, x: Tensor, update: Tensor, step_size: float, state: State
+    ) -> tuple[Tensor, Mapping[str, Tensor]]:
+        name = f"{type(self.server).__name__}.step"
+        step = self.server.step(x, update, step_size, state.optimiser_state)
+        if not (isinstance(step, tuple) and len(step) == 2 and isinstance(step[1], Mapping)):
+            raise FedShuffleError(
+                f"{name} gives {shown(step)}: return the next model and a mapping of tensors."
+            )
+        check_like(step[0], x, f"{name}: the next model")
+        check_tensors(step[1], f"{name}: the state")
+        return step
+
+    def _selected(self, updates: Tensor, cohort: Cohort, select: Select) -> tuple[Cohort, Tensor]:
+        """The clients that send an update, and their sum, weighed by how likely each was."""
         norms = updates.norm(dim=1).cpu().numpy().astype(np.float64)
         asked, probability = select(self.averaging.aggregation_weights(cohort) * norms)
         chosen = cohort.only(asked, cohort.probability * probability)
         weights = updates.new_tensor(self.averaging.aggregation_weights(chosen))
         return chosen, (weights @ updates[np.flatnonzero(asked)])[None]
-
-
-def _split(memory: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """What the direction remembers, and what the server optimiser does."""
-    mine = {k: v for k, v in memory.items() if not k.startswith(_SERVER)}
-    return mine, {k.removeprefix(_SERVER): v for k, v in memory.items() if k.startswith(_SERVER)}
-
-
-def _orders(
-    cohort: Participants,
-    workload: Workload,
-    seed: int,
-    step_sizes: FloatArray,
-    steering: Steering | Sequence[Steering],
-    weights: FloatArray,
-) -> list[Order]:
-    steerings = [steering] * len(weights) if isinstance(steering, Steering) else steering
-    by_client = zip(
-        cohort.clients.tolist(),
-        cohort.done.tolist(),
-        step_sizes.tolist(),
-        steerings,
-        weights,  # rows as they are: of a large cohort that asks for every update, they are long
-        strict=True,
-    )
-    work = workload.work
-    return [
-        Order(
-            workload.stream(i, steps, seed, cohort.round),
-            gamma,
-            steering_,
-            a,
-            work.clip,
-            work.weight_decay,
-        )
-        for i, steps, gamma, steering_, a in by_client
-    ]

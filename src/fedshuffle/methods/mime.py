@@ -2,7 +2,7 @@ r"""Mime and MimeLite: a centralised optimiser's local steps, its statistics fix
 
 The server keeps a momentum m (and for Adam a second moment s), made from full gradients of the
 cohort at the global model, :math:`\hat g = \sum_{i \in S} \frac{w_i}{p_i} \nabla f_i(x)`. Clients
-walk by
+step along
 
 .. math:: \frac{(1-b) d + b m}{\sqrt s + \epsilon}, \qquad
           d = g(y) - g(x) + \hat g \;\; \text{(Mime)}, \quad d = g(y) \;\; \text{(MimeLite)},
@@ -10,9 +10,9 @@ walk by
 without the denominator unless the base is Adam and with b = 0 if it is SGD; after the round
 :math:`m \leftarrow (1-b) \hat g + b m, \; s \leftarrow (1-b_2) \hat g^2 + b_2 s`. There is no
 correction for the first rounds; s starts as the first :math:`\hat g^2`, since a denominator of zero
-plus epsilon would throw the first round far away.
+plus epsilon would make the first round diverge.
 
-MimeMVR is Mime's walk along the MVR momentum: FedShuffleMVR's direction with one step size for all.
+MimeMVR is Mime with MVR momentum: FedShuffleMVR's direction with one step size for all.
 
 Reference: Karimireddy et al., Mime: Mimicking Centralized Stochastic Algorithms in Federated
 Learning, 2020.
@@ -24,10 +24,17 @@ from dataclasses import dataclass
 from typing import final
 
 from fedshuffle._arrays import FloatArray, number
-from fedshuffle.errors import FedShuffleError, unknown
-from fedshuffle.kernel import Probe, Steering
-from fedshuffle.methods.directions import Direction, Heading, Memory, Moments, RoundStart, Steps
-from fedshuffle.methods.method import Method
+from fedshuffle.errors import unknown
+from fedshuffle.kernel import StepCoefficients
+from fedshuffle.methods.directions import (
+    CohortMoments,
+    Direction,
+    LocalPlan,
+    MethodState,
+    RoundContext,
+    Steps,
+)
+from fedshuffle.methods.method import Family, Method
 from fedshuffle.methods.momentum import MVR
 from fedshuffle.methods.scaffold import RULE
 
@@ -52,24 +59,17 @@ class Mimic(Direction):
         if self.base not in _BASES:
             raise unknown("base optimiser", self.base, _BASES)
         for name in ("b", "b2"):
-            if not 0 <= number(getattr(self, name), name) < 1:
-                raise FedShuffleError(f"{name} = {getattr(self, name)} is outside [0, 1).")
-        if not 0 < number(self.epsilon, "epsilon") < float("inf"):
-            raise FedShuffleError(f"epsilon = {self.epsilon} must be positive.")
-
-    @property
-    def statistics(self) -> int:
-        """Vectors of statistics that clients receive."""
-        return _BASES.index(self.base)
+            number(getattr(self, name), name, within="[0, 1)")
+        number(self.epsilon, "epsilon", within="(0, inf)")
 
     @property
     def down(self) -> float:  # type: ignore[override]
         """The model, the statistics, and for Mime the gradient of the cohort."""
-        return 1 + self.statistics + int(self.corrected)
+        return 1 + _BASES.index(self.base) + int(self.corrected)
 
     @property
     def trips(self) -> int:  # type: ignore[override]
-        """Mime needs the gradient before the walk; MimeLite sends it along with the update."""
+        """Mime needs the gradient before local training; MimeLite sends it with the update."""
         return 1 + int(self.corrected)
 
     @property
@@ -85,32 +85,44 @@ class Mimic(Direction):
         """The share of the new gradient in a step."""
         return 1.0 if self.base == "sgd" else 1 - self.b
 
-    def round(self, start: RoundStart) -> Steps:
-        x, cohort, kept = start.x, start.cohort, start.memory.server
-        weights = (cohort.weight / cohort.probability)[:, None]
-        ((g,),) = yield Probe((x,), cohort.clients, weights, cohort.round)
-        a = self.share
+    def round(self, context: RoundContext) -> Steps:
+        x, a, kept = context.x, self.share, context.state.shared
+        ((g,),) = yield context.gradient(x)
         m = kept.get("m", x.new_zeros(x.shape))
         s = kept.get("s", g.square())
 
         v = (1 - a) * m + (a * g if self.corrected else 0.0)
         scale = 1 / (s.sqrt() + self.epsilon) if self.base == "adam" else None
-        yield Heading(Steering(alpha=a, beta=a if self.corrected else 0.0, v=v, scale=scale))
+        beta = a if self.corrected else 0.0
+        yield LocalPlan(StepCoefficients(alpha=a, beta=beta, v=v, scale=scale))
 
         after = {"m": a * g + (1 - a) * m} if a < 1 else {}
         if scale is not None:
             after["s"] = (1 - self.b2) * g.square() + self.b2 * s
-        return Memory(after)
+        return MethodState(after)
 
-    def pull(self, moments: Moments) -> FloatArray:
+    def effective_weights(self, moments: CohortMoments) -> FloatArray:
         """The new gradient is the cohort's (Mime) or the client's own (MimeLite), m of others."""
-        new = moments.joint if self.corrected else moments.mass
+        new = moments.joint if self.corrected else moments.contribution
         assert new is not None
         return self.share * new + (1 - self.share) * moments.total * moments.weights
 
 
+_STYLES = {
+    "mime": ("Mime", "#0072B2"),
+    "mime-sgd": ("Mime, SGD", "#56B4E9"),
+    "mime-adam": ("Mime, Adam", "#009E73"),
+    "mime-lite": ("MimeLite", "#D55E00"),
+    "mime-lite-adam": ("MimeLite, Adam", "#E69F00"),
+    "mime-mvr": ("MimeMVR", "#CC79A7"),
+}
+_FAMILY = Family("mime", "Mime", _STYLES)
+
+
 def _method(name: str, summary: str, direction: Direction) -> Method:
-    return Method(name, summary, RULE, direction, reference="Karimireddy et al. 2020 (Mime)")
+    return Method(
+        name, summary, RULE, direction, reference="Karimireddy et al. 2020 (Mime)", family=_FAMILY
+    )
 
 
 METHODS = (

@@ -13,41 +13,35 @@ from typing import Literal
 from fedshuffle._arrays import expect
 from fedshuffle.errors import FedShuffleError, unknown
 from fedshuffle.federation import Federation
-from fedshuffle.sampling.approximate import ApproximateIndependent
-from fedshuffle.sampling.base import Cohorts, Sampling
-from fedshuffle.sampling.full import Full
+from fedshuffle.sampling.base import Cohorts, Sampling, check_probabilities
 from fedshuffle.sampling.independent import (
+    ApproximateIndependent,
     Independent,
-    check_probabilities,
     importance,
     importance_probabilities,
 )
-from fedshuffle.sampling.one import One
-from fedshuffle.sampling.optimal import (
-    Optimal,
-    approximate_probabilities,
-    optimal_probabilities,
-)
+from fedshuffle.sampling.listed import Listed
+from fedshuffle.sampling.optimal import Optimal, approximate_probabilities, optimal_probabilities
 from fedshuffle.sampling.stratified import Stratified, strata_by_size
-from fedshuffle.sampling.table import Table
-from fedshuffle.sampling.uniform import Uniform
+from fedshuffle.sampling.uniform import Full, One, Uniform
 
 __all__ = [
     "ApproximateIndependent",
     "Cohorts",
     "Full",
     "Independent",
+    "Listed",
     "One",
     "Optimal",
     "Sampling",
     "Stratified",
-    "Table",
     "Uniform",
     "approximate_probabilities",
     "check",
     "importance",
     "importance_probabilities",
     "is_import_path",
+    "is_two_phase",
     "optimal_probabilities",
     "parse",
     "resolve",
@@ -73,6 +67,15 @@ def parse(text: str, federation: Federation) -> Sampling:
 def check(text: str) -> None:
     """Refuse a text that names no sampling, before there is a federation."""
     _read(text)
+
+
+def is_two_phase(sampling: str | Sampling) -> bool:
+    """Whether clients are selected by their updates after they have trained.
+
+    >>> is_two_phase("optimal:2"), is_two_phase("uniform:2")
+    (True, False)
+    """
+    return ":of:" in _read(sampling)[0] if isinstance(sampling, str) else sampling.two_phase
 
 
 def _read(text: str) -> tuple[str, Callable[[str, Federation], Sampling], str]:

@@ -1,20 +1,27 @@
-"""What every sampling offers: who takes part in a round, and with which probabilities."""
+"""The interface of samplings: which clients take part in a round, with which probabilities."""
 
 from __future__ import annotations
 
 import abc
 import functools
+import itertools
+import math
 import operator
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import ArrayLike, NDArray
 
 from fedshuffle._arrays import FloatArray, IntArray
 from fedshuffle.errors import FedShuffleError
 
-PAIRS_LIMIT = 20_000
+MAX_COHORTS = 4096
+"""Largest number of cohorts to enumerate where no formula applies; above it they are sampled."""
+_MAX_PAIRS = 20_000
 """Above this many clients a dense matrix of pair probabilities is refused (3 GB and more)."""
+_LISTED = 60
+"""More clients to choose or leave out than this have too many subsets to list."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -50,12 +57,27 @@ class Cohorts:
     def of(cls, cohorts: list[tuple[tuple[int, ...], float]]) -> Cohorts:
         """From a list of (members, probability)."""
         lengths = [len(members) for members, _ in cohorts]
-        flat = [i for members, _ in cohorts for i in members]
         return cls(
-            np.array(flat, dtype=np.int64),
+            np.array([i for members, _ in cohorts for i in members], dtype=np.int64),
             np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64),
             np.array([probability for _, probability in cohorts], dtype=np.float64),
         )
+
+    @classmethod
+    def of_strata(
+        cls, strata: Sequence[Sequence[int]], take: IntArray, limit: int
+    ) -> Cohorts | None:
+        """All ways to take ``take[k]`` clients of stratum k; None if there are more than limit."""
+        count = 1
+        for members, b in zip(strata, take.tolist(), strict=True):
+            if min(b, len(members) - b) > _LISTED:  # comb would take too long
+                return None
+            count *= math.comb(len(members), b)
+            if count > limit:
+                return None
+        subsets = itertools.starmap(itertools.combinations, zip(strata, take.tolist(), strict=True))
+        chosen = (sorted(itertools.chain(*parts)) for parts in itertools.product(*subsets))
+        return cls.of([(tuple(members), 1 / count) for members in chosen])
 
 
 class Sampling(abc.ABC):
@@ -64,9 +86,33 @@ class Sampling(abc.ABC):
     ``p[i]`` is the inclusion probability P(i in S). The vector ``s`` is one that satisfies
     ``P - p p^T <= Diag(p_1 s_1, ..., p_n s_n)`` with ``P`` the matrix of pair probabilities (the
     paper's equation for arbitrary participation); it measures the variance that sampling adds.
+
+    >>> from fedshuffle.sampling import Uniform
+    >>> Uniform(4, 2).p.tolist(), Uniform(4, 2).draw(seed=0, round=1).tolist()
+    ([0.5, 0.5, 0.5, 0.5], [0, 2])
     """
 
     p: FloatArray
+    two_phase: bool = False
+    """Whether only some of the drawn clients, selected by the norms of their updates, send one."""
+
+    @property
+    def pool(self) -> Sampling:
+        """The sampling that draws the clients who train: this one, unless it is two-phase."""
+        return self
+
+    @property
+    def expected_updates(self) -> float:
+        """Expected number of clients that send an update in a round."""
+        return float(self.p.sum())
+
+    def select(
+        self, norms: ArrayLike, seed: int, round: int, clients: IntArray | Sequence[int]
+    ) -> tuple[NDArray[np.bool_], FloatArray]:
+        """Which of the drawn clients send their updates, and with which probabilities; by default
+        all do.
+        """
+        return np.ones(len(clients), dtype=np.bool_), np.ones(len(clients))
 
     def __len__(self) -> int:
         return len(self.p)
@@ -94,14 +140,14 @@ class Sampling(abc.ABC):
         return self.pair_probabilities() @ v
 
     def cohorts(self, limit: int) -> Cohorts | None:
-        """Every possible cohort with its probability, or None where there are more than limit (or
-        nobody has listed them, as by default; audits then sample where no formula is known).
+        """Every possible cohort with its probability; None if there are more than limit, and by
+        default. Audits then sample where no formula is known.
         """
         return None
 
 
-class AlikePairs(Sampling):
-    """A sampling whose pairs are all correlated alike: ``P[i, j] = rho p_i p_j`` for i != j.
+class EqualPairCorrelation(Sampling):
+    """A sampling with equally correlated pairs: ``P[i, j] = rho p_i p_j`` for i != j.
 
     Then ``P - p p^T = Diag(p - rho p^2) - (1 - rho) p p^T``, and as ``rho <= 1`` for all of these
     samplings, ``s_i = 1 - rho p_i`` is valid.
@@ -114,11 +160,7 @@ class AlikePairs(Sampling):
         return np.maximum(1.0 - self.rho * self.p, 0.0)
 
     def pair_probabilities(self) -> FloatArray:
-        if len(self) > PAIRS_LIMIT:
-            raise FedShuffleError(
-                f"a matrix of pair probabilities for {len(self)} clients does not fit in memory."
-                " Use expected_sums, or p and s."
-            )
+        check_pairs(self)
         pairs = self.rho * np.outer(self.p, self.p)
         np.fill_diagonal(pairs, self.p)
         return pairs
@@ -129,8 +171,17 @@ class AlikePairs(Sampling):
         return own + self.rho * self.p * others
 
 
+def check_pairs(sampling: Sampling) -> None:
+    """Refuse a dense matrix of pair probabilities that is too large for memory."""
+    if len(sampling) > _MAX_PAIRS:
+        raise FedShuffleError(
+            f"a matrix of pair probabilities for {len(sampling)} clients does not fit in memory."
+            " Use expected_sums, or p and s."
+        )
+
+
 def check_cohort(clients: IntArray, n: int, sampling: Sampling) -> IntArray:
-    """A drawn cohort, or a clear error where it is none: a rule would weigh the wrong clients."""
+    """A drawn cohort, or a clear error if it is not one."""
     drawn = np.asarray(clients)
     if drawn.size == 0:
         return np.empty(0, dtype=np.int64)
@@ -154,3 +205,22 @@ def check_cohort_size(b: int, n: int, what: str) -> int:
             f"{what}: cannot take {b} of {n} clients. Choose a whole number from 1 to {n}."
         )
     return size
+
+
+def check_probabilities(p: ArrayLike) -> FloatArray:
+    """A vector of probabilities in (0, 1], or an error that names the first bad client."""
+    try:
+        array = np.array(p, dtype=np.float64)
+    except (TypeError, ValueError) as error:
+        raise FedShuffleError(f"inclusion probabilities must be numbers: {error}.") from error
+    if array.ndim != 1 or array.size == 0:
+        raise FedShuffleError("inclusion probabilities must be a non-empty list, one per client.")
+    bad = np.flatnonzero(~((array > 0) & (array <= 1)))
+    if bad.size:
+        i = int(bad[0])
+        raise FedShuffleError(
+            f"client {i} has inclusion probability {array[i]:g}, which is outside (0, 1]. A client"
+            " that can never take part has no place in the objective: leave it out or raise its"
+            " probability."
+        )
+    return array

@@ -1,21 +1,28 @@
-"""Every client decides for itself; importance sampling is the case of p proportional to size."""
+"""Every client decides for itself, exactly or among those invited; importance sampling."""
 
 from __future__ import annotations
 
 import itertools
+import math
+from collections.abc import Iterator
 from typing import final
 
 import numpy as np
 from numpy.typing import ArrayLike
 
-from fedshuffle._arrays import FloatArray, IntArray, frozen, positive
+from fedshuffle._arrays import FloatArray, IntArray, count, frozen, positive
 from fedshuffle.errors import FedShuffleError
 from fedshuffle.randomness import Purpose, generator
-from fedshuffle.sampling.base import AlikePairs, Cohorts, check_cohort_size
+from fedshuffle.sampling.base import (
+    Cohorts,
+    EqualPairCorrelation,
+    check_cohort_size,
+    check_probabilities,
+)
 
 
 @final
-class Independent(AlikePairs):
+class Independent(EqualPairCorrelation):
     """Client i takes part with probability p_i, independently of all others: ``s = 1 - p``.
 
     The cohort may be empty; such a round leaves the model as it is.
@@ -37,17 +44,62 @@ class Independent(AlikePairs):
         return np.flatnonzero(rng.random(len(self)) < self.p)
 
     def cohorts(self, limit: int) -> Cohorts | None:
-        certain = self.p == 1
-        unsure = np.flatnonzero(~certain)
-        if len(unsure) > 60 or 2 ** len(unsure) > limit:
+        always, unsure = np.flatnonzero(self.p == 1).tolist(), np.flatnonzero(self.p < 1)
+        if 2 ** min(len(unsure), 64) > limit:
             return None
-        always = np.flatnonzero(certain).tolist()
-        cohorts = []
-        for picks in itertools.product([False, True], repeat=len(unsure)):
-            chosen = unsure[np.array(picks, dtype=bool)]
-            probability = np.where(picks, self.p[unsure], 1 - self.p[unsure]).prod()
-            cohorts.append((tuple(sorted([*always, *chosen.tolist()])), float(probability)))
-        return Cohorts.of(cohorts)
+        subsets = _subsets(unsure.tolist(), self.p[unsure])
+        return Cohorts.of([(tuple(sorted([*always, *some])), q) for some, q in subsets])
+
+
+@final
+class ApproximateIndependent(EqualPairCorrelation):
+    """Invite ``k >= n max p`` clients uniformly; an invited one stays with probability n p_i / k.
+
+    Then ``P(i in S) = p_i`` exactly, and no more than k clients need to be reachable in a round
+    (Horvath and Richtarik 2019, section 2.3).
+
+        >>> ApproximateIndependent([0.5, 0.25, 0.25, 0.5]).k
+        2
+    """
+
+    def __init__(self, p: ArrayLike, k: int | None = None) -> None:
+        self.p = frozen(check_probabilities(p))
+        n = len(self.p)
+        least = min(n, math.ceil(n * float(self.p.max()) * (1 - 1e-12)))
+        self.k = least if k is None else count(k, "the number of invited clients")
+        if not least <= self.k <= n:
+            raise FedShuffleError(
+                f"approximate independent sampling: inviting k = {self.k} of {n} clients cannot"
+                f" reach the largest probability {self.p.max():g}. Choose k from {least} to {n}."
+            )
+        self.keep = frozen(np.minimum(1.0, n * self.p / self.k))
+        self.rho = (self.k - 1) * n / (self.k * (n - 1)) if n > 1 else 1.0
+
+    def __repr__(self) -> str:
+        return f"approximate independent, {self.p.sum():g} of {self.k} invited expected"
+
+    def draw(self, seed: int, round: int) -> IntArray:
+        rng = generator(seed, Purpose.COHORT, round=round)
+        invited = np.sort(rng.choice(len(self), self.k, replace=False, shuffle=False))
+        return invited[rng.random(self.k) < self.keep[invited]]
+
+    def cohorts(self, limit: int) -> Cohorts | None:
+        if (
+            2 ** min(self.k, 64) > limit
+            or (ways := math.comb(len(self), self.k)) * 2**self.k > limit
+        ):
+            return None
+        total: dict[tuple[int, ...], float] = {}
+        for invited in itertools.combinations(range(len(self)), self.k):
+            for cohort, q in _subsets(list(invited), self.keep[list(invited)]):
+                total[cohort] = total.get(cohort, 0.0) + q / ways
+        return Cohorts.of([(cohort, q) for cohort, q in sorted(total.items()) if q > 0])
+
+
+def _subsets(clients: list[int], p: FloatArray) -> Iterator[tuple[tuple[int, ...], float]]:
+    """Every subset of clients that decide independently, with its probability."""
+    for picks in itertools.product([False, True], repeat=len(clients)):
+        yield tuple(itertools.compress(clients, picks)), float(np.where(picks, p, 1 - p).prod())
 
 
 def importance(scores: ArrayLike, b: int) -> Independent:
@@ -62,15 +114,14 @@ def importance(scores: ArrayLike, b: int) -> Independent:
 def importance_probabilities(scores: ArrayLike, b: int) -> FloatArray:
     """``p_i = min(1, t * score_i)`` with t such that the sum is b.
 
-    Clients whose share would exceed one are capped, and what is left goes to the others in
-    proportion, until nobody exceeds one.
+    A share above one is capped, and the rest of b goes to the other clients in proportion, until
+    no share exceeds one.
 
         >>> importance_probabilities([8, 1, 1], 2).tolist()
         [1.0, 0.5, 0.5]
     """
     score = positive(scores, np.size(scores), "importance scores")
-    n = len(score)
-    b = check_cohort_size(b, n, "importance sampling")
+    b = check_cohort_size(b, len(score), "importance sampling")
     # With the c largest capped, t = (b - c) / (sum of the rest). The right c is the first for which
     # the largest of the rest stays below one.
     descending = np.sort(score)[::-1]
@@ -79,22 +130,3 @@ def importance_probabilities(scores: ArrayLike, b: int) -> FloatArray:
     fits = (b - capped) * descending[capped] <= rest[capped]
     c = int(capped[fits][0])
     return np.minimum(1.0, score * ((b - c) / float(rest[c])))
-
-
-def check_probabilities(p: ArrayLike) -> FloatArray:
-    """A vector of probabilities in (0, 1], or an error that names the first bad client."""
-    try:
-        array = np.array(p, dtype=np.float64)
-    except (TypeError, ValueError) as error:
-        raise FedShuffleError(f"inclusion probabilities must be numbers: {error}.") from error
-    if array.ndim != 1 or array.size == 0:
-        raise FedShuffleError("inclusion probabilities must be a non-empty list, one per client.")
-    bad = np.flatnonzero(~((array > 0) & (array <= 1)))
-    if bad.size:
-        i = int(bad[0])
-        raise FedShuffleError(
-            f"client {i} has inclusion probability {array[i]:g}, which is outside (0, 1]. A client"
-            " that can never take part has no place in the objective: leave it out or raise its"
-            " probability."
-        )
-    return array

@@ -1,4 +1,4 @@
-"""Optimal client sampling: a pool of clients walks, and those whose updates matter are asked.
+"""Optimal client sampling: a pool of clients trains, and the most important updates are sent.
 
 Chen, Horvath and Richtarik, Optimal Client Sampling for Federated Learning, 2020.
 """
@@ -13,13 +13,11 @@ from numpy.typing import ArrayLike, NDArray
 
 from fedshuffle._arrays import FloatArray, IntArray, count, expect
 from fedshuffle.errors import FedShuffleError, unknown
-from fedshuffle.randomness import Purpose, Rewound
-from fedshuffle.sampling.approximate import ApproximateIndependent
+from fedshuffle.randomness import Purpose, ReusableGenerator
 from fedshuffle.sampling.base import Cohorts, Sampling
-from fedshuffle.sampling.independent import importance_probabilities
-from fedshuffle.sampling.one import One
+from fedshuffle.sampling.independent import ApproximateIndependent, importance_probabilities
 from fedshuffle.sampling.stratified import Stratified
-from fedshuffle.sampling.uniform import Uniform
+from fedshuffle.sampling.uniform import One, Uniform
 
 _HOW = {"exact": "optimal", "approximate": "optimal-approximate"}
 """The kinds, and how the text of each begins."""
@@ -28,20 +26,19 @@ _ITERATIONS = 4
 """Rescalings of the approximation, as in the paper."""
 
 _NEGLIGIBLE = 1e-200
-"""A norm so much smaller than the largest changes no float, and counts as zero."""
+"""A norm smaller than the largest by this factor counts as zero."""
 
 
 @final
 class Optimal(Sampling):
-    r"""A pool of clients is drawn and walks; about b of them are then asked for their updates.
+    r"""A pool of clients is drawn and trains; about b of them then send their updates.
 
-    Each client i of the pool says only the norm :math:`u_i = \|a_i (y_i - x)\|` of its
-    weighted update. It is asked with the probability :math:`p'_i` that :meth:`select` chooses, so
-    that its update counts for :math:`w_i / (p_i p'_i)`: the mean is the update of the whole pool,
-    and the variance :math:`\sum_i (1/p'_i - 1) u_i^2` the least possible with b asked on average.
+    Each client i of the pool sends the norm :math:`u_i = \|a_i (y_i - x)\|` of its weighted update.
+    It sends the update itself with the probability :math:`p'_i` that :meth:`select` chooses, with
+    weight :math:`w_i / (p_i p'_i)`: the mean is the update of the whole pool, and the variance
+    :math:`\sum_i (1/p'_i - 1) u_i^2` is the least possible with b updates on average.
 
-    As a sampling it is its pool: ``p``, ``s`` and the draw say who *walks*. Who is asked is not
-    known before.
+    ``p``, ``s`` and the draw are those of the pool, the clients that train.
 
         >>> sampling = Optimal(Uniform(20, 4), 2)
         >>> sampling
@@ -51,19 +48,21 @@ class Optimal(Sampling):
         ([1.0, 0.5, 0.5, 0.0], True, False)
     """
 
+    two_phase = True
+
     def __init__(
         self, pool: Sampling, b: int, how: Literal["exact", "approximate"] = "exact"
     ) -> None:
         expect(pool, Sampling, "the pool of optimal sampling")
-        if isinstance(pool, Optimal):
+        if pool.two_phase:
             raise FedShuffleError(
-                f"optimal sampling cannot have {pool!r} for its pool, since who is asked there is"
-                " not known before the walk. Use the pool of that sampling."
+                f"optimal sampling cannot have {pool!r} for its pool, since that selects clients"
+                " only after they have trained. Use the pool of that sampling."
             )
         if how not in _HOW:
             raise unknown("kind of optimal sampling", how, _HOW)
-        self.pool, self.how = pool, how
-        self.b = count(b, "the number of clients that are asked for their updates")
+        self._pool, self.how = pool, how
+        self.b = count(b, "the number of clients that send their updates")
         if self.b > (most := _largest(pool)):
             raise FedShuffleError(
                 f"optimal sampling: cannot ask {b} clients, since a pool of the sampling {pool!r}"
@@ -73,6 +72,14 @@ class Optimal(Sampling):
 
     def __repr__(self) -> str:
         return f"{_HOW[self.how]}:{self.b} of {self.pool!r}"
+
+    @property
+    def pool(self) -> Sampling:
+        return self._pool
+
+    @property
+    def expected_updates(self) -> float:
+        return float(self.b)
 
     @property
     def s(self) -> FloatArray:
@@ -93,15 +100,16 @@ class Optimal(Sampling):
     def select(
         self, norms: ArrayLike, seed: int, round: int, clients: IntArray | Sequence[int]
     ) -> tuple[NDArray[np.bool_], FloatArray]:
-        """Who of these clients is asked, and with which probabilities ``p'``.
+        """Which of these clients send their updates, and with which probabilities ``p'``.
 
         Each decides for itself: given its probability, a pure function of (seed, round, client).
-        A client with norm zero is never asked, as nothing is lost without it.
+        A client with norm zero never sends its update.
         """
         numbers = np.asarray(clients, dtype=np.int64).tolist()
         u = _norms(norms, numbers)
-        p = _approximate(u, self.b, _ITERATIONS) if self.how == "approximate" else _exact(u, self.b)
-        stream = Rewound()
+        rule = optimal_probabilities if self.how == "exact" else approximate_probabilities
+        p = rule(u, self.b)
+        stream = ReusableGenerator()
         tickets = np.array(
             [stream(seed, Purpose.SELECTION, round=round, client=i).random() for i in numbers]
         )
@@ -119,29 +127,7 @@ def optimal_probabilities(norms: ArrayLike, m: int) -> FloatArray:
         >>> optimal_probabilities([8, 0, 0, 0], 2).tolist()
         [1.0, 0.0, 0.0, 0.0]
     """
-    return _exact(_norms(norms), count(m, "the number of clients to ask"))
-
-
-def approximate_probabilities(
-    norms: ArrayLike, m: int, iterations: int = _ITERATIONS
-) -> FloatArray:
-    """The same, nearly, by sums over the clients alone, which secure aggregation can hide.
-
-    From the sum of the norms, every client finds ``min(m norm_i / sum, 1)``. Capped ones leave some
-    of m unused; so, in each iteration, the clients below one add up their number I and their
-    probabilities P, and multiply these by ``C = (m - n + I) / P``: the n - I others take one each,
-    and what is left of m is shared. When nobody new is capped, C is one and the result is optimal.
-    Every iteration but the last caps somebody, so n of them always suffice; until then the sum is
-    less than m.
-
-        >>> approximate_probabilities([8, 1, 1, 0], 2).tolist()
-        [1.0, 0.5, 0.5, 0.0]
-    """
-    m = count(m, "the number of clients to ask")
-    return _approximate(_norms(norms), m, count(iterations, "the number of iterations"))
-
-
-def _exact(u: FloatArray, m: int) -> FloatArray:
+    u, m = _norms(norms), count(m, "the number of clients to ask")
     p = (u > 0).astype(np.float64)
     positive = np.flatnonzero(u)
     if m < len(positive):
@@ -149,15 +135,29 @@ def _exact(u: FloatArray, m: int) -> FloatArray:
     return p
 
 
-def _approximate(u: FloatArray, m: int, iterations: int) -> FloatArray:
+def approximate_probabilities(
+    norms: ArrayLike, m: int, iterations: int = _ITERATIONS
+) -> FloatArray:
+    """An approximation from sums over the clients alone, which secure aggregation can hide.
+
+    From the sum of the norms, every client computes ``min(m norm_i / sum, 1)``. Capped ones leave
+    some of m unused; so, in each iteration, the clients below one sum their number I and their
+    probabilities P, and multiply these by ``C = (m - n + I) / P``: the n - I others take one each,
+    and the rest of m is shared. Once C is one, the result is optimal. Every iteration but the last
+    caps a client, so n iterations always suffice; until then the sum is less than m.
+
+        >>> approximate_probabilities([8, 1, 1, 0], 2).tolist()
+        [1.0, 0.5, 0.5, 0.0]
+    """
+    u, m = _norms(norms), count(m, "the number of clients to ask")
     total = float(u.sum())
     if total == 0:
         return np.zeros_like(u)
     p = np.minimum(m * (u / total), 1.0)
-    for _ in range(iterations):
+    for _ in range(count(iterations, "the number of iterations")):
         below = p < 1
         together = float(p[below].sum())
-        if together == 0:  # all who have anything to say are certain to be asked
+        if together == 0:  # every positive norm has probability one
             break
         factor = (m - len(p) + int(below.sum())) / together
         if factor <= 1 + 1e-12:
@@ -173,10 +173,8 @@ def _norms(norms: ArrayLike, clients: Sequence[int] | None = None) -> FloatArray
     except (TypeError, ValueError) as error:
         raise FedShuffleError(f"norms of updates must be numbers: {error}.") from error
     if array.ndim != 1 or (clients is not None and len(array) != len(clients)):
-        pool = "" if clients is None else f" of the {len(clients)} clients"
         raise FedShuffleError(
-            f"norms of updates must be one number for each{pool or ' client'}, got shape"
-            f" {array.shape}."
+            f"norms of updates must be one number per client, got shape {array.shape}."
         )
     bad = np.flatnonzero(~(np.isfinite(array) & (array >= 0)))
     if bad.size:
@@ -193,7 +191,7 @@ def _norms(norms: ArrayLike, clients: Sequence[int] | None = None) -> FloatArray
 
 
 def _largest(pool: Sampling) -> int:
-    """No pool has more clients than this."""
+    """The most clients that a pool can have."""
     match pool:
         case One():
             return 1

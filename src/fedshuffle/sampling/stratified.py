@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-import math
 from typing import final
 
 import numpy as np
@@ -13,7 +12,7 @@ from numpy.typing import ArrayLike
 from fedshuffle._arrays import FloatArray, IntArray, counts, frozen, positive
 from fedshuffle.errors import FedShuffleError
 from fedshuffle.randomness import Purpose, generator
-from fedshuffle.sampling.base import PAIRS_LIMIT, Cohorts, Sampling, check_cohort_size
+from fedshuffle.sampling.base import Cohorts, Sampling, check_cohort_size, check_pairs
 
 
 @final
@@ -34,7 +33,7 @@ class Stratified(Sampling):
 
     def __init__(self, strata: ArrayLike, b: int, weights: ArrayLike | None = None) -> None:
         self.strata: IntArray = frozen(_labels(strata))
-        """The stratum of each client, numbered from 0 in the order of what they were called."""
+        """The stratum of each client, numbered from 0 in the order of the given numbers."""
         n = len(self.strata)
         self.sizes: IntArray = frozen(np.bincount(self.strata))
         """The clients of each stratum."""
@@ -46,7 +45,7 @@ class Stratified(Sampling):
                 " or fewer strata."
             )
         weight = positive(np.ones(n) if weights is None else weights, n, "weights")
-        # Relative, and not so small that a quotient overflows: such a stratum gets its one client.
+        # Relative, and large enough that no quotient overflows.
         weight = np.maximum(weight / weight.max(), 1e-100)
         measure: FloatArray = np.bincount(self.strata, weights=weight).astype(np.float64)
         self.take: IntArray = frozen(allocate(measure, self.b, self.sizes))
@@ -57,7 +56,7 @@ class Stratified(Sampling):
         """The clients of each stratum, in order."""
 
     def __repr__(self) -> str:
-        # Which strata, since a run that goes on must know its sampling again.
+        # The digest lets a resumed run check its strata.
         digest = hashlib.sha256(self.strata.astype("<i8").tobytes()).hexdigest()
         return f"stratified:{self.b} over {len(self.sizes)} strata ({digest[:8]})"
 
@@ -72,11 +71,7 @@ class Stratified(Sampling):
         return np.where(n > 1, (b - 1) * n / (b * np.maximum(n - 1, 1)), 1.0)
 
     def pair_probabilities(self) -> FloatArray:
-        if len(self) > PAIRS_LIMIT:
-            raise FedShuffleError(
-                f"a matrix of pair probabilities for {len(self)} clients does not fit in memory."
-                " Use expected_sums, or p and s."
-            )
+        check_pairs(self)
         pairs = np.outer(self.p, self.p)
         for members, rho in zip(self.members, self._rho, strict=True):
             pairs[np.ix_(members, members)] *= rho
@@ -100,23 +95,7 @@ class Stratified(Sampling):
         return np.sort(np.concatenate(chosen))
 
     def cohorts(self, limit: int) -> Cohorts | None:
-        count = 1
-        for n, b in zip(self.sizes.tolist(), self.take.tolist(), strict=True):
-            if min(b, n - b) > 60:  # more than anybody can list; comb would crawl
-                return None
-            count *= math.comb(n, b)
-            if count > limit:
-                return None
-        subsets = [
-            itertools.combinations(members.tolist(), take)
-            for members, take in zip(self.members, self.take.tolist(), strict=True)
-        ]
-        return Cohorts.of(
-            [
-                (tuple(sorted(itertools.chain.from_iterable(parts))), 1 / count)
-                for parts in itertools.product(*subsets)
-            ]
-        )
+        return Cohorts.of_strata([m.tolist() for m in self.members], self.take, limit)
 
 
 def allocate(measure: FloatArray, b: int, most: IntArray) -> IntArray:
@@ -189,7 +168,6 @@ def strata_by_size(sizes: ArrayLike, k: int) -> IntArray:
 
 
 def _labels(strata: ArrayLike) -> IntArray:
-    """Strata numbered from 0, or a clear error."""
     try:
         array = np.asarray(strata)
     except ValueError:  # rows of different lengths

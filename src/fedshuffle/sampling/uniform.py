@@ -1,20 +1,48 @@
-"""A fixed number of clients, uniformly."""
+"""Full participation, a fixed number of clients uniformly, and one client per round."""
 
 from __future__ import annotations
 
-import itertools
-import math
 from typing import final
 
 import numpy as np
+from numpy.typing import ArrayLike
 
-from fedshuffle._arrays import IntArray
+from fedshuffle._arrays import IntArray, count, frozen
+from fedshuffle.errors import FedShuffleError
 from fedshuffle.randomness import Purpose, generator
-from fedshuffle.sampling.base import AlikePairs, Cohorts, check_cohort_size
+from fedshuffle.sampling.base import (
+    Cohorts,
+    EqualPairCorrelation,
+    check_cohort_size,
+    check_probabilities,
+)
 
 
 @final
-class Uniform(AlikePairs):
+class Full(EqualPairCorrelation):
+    """Every client takes part in every round.
+
+    >>> Full(3).draw(seed=1, round=0).tolist()
+    [0, 1, 2]
+    """
+
+    rho = 1.0
+
+    def __init__(self, n: int) -> None:
+        self.p = np.ones(count(n, "the number of clients"))
+
+    def __repr__(self) -> str:
+        return "full"
+
+    def draw(self, seed: int, round: int) -> IntArray:
+        return np.arange(len(self))
+
+    def cohorts(self, limit: int) -> Cohorts:
+        return Cohorts(np.arange(len(self)), np.array([0, len(self)]), np.ones(1))
+
+
+@final
+class Uniform(EqualPairCorrelation):
     """b of n clients, every subset of size b equally likely: ``p = b/n``, ``s = (n-b)/(n-1)``.
 
     >>> Uniform(3, 2).p.round(3).tolist(), Uniform(3, 2).s.tolist()
@@ -34,10 +62,33 @@ class Uniform(AlikePairs):
         return np.sort(rng.choice(len(self), self.b, replace=False, shuffle=False))
 
     def cohorts(self, limit: int) -> Cohorts | None:
-        if min(self.b, len(self) - self.b) > 60:  # more than anybody can list; comb would crawl
-            return None
-        count = math.comb(len(self), self.b)
-        if count > limit:
-            return None
-        subsets = itertools.combinations(range(len(self)), self.b)
-        return Cohorts.of([(subset, 1 / count) for subset in subsets])
+        return Cohorts.of_strata([range(len(self))], np.array([self.b]), limit)
+
+
+@final
+class One(EqualPairCorrelation):
+    """Exactly one client, client i with probability p_i; the p_i sum to one. ``s = 1``, a bound.
+
+    >>> One([0.8, 0.1, 0.1]).s.tolist()
+    [1.0, 1.0, 1.0]
+    """
+
+    rho = 0.0
+
+    def __init__(self, p: ArrayLike) -> None:
+        p = check_probabilities(p)
+        if not np.isclose(p.sum(), 1.0, rtol=0, atol=1e-9):
+            raise FedShuffleError(
+                f"sampling one client: the probabilities sum to {p.sum():g}. Divide them by that."
+            )
+        self.p = frozen(p / p.sum())
+        self._cohorts = Cohorts(np.arange(len(p)), np.arange(len(p) + 1), self.p)
+
+    def __repr__(self) -> str:
+        return "one"
+
+    def draw(self, seed: int, round: int) -> IntArray:
+        return self._cohorts.at(generator(seed, Purpose.COHORT, round=round).random())
+
+    def cohorts(self, limit: int) -> Cohorts:
+        return self._cohorts

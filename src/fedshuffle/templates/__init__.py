@@ -1,4 +1,4 @@
-"""Something to begin with, written into a folder of one's own."""
+"""Starter files for a new folder."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from fedshuffle.errors import FedShuffleError, one_line
 
 
 def new_run(folder: str | Path) -> Path:
-    """Write a run to begin with: a config, and a module with its model and data."""
+    """Write a small run: a config, and a module with its model and data."""
     return write(Path(__file__).parent / "run", folder)
 
 
 def write(
     template: Path, folder: str | Path, rename: Callable[[str], str] = lambda text: text
 ) -> Path:
-    """Write the files of a template into a new or empty folder, with other names in them."""
+    """Write the files of a template into a new or empty folder, with some names replaced."""
     target = Path(folder).absolute()
     if target.exists() and not (target.is_dir() and not any(target.iterdir())):
         raise FedShuffleError(f"{str(folder)!r} exists and is not an empty folder. Choose another.")

@@ -1,122 +1,67 @@
-"""What the convergence theory says of a method on a federation. Needs torch only for estimates."""
+"""Convergence theory of a method on a federation. Estimates and advice need torch."""
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from fedshuffle.theory.advice import (
-    Setting,
-    StepAdvice,
-    StepComparison,
-    compare_steps,
-    method_setting,
-    step_advice,
-)
+from fedshuffle._lazy import attach
 from fedshuffle.theory.constants import (
     MethodConstants,
+    ProblemConstants,
     is_valid_s,
     method_constants,
-    second_moments,
     smallest_s,
 )
+from fedshuffle.theory.exact import ExactConstants, Validity
 from fedshuffle.theory.logistic import logistic_regression_constants
-from fedshuffle.theory.mvr import (
-    MVRSetting,
-    MVRStep,
-    mvr_bound,
-    mvr_limit,
-    mvr_setting,
-    mvr_tune,
+from fedshuffle.theory.method_advice import (
+    StepAdvice,
+    compare_steps,
+    nearest_constants,
+    step_advice,
 )
-from fedshuffle.theory.problems import Claim, ExactConstants
-from fedshuffle.theory.quadratics import linear_regression_constants, quadratic_constants
-from fedshuffle.theory.rates import (
-    Quantity,
-    Recursion,
-    Regime,
-    Tuned,
-    rounds_to,
-    tune,
-    upper_bound,
-)
-from fedshuffle.theory.sampling_advice import (
-    Option,
-    SamplingAdvice,
-    best_probabilities,
-    sampling_advice,
-)
-from fedshuffle.theory.step_sizes import (
-    Bound,
-    ProblemConstants,
-    RhoLimits,
-    StepLimit,
-    drift_noise,
-    largest_step_size,
-    limit_over_rho,
-    round_bound,
-)
+from fedshuffle.theory.mvr import MVRRate
+from fedshuffle.theory.quadratic import linear_regression_constants, quadratic_constants
+from fedshuffle.theory.rates import ConvergenceRate, Quantity, Regime
+from fedshuffle.theory.sampling_advice import SamplingAdvice, best_probabilities, sampling_advice
+from fedshuffle.theory.step_sizes import Bound, StepLimit, drift_noise, largest_step_size
 
 if TYPE_CHECKING:
-    from fedshuffle.theory.estimated import EstimatedConstants, problem_constants
-    from fedshuffle.theory.measuring import Estimate
+    from fedshuffle.theory.advice import Advice, advise
+    from fedshuffle.theory.estimation import EstimatedConstants, problem_constants
+    from fedshuffle.theory.problem import AdvisedRun
 
 __all__ = [
+    "Advice",
+    "AdvisedRun",
     "Bound",
-    "Claim",
-    "Estimate",
+    "ConvergenceRate",
     "EstimatedConstants",
     "ExactConstants",
-    "MVRSetting",
-    "MVRStep",
+    "MVRRate",
     "MethodConstants",
-    "Option",
     "ProblemConstants",
     "Quantity",
-    "Recursion",
     "Regime",
-    "RhoLimits",
     "SamplingAdvice",
-    "Setting",
     "StepAdvice",
-    "StepComparison",
     "StepLimit",
-    "Tuned",
+    "Validity",
+    "advise",
     "best_probabilities",
     "compare_steps",
     "drift_noise",
     "is_valid_s",
     "largest_step_size",
-    "limit_over_rho",
     "linear_regression_constants",
     "logistic_regression_constants",
     "method_constants",
-    "method_setting",
-    "mvr_bound",
-    "mvr_limit",
-    "mvr_setting",
-    "mvr_tune",
+    "nearest_constants",
     "problem_constants",
     "quadratic_constants",
-    "round_bound",
-    "rounds_to",
     "sampling_advice",
-    "second_moments",
     "smallest_s",
     "step_advice",
-    "tune",
-    "upper_bound",
 ]
 
-_NEEDS_TORCH = {
-    "Estimate": "fedshuffle.theory.measuring",
-    "EstimatedConstants": "fedshuffle.theory.estimated",
-    "problem_constants": "fedshuffle.theory.estimated",
-}
-
-
-def __getattr__(name: str) -> Any:
-    """Import torch only when an estimate is asked for."""
-    if name in _NEEDS_TORCH:
-        return getattr(import_module(_NEEDS_TORCH[name]), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+__getattr__ = attach(__name__)

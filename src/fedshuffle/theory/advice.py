@@ -1,275 +1,351 @@
-"""Step-size advice: what the theorems allow a method on this federation, sampling and local work.
-
-The general theorem has one limit for all three regimes, but what it is made of differs: for convex
-losses gradient similarity may take its weaker form, with a smaller B. The step that serves a given
-number of rounds best differs more (:mod:`fedshuffle.theory.rates`).
-"""
+"""Advice for a run: what short runs measure, then what is proven. Needs torch."""
 
 from __future__ import annotations
 
 import dataclasses
+import math
 from dataclasses import dataclass
-from typing import final
+from typing import Annotated, Any, final
 
-import numpy as np
+from fedshuffle._arrays import count, number
+from fedshuffle.auditing import audit
+from fedshuffle.errors import FedShuffleError, error_context
+from fedshuffle.local_work import EpochRange
+from fedshuffle.methods import MVR, Method
+from fedshuffle.theory.derivations import Derivation, ReportedNumber, to_dict
+from fedshuffle.theory.method_advice import (
+    StepAdvice,
+    StepComparison,
+    compare_steps,
+    nearest_constants,
+    step_advice,
+)
+from fedshuffle.theory.mvr import MVRRate, MVRStep
+from fedshuffle.theory.problem import AdvisedRun, EstimatedProblem, ExactProblem, find_problem
+from fedshuffle.theory.rates import ConvergenceRate, Regime
+from fedshuffle.theory.sampling_advice import SamplingAdvice, sampling_advice
+from fedshuffle.theory.step_size_search import StepSizeSearch, search_step_sizes
+from fedshuffle.theory.step_sizes import Bound
 
-from fedshuffle import methods
-from fedshuffle._arrays import expect
-from fedshuffle.errors import FedShuffleError
-from fedshuffle.federation import Federation
-from fedshuffle.local_work import EpochRange, LocalWork
-from fedshuffle.methods import FedShuffleGen, InclusionProbability, Method
-from fedshuffle.methods.averaging import own_steps
-from fedshuffle.sampling import Full, Independent, Optimal, Sampling, Table, resolve
-from fedshuffle.theory.constants import MethodConstants, method_constants, smallest_s
-from fedshuffle.theory.rates import Quantity, Recursion, Regime, Tuned, rounds_to, tune
-from fedshuffle.theory.sampling_advice import EIGENVALUES, best_probabilities
-from fedshuffle.theory.step_sizes import ProblemConstants, StepLimit, largest_step_size
+METHODS = ("fedavg-rr", "fednova-rr", "fedshuffle")
+"""The methods to advise on for every run, besides FedShuffleMVR."""
 
-COMPARED = ("fedavg-rr", "fednova-rr", "fedshuffle")
-"""The methods that advice is always given for, besides FedShuffleMVR."""
-
-_COHORTS = 4096
-"""So many cohorts are listed, or drawn, where no formula applies."""
-
-_CLIENTS = 1000
-"""For so many clients second moments are found without a formula."""
-
-
-@final
-@dataclass(frozen=True, eq=False)
-class Setting:
-    """The constants of a method where the theorem covers it, or as near as can be."""
-
-    constants: MethodConstants
-    covered: bool
-    """Whether what follows is proven for this setting."""
-    notes: tuple[str, ...]
-    """What was taken for what."""
-
-
-@final
-@dataclass(frozen=True, eq=False)
-class StepAdvice:
-    """The step sizes of one method in one regime."""
-
-    method: str
-    regime: Regime
-    setting: Setting
-    theorem: StepLimit | None
-    """The largest by the theorem as it is printed; None where it asks for more than there is."""
-    proof: StepLimit
-    """The largest for which the proof holds."""
-    tuned: Tuned | None
-    """The best for a number of rounds, if that was given."""
-    target: Tuned | None
-    """The fewest rounds to a target, if that was given."""
+_DRAWS = 4000
+"""Cohorts to draw in a Monte Carlo audit."""
 
 
 @final
 @dataclass(frozen=True)
-class StepComparison:
-    """How many times as large FedShuffle's steps may be as another method's, by the proof."""
+class AdvisedSetting:
+    """The run that the advice is for."""
 
-    than: str
+    clients: int
+    examples: int
+    method: str
+    momentum: str
+    sampling: str
+    rounds: int
+    server_step_size: float
+    target: float
+
+
+@final
+@dataclass(frozen=True)
+class ProblemSummary:
+    """The constants of the losses, and how they were found."""
+
+    how: str
+    """exact or estimated."""
+    what: str
+    regimes: tuple[Regime, ...]
+    constants: Annotated[dict[str, ReportedNumber], Derivation.PROBLEM]
+    start: Annotated[dict[str, float], Derivation.PROBLEM]
+    """The quantities of the bounds at the start of training."""
+    notes: tuple[str, ...]
+
+
+@final
+@dataclass(frozen=True)
+class MVRSteps:
+    """The largest step of FedShuffleMVR, and the best for the run's rounds."""
+
+    limit: MVRStep
+    tuned: MVRStep | None
+
+
+@final
+@dataclass(frozen=True)
+class MVRAdvice:
+    """Step size and momentum for FedShuffleMVR."""
+
+    notes: tuple[str, ...]
+    theorem: Annotated[MVRSteps, Derivation.MVR_THEOREM]
+    proof: Annotated[MVRSteps, Derivation.MVR_PROOF]
+    covered: bool = True
+
+
+@final
+@dataclass(frozen=True)
+class NotCovered:
+    """A case that no theorem covers, and why."""
+
+    method: str
+    notes: tuple[str, ...]
+    regime: None = None
+    covered: bool = False
+
+
+@final
+@dataclass(frozen=True)
+class OwnStepSize:
+    """The run's step size, and its ratio to the proven limit."""
+
     step_size: float
-    """Of the limits on ``step_size`` (and on ``eta_l``)."""
-    largest_client_step: float
-    """Of the largest steps that any client takes within the limit."""
-    effective: float
-    """Of how far a round goes along its objective's gradient."""
+    times_the_limit: ReportedNumber | None
 
 
-def method_setting(
-    federation: Federation,
-    method: str | Method | FedShuffleGen,
-    sampling: str | Sampling = "full",
-    work: LocalWork | None = None,
+@final
+@dataclass(frozen=True)
+class ObjectiveSummary:
+    """Whether the run's method minimises the intended objective."""
+
+    consistent: bool | None
+    conclusion: str
+    total_variation: Annotated[float | None, Derivation.AUDIT]
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class Advice:
+    """The results of short runs and of the theory for a run; every number has a derivation."""
+
+    setting: AdvisedSetting
+    step_size_search: StepSizeSearch | None
+    """Step sizes tried in short runs; None if not asked for."""
+    problem: ProblemSummary
+    steps: tuple[StepAdvice | NotCovered, ...]
+    """For each method and regime: constants, limits, the tuned step, rounds to the target."""
+    step_ratios: tuple[StepComparison, ...]
+    """How many times as large FedShuffle's steps may be as each other method's."""
+    mvr: MVRAdvice | NotCovered
+    your_step_size: OwnStepSize
+    sampling: SamplingAdvice | NotCovered
+    audit: ObjectiveSummary
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data, ready for JSON."""
+        plain: dict[str, Any] = to_dict(self)
+        return plain
+
+
+def advise(
+    run: AdvisedRun,
     *,
-    seed: int = 0,
-) -> Setting:
-    """The constants of a method, also where :func:`method_constants` has no answer but a near one.
-
-    *Epochs that change from round to round.* If neither the objective nor W depends on them, the
-    theorem's proof holds round by round, and the bound is largest for the fewest epochs. Otherwise
-    they are taken for the most, and what follows is not proven.
-
-    *Too many cohorts to list.* Second moments are then estimated from drawn cohorts.
-
-    *Optimal client sampling* of all clients has no more variance than the best independent one.
-
-        >>> clients = Federation.from_sizes([1, 2, 3])
-        >>> found = method_setting(clients, "fedshuffle", work=LocalWork(epochs=EpochRange(1, 4)))
-        >>> found.covered, found.constants.longest
-        (True, 12)
-    """
-    expect(federation, Federation, "federation")
-    work = LocalWork() if work is None else work
-    rule = method if isinstance(method, FedShuffleGen) else methods.get(method).averaging
-    drawn = resolve(sampling, federation)
-    notes: list[str] = []
-    covered = True
-    by_probability = isinstance(rule.normaliser, InclusionProbability)
-    if isinstance(drawn, Optimal) and by_probability:
-        if not isinstance(drawn.pool, Full):
-            raise FedShuffleError(
-                f"nothing is proven for sampling {drawn!r}: only for optimal sampling of all"
-                " clients."
-            )
-        notes.append("optimal sampling: no more variance than the best independent sampling")
-        drawn = Independent(best_probabilities(federation.weights, drawn.b))
-    elif not by_probability and not isinstance(drawn, Optimal):
-        listed = _listed(drawn, seed)
-        if listed is not drawn:
-            covered = False
-            notes.append(f"too many cohorts: moments estimated from {_COHORTS} drawn ones")
-        drawn = listed
-
-    def of(epochs: int | list[int]) -> MethodConstants:
-        fixed = dataclasses.replace(work, epochs=epochs)
-        return _tight(method_constants(federation, method, drawn, fixed), drawn)
-
-    epochs = work.epochs
-    if not isinstance(epochs, EpochRange):
-        found = _tight(method_constants(federation, method, drawn, work), drawn)
-        return _noted(found, covered, notes, federation)
-    most = of(epochs.high)
-    mixed = [epochs.low] * len(federation)
-    mixed[int(federation.sizes.argmax())] = epochs.high
-    other = of(mixed)
-    same = np.isclose(most.W, other.W) and np.allclose(most.w_hat, other.w_hat, rtol=1e-9, atol=0.0)
-    if same and rule.step_normalisation is own_steps:  # other c go by the longest client, too
-        notes.append(f"epochs change: the bound is for {epochs.low}, where it is largest")
-        fewest = dataclasses.replace(of(epochs.low), longest=most.longest)
-        return _noted(fewest, covered, notes, federation)
-    what = "step sizes" if same else "objective"
-    notes.append(f"epochs change, and the {what} with them: taken for {epochs.high}")
-    return _noted(most, False, notes, federation)
-
-
-def step_advice(
-    setting: Setting,
-    problem: ProblemConstants,
-    *,
-    method: str,
-    regime: Regime,
-    server_step_size: float = 1.0,
-    rounds: int | None = None,
-    epsilon: float | None = None,
-    start: float | None = None,
-    quantity: Quantity | None = None,
-) -> StepAdvice:
-    """The largest step sizes; with ``start``, the best for some rounds and the rounds to a target.
+    clients: int = 50,
+    points: int = 2,
+    target: float = 0.01,
+    search_rounds: int = 10,
+    progress: bool = False,
+) -> Advice:
+    """Advise on a run: try step sizes in short runs, then apply the theory.
 
     Args:
-        setting: from :func:`method_setting`.
-        problem: the constants of the losses, for the method's own ``w_hat``.
-        method: its name.
-        regime: ``strongly-convex``, ``convex`` or ``non-convex``.
-        server_step_size: ``eta_g``.
-        rounds: for which the step is tuned.
-        epsilon: the target.
-        start: as for :func:`~fedshuffle.theory.rates.upper_bound`.
-        quantity: as there.
+        run: the run.
+        clients: largest number of clients to measure, where constants are not exact.
+        points: number of models to measure at: the start, and others during the training.
+        target: predict rounds until the gap (for non-convex losses the squared gradient) is this
+            share of what it is at the start.
+        search_rounds: the rounds of each short run that tries a step size; 0 to try none.
+        progress: show a progress bar while measuring.
 
-    >>> clients = Federation.from_sizes([1, 2, 3])
-    >>> advice = step_advice(
-    ...     method_setting(clients, "fedshuffle"), ProblemConstants(L=1.0), method="fedshuffle",
-    ...     regime="convex",
-    ... )
-    >>> round(advice.theorem.eta_l, 6), advice.proof.eta_l
-    (0.083333, 0.25)
+    >>> import torch
+    >>> from fedshuffle import Federation, LocalWork, losses, methods, sampling
+    >>> data = Federation.from_arrays(torch.eye(3), torch.ones(3, 1), sizes=[1, 2])
+    >>> method, model = methods.get("fedshuffle"), torch.nn.Linear(3, 1)
+    >>> parts = losses.squared_error, data, method, sampling.parse("full", data), LocalWork()
+    >>> found = advise(AdvisedRun(model, *parts, rounds=10, step_size=0.1), search_rounds=3)
+    >>> found.problem.what, found.audit.consistent
+    ('linear regression', True)
     """
-    constants = setting.constants
-    proof = largest_step_size(constants, problem, server_step_size=server_step_size, bound="proof")
-    theorem = None
-    if (constants.shares <= 1.0 + 1e-12).all():
-        theorem = largest_step_size(constants, problem, server_step_size=server_step_size)
-    Recursion.of(constants, problem, regime=regime)  # refuses a regime that does not fit
-    tuned = target = None
-    if start is not None and start > 0:
-        if rounds is not None:
-            tuned = tune(
-                rounds,
-                constants,
-                problem,
-                server_step_size=server_step_size,
-                regime=regime,
-                start=start,
-                quantity=quantity,
-            )
-        if epsilon is not None:
-            target = rounds_to(
-                epsilon,
-                constants,
-                problem,
-                server_step_size=server_step_size,
-                regime=regime,
-                start=start,
-                quantity=quantity,
-            )
-    return StepAdvice(method, regime, setting, theorem, proof, tuned, target)
-
-
-def compare_steps(fedshuffle: StepAdvice, other: StepAdvice) -> StepComparison:
-    """How much larger FedShuffle's steps may be, by the proof.
-
-    >>> clients, problem = Federation.from_sizes([1, 2, 5]), ProblemConstants(L=1.0)
-    >>> advised = [
-    ...     step_advice(method_setting(clients, name), problem, method=name, regime="convex")
-    ...     for name in ("fedshuffle", "fednova-rr")
-    ... ]
-    >>> found = compare_steps(*advised)
-    >>> round(found.largest_client_step, 3), round(found.step_size, 3), round(found.effective, 3)
-    (4.895, 0.979, 1.836)
-    """
-    mine, theirs = fedshuffle.proof, other.proof
-    return StepComparison(
-        than=other.method,
-        step_size=mine.step_size / theirs.step_size,
-        largest_client_step=mine.largest_client_step / theirs.largest_client_step,
-        effective=mine.effective / theirs.effective,
+    count(clients, "clients")
+    count(points, "points")
+    number(target, "target", "(0, 1)")
+    search = None
+    if search_rounds != 0:
+        rounds = min(count(search_rounds, "search_rounds"), run.rounds)
+        with error_context("trying step sizes"):
+            search = search_step_sizes(run, rounds=rounds, clients=clients)
+    with error_context("measuring the problem"):
+        problem = find_problem(run, clients=clients, points=points, progress=progress)
+    steps = _step_sizes(run, problem, target)
+    covered = [row for row in steps if isinstance(row, StepAdvice)]
+    mine = {row.regime: row for row in covered if row.method == "fedshuffle"}
+    mvr = _mvr(run, problem)
+    yours = _your_step_size(run, covered, mvr)
+    times = yours.times_the_limit
+    if search is not None and search.best is not None and times is not None:
+        ratio = times.value * search.best / yours.step_size
+        search = dataclasses.replace(search, best_times_the_limit=ratio)
+    return Advice(
+        setting=AdvisedSetting(
+            clients=len(run.federation),
+            examples=int(run.federation.sizes.sum()),
+            method=run.method.name,
+            momentum=run.method.momentum,
+            sampling=repr(run.sampling),
+            rounds=run.rounds,
+            server_step_size=run.first_step_sizes[1],
+            target=target,
+        ),
+        step_size_search=search,
+        problem=_summary(problem),
+        steps=steps,
+        step_ratios=tuple(
+            compare_steps(mine[row.regime], row)
+            for row in covered
+            if row.method in METHODS and row.method != "fedshuffle" and row.regime in mine
+        ),
+        mvr=mvr,
+        your_step_size=yours,
+        sampling=_sampling(run, problem, target, list(mine)),
+        audit=_audit(run),
     )
 
 
-def _tight(constants: MethodConstants, sampling: Sampling) -> MethodConstants:
-    """With the smallest M_1 also where there is a closed form, as other methods are given it: else
-    a comparison would be of formulas, not of methods.
-    """
-    if constants.how != "closed form" or not 1 < len(sampling) <= EIGENVALUES:
-        return constants
-    s = smallest_s(sampling, constants.w_hat)
-    M_1 = float((constants.h * s * constants.w_hat).max())  # noqa: N806
-    if not M_1 < constants.M_1 * (1.0 - 1e-9):
-        return constants
-    return dataclasses.replace(constants, s=s, M_1=M_1, how="eigenvalue")
+def _summary(problem: ExactProblem | EstimatedProblem) -> ProblemSummary:
+    first = problem.start()
+    start = {"gap": first.gap, "gradient": first.gradient}
+    if math.isfinite(first.distance):
+        start["distance"] = first.distance
+    notes: tuple[str, ...]
+    if isinstance(problem, ExactProblem):
+        exact = problem.constants()
+        values = {
+            **{name: getattr(exact, name) for name in ("L", "mu", "G", "B")},
+            "sigma": math.sqrt(float(exact.w_hat @ exact.sigma**2)),
+            "P": float(exact.P.max()),
+            "delta": exact.delta,
+        }
+        constants = {
+            name: ReportedNumber(value, note=str(exact.validity[name]))
+            for name, value in values.items()
+        }
+        notes = ("for the objective that was meant, in the form for convex losses",)
+        how, what = "exact", problem.kind.name
+    else:
+        seen, chosen = problem.estimate, "chosen; G and sigma are the smallest for it"
+        estimates = {"L": seen.L, "mu": seen.mu, "G": seen.G, "sigma": seen.sigma_rms}
+        constants = {
+            name: ReportedNumber(one.value, one.uncertainty, one.note)
+            for name, one in {**estimates, "delta": seen.delta}.items()
+        }
+        constants |= {"B": ReportedNumber(1.0, note=chosen), "P": ReportedNumber(0.0, note=chosen)}
+        sample = f"{len(seen.clients)} of {len(seen.w_hat)} clients, {seen.points} point(s)"
+        notes = (sample, *problem.notes, "f* is taken to be 0 or more")
+        how, what = "estimated", f"measured, since {problem.reason}"
+    return ProblemSummary(how, what, problem.regimes, constants, start, notes)
 
 
-def _noted(
-    constants: MethodConstants, covered: bool, notes: list[str], federation: Federation
-) -> Setting:
-    """Whatever is said of a method is about the objective that it minimises."""
-    wrong = 0.5 * float(np.abs(constants.w_hat - federation.weights).sum())
-    if wrong > 1e-9:
-        notes = [*notes, f"about its own objective, {wrong:.1%} of which is not what you meant"]
-    return Setting(constants, covered, tuple(notes))
+def _step_sizes(
+    run: AdvisedRun, problem: ExactProblem | EstimatedProblem, target: float
+) -> tuple[StepAdvice | NotCovered, ...]:
+    subjects: dict[str, str | Method] = {name: name for name in METHODS}
+    if run.method.momentum == "none":
+        subjects.setdefault(run.method.name, run.method)
+    found: list[StepAdvice] = []
+    not_covered: list[NotCovered] = []
+    for name, subject in subjects.items():
+        try:
+            nearest = nearest_constants(
+                run.federation, subject, run.sampling, run.work, seed=run.seed
+            )
+            w_hat = nearest.constants.w_hat
+            for regime in problem.regimes:
+                before = problem.start(w_hat).of(regime)[0]
+                quantity = problem.start().of(regime)[1]
+                known = 0 < before < math.inf and quantity > 0
+                found.append(
+                    step_advice(
+                        nearest,
+                        problem.problem(regime, w_hat),
+                        method=name,
+                        regime=regime,
+                        server_step_size=run.first_step_sizes[1],
+                        rounds=run.rounds,
+                        epsilon=target * quantity if known else None,
+                        start=before if known else None,
+                    )
+                )
+        except FedShuffleError as error:
+            not_covered.append(NotCovered(name, (str(error),)))
+    return (*found, *not_covered)
 
 
-def _listed(sampling: Sampling, seed: int) -> Sampling:
-    """A sampling with few enough cohorts to list: itself, or some that were drawn from it."""
-    n = len(sampling)
-    cohorts = sampling.cohorts(_COHORTS) if n <= _CLIENTS else None
-    if cohorts is not None and len(cohorts) <= _COHORTS:
-        return sampling
-    if n > _CLIENTS:
-        raise FedShuffleError(
-            f"weights that are normalised over the cohort have no formula, and {n} clients are too"
-            f" many to estimate it (at most {_CLIENTS})."
-        )
-    drawn = [tuple(sampling.draw(seed, k).tolist()) for k in range(_COHORTS)]
-    if len({i for cohort in drawn for i in cohort}) < n:
-        raise FedShuffleError(
-            "weights that are normalised over the cohort have no formula, and some client was in"
-            f" none of {_COHORTS} drawn cohorts."
-        )
-    return Table(n, [(cohort, 1.0 / _COHORTS) for cohort in drawn])
+def _mvr(run: AdvisedRun, problem: ExactProblem | EstimatedProblem) -> MVRAdvice | NotCovered:
+    notes = ["proven for one client per round, drawn with the probabilities w, and eta_g = 1"]
+    work, start = run.work, problem.start().gap
+    if isinstance(work.epochs, EpochRange):
+        notes.append(f"epochs change: taken as {work.epochs.high}")
+        work = dataclasses.replace(work, epochs=work.epochs.high)
+    try:
+        constants, delta, where = problem.mvr()
+        rate = MVRRate(run.federation, constants, delta, work)
+        notes += where
+        if rate.epochs * rate.delta < rate.L:
+            notes.append("E < L / delta: no gain over momentum without local steps is shown")
+
+        def steps(bound: Bound) -> MVRSteps:
+            tuned = rate.tune(run.rounds, start=start, bound=bound) if start > 0 else None
+            return MVRSteps(rate.limit(bound=bound), tuned)
+
+        return MVRAdvice(tuple(notes), steps("theorem"), steps("proof"))
+    except FedShuffleError as error:
+        return NotCovered("fedshuffle-mvr", (*notes, str(error)))
+
+
+def _your_step_size(
+    run: AdvisedRun, steps: list[StepAdvice], mvr: MVRAdvice | NotCovered
+) -> OwnStepSize:
+    derivation, limits = Derivation.PROOF, list[float]()
+    if isinstance(run.method.direction, MVR):
+        derivation = Derivation.MVR_PROOF
+        limits = [mvr.proof.limit.step_size] if isinstance(mvr, MVRAdvice) else []
+    elif run.method.momentum == "none":
+        limits = [row.proof.step_size for row in steps if row.method == run.method.name]
+    size, times = run.first_step_sizes[0], None
+    if limits:
+        times = ReportedNumber(size / max(limits), derivation=derivation)
+    return OwnStepSize(size, times)
+
+
+def _sampling(
+    run: AdvisedRun,
+    problem: ExactProblem | EstimatedProblem,
+    target: float,
+    regimes: list[Regime],
+) -> SamplingAdvice | NotCovered:
+    if not regimes:
+        return NotCovered("fedshuffle", ("no step size is advised for fedshuffle",))
+    regime = regimes[0]
+    before, quantity = problem.start().of(regime)
+    if not (0 < before < math.inf and quantity > 0):
+        return NotCovered("fedshuffle", ("training starts at the optimum",))
+    nearest = nearest_constants(run.federation, "fedshuffle", run.sampling, run.work, seed=run.seed)
+    eta_g, constants = run.first_step_sizes[1], problem.problem(regime)
+    rate = ConvergenceRate(nearest.constants, constants, regime=regime, server_step_size=eta_g)
+    cohort = max(1, round(run.sampling.expected_updates))
+    return sampling_advice(run.federation, rate, cohort, epsilon=target * quantity, start=before)
+
+
+def _audit(run: AdvisedRun) -> ObjectiveSummary:
+    try:
+        found = audit(run.federation, run.method, run.sampling, run.work, draws=_DRAWS)
+    except FedShuffleError as error:
+        return ObjectiveSummary(None, str(error), None)
+    wrong = found.total_variation
+    conclusions = {
+        True: "consistent: it minimises the objective you meant",
+        None: "undecided: no bias larger than the sampling error was seen",
+        False: f"not consistent: {wrong:.2%} of the objective is in the wrong place",
+    }
+    return ObjectiveSummary(found.consistent, conclusions[found.consistent], wrong)

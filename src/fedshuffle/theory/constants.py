@@ -1,52 +1,99 @@
-r"""The constants by which a sampling and an averaging rule enter the convergence theorem.
+r"""The constants that enter the convergence theorems: those of a method and those of a problem.
 
-The paper's theorem on FedShuffleGen is about
+The theorem on FedShuffleGen is about :math:`\hat f = \sum_i \hat w_i f_i` with
 
-.. math:: \hat f = \sum_i \hat w_i f_i, \qquad \hat w_i = \frac{\tilde w_i \tau_i}{W q_i c_i},
-          \qquad W = \sum_i \frac{\tilde w_i \tau_i}{q_i c_i}, \qquad
-          \frac{1}{q_i} = E\Big[ \frac{1\{i \in S\}}{q_i^S} \Big],
+.. math:: \hat w_i = \frac{\tilde w_i \tau_i}{W q_i c_i}, \qquad
+          \frac{1}{q_i} = E\Big[ \frac{1\{i \in S\}}{q_i^S} \Big], \qquad
+          H_{ij} = E\Big[ \frac{q_i q_j}{q_i^S q_j^S} 1\{i, j \in S\} \Big], \qquad
+          H - e e^T \preceq Diag(h_1 s_1, \dots, h_n s_n).
 
-and sampling adds variance through the second moments
-
-.. math:: H_{ij} = E\Big[ \frac{q_i q_j}{q_i^S q_j^S} 1\{i, j \in S\} \Big], \qquad h = diag(H),
-          \qquad H - e e^T \preceq Diag(h_1 s_1, \dots, h_n s_n).
-
-With :math:`q_i^S = p_i` all of this has a closed form: :math:`q_i = 1`, :math:`H_{ij} = p_{ij} /
-(p_i p_j)`, :math:`h_i = 1 / p_i`, and the inequality is that of the sampling, :math:`P - p p^T
-\preceq Diag(p_i s_i)`. Otherwise every cohort is listed.
+With :math:`q_i^S = p_i` these have closed forms: :math:`q_i = 1`, :math:`H_{ij} = p_{ij} /
+(p_i p_j)`, :math:`h_i = 1 / p_i`. Otherwise all cohorts are enumerated.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import final
+from typing import Literal, final
 
 import numpy as np
 from numpy.typing import ArrayLike
 
 from fedshuffle import methods
-from fedshuffle._arrays import FloatArray, IntArray, expect, positive
-from fedshuffle.errors import FedShuffleError
+from fedshuffle._arrays import FloatArray, IntArray, expect, number, positive
+from fedshuffle.errors import FedShuffleError, error_context
 from fedshuffle.federation import Federation
 from fedshuffle.local_work import LocalWork, Workload
-from fedshuffle.methods import FedShuffleGen, InclusionProbability, Method, Participants, Plain
+from fedshuffle.methods import Cohort, FedShuffleGen, InclusionProbability, Method, Plain
 from fedshuffle.methods.servers import Average
-from fedshuffle.sampling import Full, One, Optimal, Sampling, resolve
+from fedshuffle.sampling import Full, One, Sampling, resolve
+from fedshuffle.sampling.base import MAX_COHORTS
 
-_COHORTS = 4096
-"""So many cohorts are listed where no formula applies."""
-
-_CLIENTS = 1000
-"""So many rows a matrix of second moments may have where its eigenvalues are wanted."""
+MAX_MATRIX_CLIENTS = 1000
+"""Largest number of clients for which a matrix of second moments is built."""
 
 _TOLERANCE = 1e-9
 """How far below zero rounding may push an eigenvalue."""
 
 
+def finite_array(values: ArrayLike, what: str) -> FloatArray:
+    """An array of finite numbers, or a clear error."""
+    with error_context(lambda error: f"{what} must be numbers: {error}.", (TypeError, ValueError)):
+        array = np.array(values, dtype=np.float64)
+    if not np.isfinite(array).all():
+        raise FedShuffleError(f"{what} must be finite.")
+    return array
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class ProblemConstants:
+    """What the theorem assumes of the losses.
+
+    Args:
+        L: every loss ``f_ij`` of one step is L-smooth.
+        G: with B, ``sum_i w-hat_i |grad f_i|^2 <= G^2 + B^2 |grad f-hat|^2`` (gradient similarity;
+            for convex losses ``2 L B^2 (f-hat - f-hat*)`` may replace the last term). The weights
+            are the effective ones, which equal w for a consistent method.
+        B: at least 1.
+        P: with sigma, ``mean_j |grad f_ij - grad f_i|^2 <= sigma_i^2 + P_i^2 |grad f_i|^2``
+            (bounded variance); one number, or one per client.
+        sigma: as P.
+        mu: every loss is mu-strongly convex; 0 for convex losses, unused for others.
+    """
+
+    L: float
+    G: float = 0.0
+    B: float = 1.0
+    P: float | ArrayLike = 0.0
+    sigma: float | ArrayLike = 0.0
+    mu: float = 0.0
+
+    def __post_init__(self) -> None:
+        number(self.L, "L", "(0, inf)")
+        number(self.G, "G", "[0, inf)")
+        number(self.B, "B", "[1, inf)")
+        if number(self.mu, "mu", "[0, inf)") > self.L:
+            raise FedShuffleError(f"mu is {self.mu}, but must be at most L = {self.L}.")
+        for name in ("P", "sigma"):
+            for value in np.ravel(getattr(self, name)).tolist():
+                number(value, name, "[0, inf)")
+
+    def per_client(self, name: Literal["P", "sigma"], n: int) -> FloatArray:
+        """P or sigma as a vector."""
+        values = np.asarray(getattr(self, name), dtype=np.float64)
+        if values.shape not in ((), (n,)):
+            raise FedShuffleError(
+                f"{name} has shape {values.shape}: give one number, or one for each of the {n}"
+                " clients."
+            )
+        return np.broadcast_to(values, (n,))
+
+
 @final
 @dataclass(frozen=True, eq=False)
 class MethodConstants:
-    """The constants of the paper's theorem on FedShuffleGen, for one setting.
+    """The constants of the theorem on FedShuffleGen for a method, a sampling and a federation.
 
     >>> clients = Federation.from_sizes([1, 2, 3])
     >>> found = method_constants(clients, "fedshuffle", "uniform:2")
@@ -63,32 +110,27 @@ class MethodConstants:
     s: FloatArray
     """A vector with ``H - e e^T <= Diag(h_i s_i)`` (general variance lemma)."""
     M_1: float
-    """``max_i h_i s_i w-hat_i``: the variance that sampling adds."""
+    """``max_i h_i s_i w-hat_i``: the variance that sampling adds; the main theorem's M if q = p."""
     M_2: float
     """``(sum_i tau_i) max_i w-tilde_i / (W q_i c_i)``: at least 1, and 1 only where every step of
-    every client counts the same. The theorem needs no more than 1 in its place (docs/theory.md)."""
+    every client has the same weight. The theorem holds with 1 in its place (docs/theory.md)."""
     c: FloatArray
     """The step normalisation of every client."""
     tau: IntArray
-    """The steps that every client does."""
+    """The local steps of every client."""
     steps_per_epoch: IntArray
-    """``k_i``, in the place of the paper's ``|D_i|``."""
+    """``k_i``, in place of the paper's ``|D_i|``."""
     longest: int
-    """``tau_max``, the most steps that any client may be asked for."""
+    """``tau_max``, the largest number of steps of any client."""
     how: str
     """closed form, enumeration, or (in advice) eigenvalue."""
     obstacle: str
-    """Why the theorem does not cover this local work; empty where it does."""
-
-    @property
-    def M(self) -> float:  # noqa: N802
-        """``max_i s_i w_i / p_i``, the main theorem's name for ``M_1`` where q = p, w-hat = w."""
-        return self.M_1
+    """Why the theorem does not cover this local work; empty if it does."""
 
     @property
     def shares(self) -> FloatArray:
-        """``tau_i / c_i``: how far each client walks, relative to ``eta_l``. The theorem asks for
-        ``c_i >= tau_i``, that is, at most 1.
+        """``tau_i / c_i``, each client's path length relative to ``eta_l``; the theorem asks for at
+        most 1.
         """
         return self.tau / self.c
 
@@ -101,8 +143,8 @@ def method_constants(
 ) -> MethodConstants:
     """The constants of a method, or of an averaging rule, on a federation.
 
-    Closed forms where the normaliser is the inclusion probability, for any number of clients; a
-    list of all cohorts otherwise, with the ``s`` for which ``M_1`` is smallest.
+    Closed forms where the normaliser is the inclusion probability, for any number of clients;
+    otherwise an enumeration of all cohorts, with the ``s`` that makes ``M_1`` smallest.
 
         >>> clients = Federation.from_sizes([1, 2, 3])
         >>> found = method_constants(clients, "fedavg-rr")
@@ -111,10 +153,10 @@ def method_constants(
     """
     expect(federation, Federation, "federation")
     sampling = resolve(sampling, federation)
-    if isinstance(sampling, Optimal):
+    if sampling.two_phase:
         raise FedShuffleError(
             f"the theorem on FedShuffleGen does not cover sampling {sampling!r}, which depends on"
-            " the updates. Use its pool, for the clients that walk."
+            " the updates. Use its pool, the clients that train."
         )
     work = LocalWork() if work is None else work
     expect(work, LocalWork, "work")
@@ -122,21 +164,20 @@ def method_constants(
         rule = method
     else:
         method = methods.get(method)
-        _check_plain(method)
+        plain = isinstance(method.direction, Plain) and isinstance(method.server, Average)
+        if not plain or method.pooled:
+            raise FedShuffleError(
+                f"the theorem on FedShuffleGen does not cover {method.name!r}: it is for clients"
+                " that follow their gradient and a server that adds the average. Give the averaging"
+                " rule (method.averaging) to see the constants without the rest."
+            )
         rule, work = method.averaging, method.local_work(work)
     workload = work.on(federation.sizes)
     if isinstance(method, Method):
         method.check(workload, sampling)
 
-    planned, done = _steps(workload, sampling)
-    clients = Participants(
-        clients=np.arange(len(federation)),
-        weight=federation.weights,
-        probability=sampling.p,
-        planned=planned,
-        done=done,
-        longest=workload.longest,
-    )
+    everyone, (planned, done) = np.arange(len(federation)), _steps(workload, sampling)
+    clients = Cohort.of(federation, sampling, workload, everyone, (planned, done))
     c = workload.longest / rule.step_scale(clients)
     weight = rule.weight(clients)
     if isinstance(rule.normaliser, InclusionProbability):
@@ -166,24 +207,12 @@ def method_constants(
     )
 
 
-def second_moments(sampling: Sampling) -> FloatArray:
-    """``H_ij = P(i, j in S) / (p_i p_j)``, the matrix H where q = p.
-
-    >>> second_moments(Full(2)).tolist()
-    [[1.0, 1.0], [1.0, 1.0]]
-    """
-    expect(sampling, Sampling, "sampling")
-    _check_number(len(sampling))
-    return sampling.pair_probabilities() / np.outer(sampling.p, sampling.p)
-
-
 def smallest_s(moments: Sampling | ArrayLike, weights: ArrayLike | None = None) -> FloatArray:
     r"""The smallest ``s`` with ``H - e e^T <= Diag(h_i s_i)``, by an eigenvalue.
 
-    There is no single smallest vector. Without weights this is the smallest that is the same for
-    all clients, the largest eigenvalue of :math:`D^{-1/2} (H - e e^T) D^{-1/2}` with
-    :math:`D = Diag(h)`. With the weights w-hat it is the one for which the theorem's ``M_1`` is
-    smallest: ``h_i s_i w-hat_i`` is then the same for all, and it is the largest eigenvalue of
+    Without weights, the smallest one that is equal for all clients: the largest eigenvalue of
+    :math:`D^{-1/2} (H - e e^T) D^{-1/2}` with :math:`D = Diag(h)`. With the weights w-hat, the one
+    with the smallest ``M_1``: the largest eigenvalue of
     :math:`(\sqrt{\hat w_i} (H_{ij} - 1) \sqrt{\hat w_j})`.
 
         >>> from fedshuffle.sampling import Uniform
@@ -195,7 +224,7 @@ def smallest_s(moments: Sampling | ArrayLike, weights: ArrayLike | None = None) 
     scale = 1.0 / h if weights is None else positive(weights, len(h), "weights")
     root = np.sqrt(scale)
     largest = float(np.linalg.eigvalsh(root[:, None] * (matrix - 1.0) * root)[-1])
-    # Where nothing varies, rounding leaves an eigenvalue of the order of the matrix's accuracy.
+    # Without any variance, rounding leaves an eigenvalue of the order of the matrix's accuracy.
     noise = len(h) * float(np.finfo(float).eps) * float(np.abs(h * scale).max())
     return (largest if largest > noise else 0.0) / (h * scale)
 
@@ -208,11 +237,7 @@ def is_valid_s(s: ArrayLike, moments: Sampling | ArrayLike) -> bool:
     >>> is_valid_s([0.5, 0.5], half), is_valid_s([0.5, 0.4], half)
     (True, False)
     """
-    matrix = _matrix(moments)
-    try:
-        vector = np.array(s, dtype=np.float64)
-    except (TypeError, ValueError) as error:
-        raise FedShuffleError(f"s must be numbers: {error}.") from error
+    matrix, vector = _matrix(moments), finite_array(s, "s")
     if vector.shape != (len(matrix),):
         raise FedShuffleError(
             f"s must be one number for each of the {len(matrix)} clients, got shape {vector.shape}."
@@ -223,68 +248,56 @@ def is_valid_s(s: ArrayLike, moments: Sampling | ArrayLike) -> bool:
 
 
 def _matrix(moments: Sampling | ArrayLike) -> FloatArray:
+    """H; that of a sampling is ``H_ij = P(i, j in S) / (p_i p_j)``, where q = p."""
     if isinstance(moments, Sampling):
-        return second_moments(moments)
-    try:
-        matrix = np.array(moments, dtype=np.float64)
-    except (TypeError, ValueError) as error:
-        raise FedShuffleError(f"the second moments H must be numbers: {error}.") from error
+        _check_clients(len(moments))
+        return moments.pair_probabilities() / np.outer(moments.p, moments.p)
+    matrix = finite_array(moments, "the second moments H")
     if matrix.ndim != 2 or matrix.shape[0] != matrix.shape[1] or not matrix.size:
         raise FedShuffleError(
             f"the second moments H must be a square matrix, got shape {matrix.shape}."
         )
-    if not np.isfinite(matrix).all() or not np.allclose(matrix, matrix.T):
-        raise FedShuffleError("the second moments H must be finite and symmetric.")
+    if not np.allclose(matrix, matrix.T):
+        raise FedShuffleError("the second moments H must be symmetric.")
     if not (np.diag(matrix) > 0).all():
         raise FedShuffleError(
             "the second moments H need a positive diagonal: leave out clients that never take part."
         )
-    _check_number(len(matrix))
+    _check_clients(len(matrix))
     return matrix
 
 
-def _check_number(n: int) -> None:
-    if n > _CLIENTS:
+def _check_clients(n: int) -> None:
+    if n > MAX_MATRIX_CLIENTS:
         raise FedShuffleError(
-            f"eigenvalues for {n} clients take too long: at most {_CLIENTS} are possible. Use the"
-            " sampling's own s, and methods that weigh by inclusion probability."
-        )
-
-
-def _check_plain(method: Method) -> None:
-    """The theorem is for gradients as they are, averaged as they come."""
-    plain = isinstance(method.direction, Plain) and isinstance(method.server, Average)
-    if not plain or method.pooled:
-        raise FedShuffleError(
-            f"the theorem on FedShuffleGen does not cover {method.name!r}: it is for clients"
-            " that walk along the gradient and a server that adds the average. Give the averaging"
-            " rule (method.averaging) to see the constants without the rest."
+            f"eigenvalues for {n} clients take too long: at most {MAX_MATRIX_CLIENTS} are possible."
+            " Use the sampling's own s, and methods that weight by inclusion probability."
         )
 
 
 def _steps(workload: Workload, sampling: Sampling) -> tuple[IntArray, IntArray]:
-    """Steps planned and done, where they are the same in every round."""
-    values, chances = workload.alone
-    work = workload.work
+    """Steps planned and done, if they are the same in every round."""
+    values, chances = workload.possible_steps
+    work, covers = workload.work, "the theorem on FedShuffleGen is for numbers of"
     if len(chances) > 1:
         raise FedShuffleError(
-            "the theorem on FedShuffleGen is for numbers of epochs that do not change from round to"
-            " round: give a number instead of a range."
+            f"{covers} epochs that do not change from round to round: give a number instead of a"
+            " range."
         )
     planned = values[:, 0]
     if isinstance(sampling, Full):
-        planned = workload.together(planned)
+        planned = workload.cohort_steps(planned)
     elif isinstance(work.steps, str) and np.ptp(planned) > 0 and not isinstance(sampling, One):
         raise FedShuffleError(
-            f"the theorem on FedShuffleGen is for numbers of steps that do not depend on the"
-            f" cohort, but steps {work.steps!r} does: give a number of steps, or epochs."
+            f"{covers} steps that do not depend on the cohort, but steps {work.steps!r} does: give"
+            " a number of steps, or epochs."
         )
     if work.interruption is None:
         return planned, planned
     if work.interruption.random:
         raise FedShuffleError(
-            "the theorem on FedShuffleGen is for numbers of steps that do not change from round to"
-            f" round, but {work.interruption!r} is random: use MissLast, AtMost, or none."
+            f"{covers} steps that do not change from round to round, but {work.interruption!r} is"
+            " random: use MissLast, AtMost, or none."
         )
     return planned, work.interruption.done(planned, np.arange(len(planned)), 0, 0)
 
@@ -301,30 +314,23 @@ def _obstacle(workload: Workload, done: IntArray) -> str:
 
 
 def _moments(
-    rule: FedShuffleGen, weight: FloatArray, clients: Participants, sampling: Sampling
+    rule: FedShuffleGen, weight: FloatArray, clients: Cohort, sampling: Sampling
 ) -> tuple[FloatArray, FloatArray]:
     """``1 / q`` and the matrix H, over every cohort."""
     n = len(sampling)
-    cohorts = sampling.cohorts(_COHORTS) if n <= _CLIENTS else None
-    if cohorts is None or len(cohorts) > _COHORTS:
+    cohorts = sampling.cohorts(MAX_COHORTS) if n <= MAX_MATRIX_CLIENTS else None
+    if cohorts is None or len(cohorts) > MAX_COHORTS:
         raise FedShuffleError(
             f"the constants of {type(rule.normaliser).__name__} need a list of all cohorts, and"
-            f" sampling {sampling!r} of {n} clients has too many (at most {_COHORTS} cohorts of"
-            f" {_CLIENTS} clients). Use a method that weighs by inclusion probability, or fewer"
-            " clients."
+            f" sampling {sampling!r} of {n} clients has too many (at most {MAX_COHORTS} cohorts of"
+            f" {MAX_MATRIX_CLIENTS} clients). Use a method that weights by inclusion probability,"
+            " or fewer clients."
         )
     mean, second = np.zeros(n), np.zeros((n, n))
     for members, probability in cohorts:
         if not len(members):
             continue
-        cohort = Participants(
-            clients=members,
-            weight=clients.weight[members],
-            probability=clients.probability[members],
-            planned=clients.planned[members],
-            done=clients.done[members],
-            longest=clients.longest,
-        )
+        cohort = clients.only(members, clients.probability)
         inverse = rule.aggregation_weights(cohort) / weight[members]
         mean[members] += probability * inverse
         second[np.ix_(members, members)] += probability * np.outer(inverse, inverse)

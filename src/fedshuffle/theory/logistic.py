@@ -1,74 +1,41 @@
-r"""Constants of logistic regression, binary or with many classes.
+r"""Constants of logistic regression, binary or with many classes (derived in docs/theory.md).
 
-The losses of one example with features a, with logits :math:`z = W a`, are :math:`\ell(z, y) +
-\frac{\lambda}{2} |W|^2`. All that counts of :math:`\ell` are three numbers:
-
-=========================================================  ============  ==========
-number                                                     binary        softmax
-=========================================================  ============  ==========
-slope, the supremum of :math:`|\nabla \ell|`               1             sqrt 2
-curvature, the supremum of :math:`\|\nabla^2 \ell\|`       1/4           1/2
-twist, a Lipschitz constant of :math:`\nabla^2 \ell`       1/(6 sqrt 3)  1/sqrt 2
-=========================================================  ============  ==========
-
-The last of softmax: along u the variance :math:`Var_p(v)` changes by
-:math:`E[(v - \bar v)^2 (u - \bar u)] \le \sqrt 2 \cdot \frac12` for unit vectors u and v.
-
-The regularisation is the same for all, so it cancels wherever gradients or Hessians are compared.
-With :math:`\Sigma_i` the mean of :math:`a a^T` over client i, :math:`\Sigma = \sum_i \hat w_i
-\Sigma_i` and :math:`\kappa` the curvature:
-
-*Hessian similarity.* :math:`0 \preceq \nabla^2 \ell_i \preceq \kappa I \otimes \Sigma_i`, and
-client i is itself a part of the whole, so that everywhere
+With :math:`\kappa` the curvature, :math:`\Sigma_i` the mean of :math:`a a^T` over client i,
+:math:`\Sigma = \sum_i \hat w_i \Sigma_i`, and :math:`T_i` (:math:`T` over all) the mean of
+:math:`\min(\kappa, \text{twist} \cdot |a| r) a a^T`, everywhere and within r of the optimum
 
 .. math:: \delta_i \le \kappa \max\big( (1 - \hat w_i) \lambda_{max}(\Sigma_i),
-          \lambda_{max}(\Sigma - \hat w_i \Sigma_i) \big).
-
-Within r of the optimum the curvature of an example changes by at most :math:`d_{ij} = \min(\kappa,
-\text{twist} \cdot |a_{ij}| r)`, so that with :math:`T_i` the mean of :math:`d a a^T` and :math:`T`
-that over all
-
-.. math:: \delta_i \le \|\nabla^2 f_i(x^\star) - \nabla^2 \hat f(x^\star)\|
+          \lambda_{max}(\Sigma - \hat w_i \Sigma_i) \big), \qquad
+          \delta_i \le \|\nabla^2 (f_i - \hat f)(x^\star)\|
           + \lambda_{max}(T + (1 - 2 \hat w_i) T_i).
-
-*Gradient similarity* holds with B = 1. Its G^2 is the variance of :math:`\nabla \ell_i` over
-clients, which is at most :math:`\sum_i \hat w_i (\text{slope} \cdot mean_j |a_{ij}|)^2` everywhere,
-and at most :math:`\big( \sqrt{\sum_i \hat w_i |g_i|^2} + r \sqrt{\sum_i \hat w_i \delta_i^2}
-\big)^2` within r of the optimum, where :math:`g_i = \nabla f_i(x^\star)`. In the form for convex
-losses :math:`G^2 = \frac{B^2}{B^2 - 1} \sum_i \hat w_i |g_i|^2` for any B > 1: by Young's
-inequality, and :math:`\sum_i \hat w_i |\nabla f_i(x) - g_i|^2 \le 2 L (\hat f(x) - \hat f^\star)`.
-
-*Bounded variance* holds with P = 0: :math:`\sigma_i^2 \le \text{slope}^2\, mean_j |a_{ij}|^2`
-everywhere, and :math:`\sigma_i \le \sigma_i(x^\star) + r \kappa \sqrt{mean_j |a_{ij}|^4}` within r
-of the optimum.
 """
 
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple, final
+from typing import NamedTuple, Unpack, final
 
 import numpy as np
-from numpy.typing import ArrayLike
 
-from fedshuffle._arrays import FloatArray, count
+from fedshuffle._arrays import FloatArray, count, number
 from fedshuffle.errors import FedShuffleError
 from fedshuffle.federation import Federation
-from fedshuffle.theory.forms import axes
-from fedshuffle.theory.problems import (
-    Claim,
+from fedshuffle.theory.exact import (
+    ConstantsOptions,
+    ConstantsRequest,
     ExactConstants,
-    SimilarityForm,
-    Table,
-    Wanted,
-    l2_checked,
+    RegressionData,
+    Status,
+    Validity,
+    normalised_weights,
 )
+from fedshuffle.theory.quadratic_forms import nonzero_axes
 
-_PARAMETERS = 2000
-"""So many parameters a Hessian may have rows for."""
+_MAX_PARAMETERS = 2000
+"""Largest number of parameters for which a Hessian is built."""
 
-_STEPS = 100
-"""So many Newton steps: where an optimum exists, a dozen do."""
+_MAX_NEWTON_STEPS = 100
+"""Largest number of Newton steps: where an optimum exists, a dozen suffice."""
 
 
 def logistic_regression_constants(
@@ -77,11 +44,7 @@ def logistic_regression_constants(
     l2: float = 0.0,
     classes: int | None = None,
     bias: bool = False,
-    w_hat: ArrayLike | None = None,
-    batch_size: int = 1,
-    form: SimilarityForm = "gradient",
-    B: float | None = None,  # noqa: N803
-    radius: float | None = None,
+    **options: Unpack[ConstantsOptions],
 ) -> ExactConstants:
     """The constants of logistic regression with ``l2/2 |x|^2``, and its optimum by Newton's method.
 
@@ -94,110 +57,112 @@ def logistic_regression_constants(
     Args:
         federation: with two fields, features and labels.
         l2: the regularisation.
-        classes: how many, from 0 on; None for two with a single logit.
-        bias: whether there is one; it is regularised like the rest.
-        w_hat: the effective weights; the federation's own if not given.
-        batch_size: examples per step.
-        form: the form of gradient similarity (see :mod:`fedshuffle.theory.problems`).
-        B: 1 by default, and sqrt 2 in the form for convex losses.
-        radius: constants for the ball of this radius around the optimum only.
+        classes: their number, from 0 on; None for two with a single logit.
+        bias: whether there is one; it is regularised too.
+        options: :class:`~fedshuffle.theory.exact.ConstantsOptions`. B is 1 by default, and sqrt 2
+            in the form for convex losses; P is always 0.
 
     >>> data = Federation.from_arrays([[2.0], [1.0], [-1.0]], [1, 0, 0], sizes=[2, 1])
     >>> found = logistic_regression_constants(data, l2=0.1)
     >>> found.L, found.mu, found.x_star.round(4).tolist()
     (1.1, 0.1, [0.5943])
     """
-    table = Table(federation, bias)
-    l2 = l2_checked(l2)
-    wanted = Wanted.checked(federation.weights, w_hat, batch_size, form, B, radius)
-    model = _Model(table, l2, None if classes is None else count(classes, "classes"))
-    gram = model.gram(wanted)
-    x, f_star, hessian = model.optimum(wanted, gram)
+    data = RegressionData(federation, bias)
+    l2 = number(l2, "l2", "[0, inf)")
+    request = ConstantsRequest(**options)
+    if request.P is not None:
+        raise FedShuffleError("P must not be given for logistic regression: it is 0.")
+    w, n = normalised_weights(federation.weights, request.w_hat), len(federation)
+    radius = request.radius
+    model = _LogisticModel(data, l2, None if classes is None else count(classes, "classes"), w)
+    gram = model.gram()
+    x, f_star, hessian = model.optimum(gram)
 
-    n, r = len(table), math.inf if radius is None else float(radius)
-    kappa, w = model.curvature, wanted.w_hat
-    twisted = np.zeros_like(gram)
-    for i in range(n):
-        twisted += w[i] * model.twisted(i, r)
-    at_optimum, delta, sigma, L_steps, far, steep = (np.zeros(n) for _ in range(6))  # noqa: N806
+    r = math.inf if radius is None else float(radius)
+    kappa = model.curvature
+    changes = sum((w[i] * model.hessian_change(i, r) for i in range(n)), np.zeros_like(gram))
+    at_optimum, delta, sigma, L_steps, far, L_clients = np.zeros((6, n))  # noqa: N806
     for i in range(n):
         a, labels = model.client(i)
         squares = (a**2).sum(axis=1)
         own = a.T @ a / len(a)
-        steep[i] = kappa * _largest(own) + l2
-        L_steps[i] = wanted.steepest(kappa * squares + l2, float(steep[i]))
+        L_clients[i] = kappa * _largest(own) + l2
+        L_steps[i] = request.batch_smoothness(kappa * squares + l2, float(L_clients[i]))
         near = model.at(x, a, labels)
         at_optimum[i] = float(near.gradient @ near.gradient)
         far[i] = model.slope * float(np.sqrt(squares).mean())
         delta[i] = kappa * max((1 - w[i]) * _largest(own), _largest(gram - w[i] * own))
-        scale = math.sqrt(wanted.spread(len(a)))
+        scale = math.sqrt(request.variance_factor(len(a)))
         sigma[i] = scale * model.slope * math.sqrt(float(squares.mean()))
         if radius is not None:
-            change = _largest(twisted + (1 - 2 * w[i]) * model.twisted(i, r))
+            change = _largest(changes + (1 - 2 * w[i]) * model.hessian_change(i, r))
             apart = float(np.abs(np.linalg.eigvalsh(near.hessian - hessian)).max())
             delta[i] = min(delta[i], apart + change)
             moved = r * kappa * math.sqrt(float((squares**2).mean()))
             sigma[i] = min(sigma[i], scale * (math.sqrt(near.variance) + moved))
 
-    b2, g2 = _similarity(wanted, float(w @ at_optimum), float(w @ far**2), float(w @ delta**2))
-    flat = float(np.linalg.eigvalsh(hessian)[0]) - _largest(twisted) if radius is not None else l2
-    everywhere: Any = "bound" if radius is None else "on the ball"
-    attained = model.attained
+    b2, g2 = _similarity(request, float(w @ at_optimum), float(w @ far**2), float(w @ delta**2))
+    smallest = l2
+    status: Status = "bound"
+    mu = mu_objective = Validity("exact", "l2: far away the losses are almost linear")
+    if radius is not None:
+        smallest, status = float(np.linalg.eigvalsh(hessian)[0]) - _largest(changes), "on the ball"
+        mu_objective = Validity(status, "lambda_min at x* minus the change of Hessians, or l2")
+    reasons: dict[str, tuple[Status, str]] = {
+        "L_clients": (model.attained, "curvature lambda_max(Sigma_i) + l2"),
+        "L_objective": (model.attained, "curvature lambda_max(Sigma) + l2"),
+        "G": (status, "the variance of clients' gradients (docs/theory.md)"),
+        "B": (status, "see G"),
+        "sigma": (status, "gradients of bounded length (docs/theory.md)"),
+        "P": (status, "see sigma"),
+        "delta": (status, "Hessians between 0 and curvature Sigma_i (docs/theory.md)"),
+        "x_star": ("exact", "Newton's method, up to rounding"),
+        "f_star": ("exact", "f-hat(x*)"),
+    }
     return ExactConstants(
         L=float(L_steps.max()),
-        L_clients=steep,
+        L_clients=L_clients,
         L_objective=kappa * _largest(gram) + l2,
         mu=l2,
-        mu_objective=max(l2, flat),
+        mu_objective=max(l2, smallest),
         G=math.sqrt(g2),
         B=math.sqrt(b2),
         sigma=sigma,
         P=np.zeros(n),
-        delta=float(delta.max()),
         delta_clients=delta,
         x_star=model.in_order(x),
         f_star=f_star,
         w_hat=w,
-        form=form,
+        form=request.form,
         radius=radius,
-        claims={
-            "L": wanted.about_steps(
+        validity={
+            "L": request.step_validity(
                 federation.sizes,
                 "curvature max_ij |a_ij|^2 + l2",
                 "of a minibatch, at most the mean of its examples'",
             ),
-            "L_clients": Claim(attained, "curvature lambda_max(Sigma_i) + l2"),
-            "L_objective": Claim(attained, "curvature lambda_max(Sigma) + l2"),
-            "mu": Claim("exact", "l2: far away the losses are as good as linear"),
-            "mu_objective": Claim("exact", "l2: far away the losses are as good as linear")
-            if radius is None
-            else Claim("on the ball", "lambda_min at x*, less by what Hessians change, or l2"),
-            "G": Claim(everywhere, "the variance of clients' gradients (see the module)"),
-            "B": Claim(everywhere, "see G"),
-            "sigma": Claim(everywhere, "gradients of bounded length (see the module)"),
-            "P": Claim(everywhere, "see sigma"),
-            "delta": Claim(everywhere, "Hessians between 0 and curvature Sigma_i (see the module)"),
-            "x_star": Claim("exact", "Newton's method, until its steps are rounding"),
-            "f_star": Claim("exact", "f-hat(x*)"),
+            "mu": mu,
+            "mu_objective": mu_objective,
+            **{name: Validity(*reason) for name, reason in reasons.items()},
         },
     )
 
 
 def _similarity(
-    wanted: Wanted, at_optimum: float, far: float, delta2: float
+    request: ConstantsRequest, at_optimum: float, far: float, delta2: float
 ) -> tuple[float, float]:
     """B^2 and G^2."""
     variance = far
-    if wanted.radius is not None:
-        variance = min(far, (math.sqrt(at_optimum) + wanted.radius * math.sqrt(delta2)) ** 2)
-    if wanted.form == "gradient":
-        return (1.0 if wanted.B is None else wanted.B**2), variance
-    b2 = 2.0 if wanted.B is None else wanted.B**2
+    if request.radius is not None:
+        variance = min(far, (math.sqrt(at_optimum) + request.radius * math.sqrt(delta2)) ** 2)
+    if request.form == "gradient":
+        return (1.0 if request.B is None else request.B**2), variance
+    b2 = 2.0 if request.B is None else request.B**2
     return b2, min(variance, b2 / (b2 - 1.0) * at_optimum) if b2 > 1.0 else variance
 
 
-class _At(NamedTuple):
-    """A client's losses at a point."""
+class _LossesAt(NamedTuple):
+    """Losses at a point."""
 
     value: float
     gradient: FloatArray
@@ -207,62 +172,64 @@ class _At(NamedTuple):
 
 
 @final
-class _Model:
+class _LogisticModel:
     """The losses, with parameters in the order (logit, feature)."""
 
-    def __init__(self, table: Table, l2: float, classes: int | None) -> None:
-        self._table, self._l2, self._classes = table, l2, classes
+    def __init__(
+        self, data: RegressionData, l2: float, classes: int | None, w_hat: FloatArray
+    ) -> None:
+        self._data, self._l2, self._classes, self._w_hat = data, l2, classes, w_hat.tolist()
         if classes == 1:
             raise FedShuffleError("classes is 1, but there must be two or more to tell apart.")
         self._logits = 1 if classes is None else classes
-        self.parameters = self._logits * table.width
-        if self.parameters > _PARAMETERS:
+        self.parameters = self._logits * data.width
+        if self.parameters > _MAX_PARAMETERS:
             raise FedShuffleError(
                 f"{self.parameters} parameters are too many for exact constants: at most"
-                f" {_PARAMETERS} are possible. Use problem_constants, which estimates."
+                f" {_MAX_PARAMETERS} are possible. Use problem_constants, which estimates."
             )
         binary = classes is None
         self.slope = 1.0 if binary else math.sqrt(2.0)
         self.curvature = 0.25 if binary else 0.5
         self.twist = 1.0 / (6.0 * math.sqrt(3.0)) if binary else math.sqrt(0.5)
-        # At zero both of two classes are equally likely; of more, the bias can rule out the rest.
-        self.attained: Any = "exact" if self._logits <= 2 or table.bias else "bound"
+        # At zero two classes are equally likely; with more, the bias can rule out the rest.
+        self.attained: Status = "exact" if self._logits <= 2 or data.bias else "bound"
 
     def client(self, i: int) -> tuple[FloatArray, FloatArray]:
         """Features, and the probability of each class (or of the label 1)."""
-        a, labels = self._table.client(i)
+        a, labels = self._data.client(i)
         if self._classes is None:
-            known = np.isin(labels, (0.0, 1.0)) | (labels == -1.0)
-            wanted = "0 or 1 (or -1 and 1). Use classes= for more"
+            known, allowed = [-1, 0, 1], "0 or 1 (or -1 and 1). Use classes= for more"
         else:
-            known = np.isin(labels, np.arange(self._classes))
-            wanted = f"whole numbers from 0 to {self._classes - 1}"
-        if not known.all():
+            known = list(range(self._classes))
+            allowed = f"whole numbers from 0 to {self._classes - 1}"
+        wrong = labels[~np.isin(labels, known)]
+        if wrong.size:
             raise FedShuffleError(
-                f"client {self._table.federation.ids[i]!r} has the label"
-                f" {labels[~known][0]:g}, but labels must be {wanted}."
+                f"client {self._data.federation.ids[i]!r} has the label {wrong[0]:g}, but labels"
+                f" must be {allowed}."
             )
         if self._classes is None:
             return a, (labels > 0).astype(np.float64)[:, None]
         return a, np.eye(self._classes)[labels.astype(np.int64)]
 
-    def gram(self, wanted: Wanted) -> FloatArray:
-        """``Sigma``; every label is checked on the way."""
-        gram = np.zeros((self._table.width,) * 2)
-        for i, weight in enumerate(wanted.w_hat.tolist()):
+    def gram(self) -> FloatArray:
+        """``Sigma``; checks every label."""
+        gram = np.zeros((self._data.width,) * 2)
+        for i, weight in enumerate(self._w_hat):
             a, _ = self.client(i)
             gram += weight * (a.T @ a) / len(a)
         return gram
 
-    def twisted(self, i: int, radius: float) -> FloatArray:
+    def hessian_change(self, i: int, radius: float) -> FloatArray:
         """``T_i``."""
         a, _ = self.client(i)
         change = np.minimum(self.curvature, self.twist * np.sqrt((a**2).sum(axis=1)) * radius)
         result: FloatArray = a.T @ (change[:, None] * a) / len(a)
         return result
 
-    def at(self, x: FloatArray, a: FloatArray, labels: FloatArray) -> _At:
-        """Value, gradient, Hessian and variance of one client."""
+    def at(self, x: FloatArray, a: FloatArray, labels: FloatArray) -> _LossesAt:
+        """The losses of one client."""
         m, k = len(a), self._logits
         chances, value = self._chances(a @ x.reshape(k, -1).T, labels)
         rest = chances - labels
@@ -277,7 +244,7 @@ class _Model:
                 hessian[p, :, q] = hessian[q, :, p] = a.T @ (weight[:, None] * a) / m
         d = self.parameters
         squares = float(((rest**2).sum(axis=1) * (a**2).sum(axis=1)).mean())
-        return _At(
+        return _LossesAt(
             value + 0.5 * self._l2 * float(x @ x),
             gradient + self._l2 * x,
             hessian.reshape(d, d) + self._l2 * np.eye(d),
@@ -292,23 +259,23 @@ class _Model:
         total = np.log(np.exp(z).sum(axis=1, keepdims=True))
         return np.exp(z - total), float((total[:, 0] - (labels * z).sum(axis=1)).mean())
 
-    def whole(self, x: FloatArray, wanted: Wanted) -> _At:
-        """The same of f-hat (without the variance)."""
+    def _objective(self, x: FloatArray) -> _LossesAt:
+        """The objective f-hat (without the variance)."""
         value, gradient, hessian = 0.0, np.zeros(len(x)), np.zeros((len(x), len(x)))
-        for i, weight in enumerate(wanted.w_hat.tolist()):
+        for i, weight in enumerate(self._w_hat):
             one = self.at(x, *self.client(i))
             value += weight * one.value
             gradient += weight * one.gradient
             hessian += weight * one.hessian
-        return _At(value, gradient, hessian, 0.0)
+        return _LossesAt(value, gradient, hessian, 0.0)
 
-    def optimum(self, wanted: Wanted, gram: FloatArray) -> tuple[FloatArray, float, FloatArray]:
-        """Where f-hat is smallest, its value and its Hessian there: Newton, with halved steps."""
+    def optimum(self, gram: FloatArray) -> tuple[FloatArray, float, FloatArray]:
+        """The minimiser of f-hat, its value and Hessian: Newton's method with halved steps."""
         basis = self._free(gram)
         x = np.zeros(self.parameters)
-        here = self.whole(x, wanted)
+        here = self._objective(x)
         last = math.inf
-        for _ in range(_STEPS):
+        for _ in range(_MAX_NEWTON_STEPS):
             inner = basis.T @ here.hessian @ basis
             spectrum = np.linalg.eigvalsh(inner)
             if spectrum[0] <= 1e-13 * spectrum[-1]:
@@ -318,11 +285,11 @@ class _Model:
             if length <= 1e-7 * (1.0 + float(np.linalg.norm(x))) and length >= 0.5 * last:
                 return x, here.value, here.hessian  # steps no longer shrink: this is rounding
             last, slope, size = length, float(here.gradient @ step), 1.0
-            there = self.whole(x - step, wanted)
+            there = self._objective(x - step)
             # Near the optimum values agree to the last digit, and whole steps are right.
             while there.value > here.value - 0.1 * size * slope and length > 1e-5 and size > 1e-9:
                 size *= 0.5
-                there = self.whole(x - size * step, wanted)
+                there = self._objective(x - size * step)
             x, here = x - size * step, there
             if length == 0.0:
                 return x, here.value, here.hessian
@@ -336,15 +303,14 @@ class _Model:
         if self._l2 > 0:
             return np.eye(self.parameters)
         logits: FloatArray = np.eye(self._logits)
-        if self._classes is not None:  # the same added to all logits changes nothing
-            logits = axes(np.eye(self._logits) - 1.0 / self._logits)[1]
-        basis: FloatArray = np.asarray(np.kron(logits, axes(gram)[1]), dtype=np.float64)
-        return basis
+        if self._classes is not None:  # the same shift of all logits changes nothing
+            logits = nonzero_axes(np.eye(self._logits) - 1.0 / self._logits)[1]
+        return np.asarray(np.kron(logits, nonzero_axes(gram)[1]), dtype=np.float64)
 
     def in_order(self, x: FloatArray) -> FloatArray:
         """In the order of a linear layer: all weights, then all biases."""
         rows = x.reshape(self._logits, -1)
-        if not self._table.bias:
+        if not self._data.bias:
             return rows.reshape(-1)
         return np.concatenate([rows[:, :-1].reshape(-1), rows[:, -1]])
 

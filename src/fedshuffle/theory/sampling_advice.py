@@ -1,83 +1,66 @@
-r"""Which sampling, and how many clients a round: by M and by the predicted rounds.
+"""Which sampling, and how many clients per round: by M and by the predicted rounds.
 
-For methods that weigh by inclusion probability the sampling enters the bound by
-:math:`M = \max_i s_i w_i / p_i` alone.
-
-*Independent sampling* has :math:`M = \max_i (1 - p_i) w_i / p_i`. With b clients expected this is
-smallest where it is the same for all: :math:`p_i = w_i / (w_i + M)`, with M such that they sum to
-b. Importance sampling, :math:`p_i = b w_i`, has :math:`(1 - b \min_i w_i) / b`, which is the same
-only for equal weights.
-
-*Optimal client sampling* asks those whose updates matter. Its variance is the least that any
-independent sampling of b clients has for the updates at hand, so that the M of the best is an upper
-bound for it as well: the proof needs the variance for given updates only, and that the mean is
-right.
+For methods that weight by inclusion probability the sampling enters the bound only by
+``M = max_i s_i w_i / p_i``; docs/theory.md gives it for each kind of sampling.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import final
+from typing import Annotated, final
 
 import numpy as np
 from numpy.typing import ArrayLike
 
 from fedshuffle._arrays import FloatArray, expect, number, positive
-from fedshuffle.errors import FedShuffleError
 from fedshuffle.federation import Federation
 from fedshuffle.sampling import Independent, Uniform, importance_probabilities
 from fedshuffle.sampling.base import check_cohort_size
 from fedshuffle.theory.constants import smallest_s
-from fedshuffle.theory.rates import Quantity, Recursion, fewest, measured_by
+from fedshuffle.theory.derivations import Derivation
+from fedshuffle.theory.rates import ConvergenceRate, Quantity, Regime
 
 KINDS = ("uniform", "importance", "best")
-"""The samplings that are compared: ``best`` is the independent one with the smallest M, and what
-is said of it also holds for optimal client sampling."""
+"""The samplings to compare: ``best`` is the independent one with the smallest M, and also bounds
+optimal client sampling."""
 
-EIGENVALUES = 400
-"""Up to so many clients M of uniform sampling is found by an eigenvalue, else by a formula."""
-
-_HALF = 0.5
-"""A cohort pays as long as it is at least this share as fast as a linear speed-up would be."""
+MAX_EIGENVALUE_CLIENTS = 400
+"""Largest number of clients for which M of uniform sampling is an eigenvalue, not a formula."""
 
 
 @final
 @dataclass(frozen=True)
-class Option:
-    """A sampling with its variance and what that means."""
+class SamplingOption:
+    """A sampling with its M, and the rounds that are proven with it."""
 
     sampling: str
     """One of the kinds."""
     cohort: int
-    """How many clients take part, or are expected to."""
-    M: float
-    rounds: int
-    """In which the bound reaches the target."""
-    step_size: float
+    """The number of clients that take part, or are expected to."""
+    M: Annotated[float, Derivation.SAMPLING]
+    rounds: Annotated[int, Derivation.COHORT]
+    """After which the bound reaches the target."""
+    step_size: Annotated[float, Derivation.COHORT]
     """With which it does."""
 
 
 @final
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True)
 class SamplingAdvice:
-    """How samplings and cohort sizes compare, by what is proven."""
+    """Samplings and cohort sizes, compared by what is proven."""
 
+    regime: Regime
     cohort: int
-    options: tuple[Option, ...]
-    """Every kind, for the cohort size that was asked for."""
-    sizes: tuple[tuple[Option, ...], ...]
+    fastest: str
+    """The sampling with the fewest rounds for this cohort size."""
+    options: tuple[SamplingOption, ...]
+    """Every kind, for this cohort size."""
+    sizes: tuple[tuple[SamplingOption, ...], ...]
     """Every kind, for cohorts of 1, 2, 4, ... up to all clients."""
-    pays_until: dict[str, int]
+    pays_until: Annotated[dict[str, int], Derivation.COHORT]
     """For every kind the largest cohort that is at least half as fast as a linear speed-up."""
-    p: FloatArray
-    """The inclusion probabilities of ``best``, for the cohort size that was asked for."""
-
-    @property
-    def fastest(self) -> Option:
-        """The option with the fewest rounds for the cohort size that was asked for."""
-        return min(self.options, key=lambda option: (option.rounds, option.M))
+    notes: tuple[str, ...] = ("for fedshuffle; the numbers for best also hold for optimal:B",)
+    covered: bool = True
 
 
 def best_probabilities(weights: ArrayLike, b: int) -> FloatArray:
@@ -99,30 +82,28 @@ def best_probabilities(weights: ArrayLike, b: int) -> FloatArray:
     return w / (w + high)
 
 
-def variance(kind: str, federation: Federation, b: int) -> float:
+def sampling_variance(kind: str, federation: Federation, b: int) -> float:
     """M of a kind of sampling with b clients (expected).
 
     >>> clients = Federation.from_sizes([8, 1, 1])
-    >>> [round(variance(kind, clients, 1), 3) for kind in KINDS]
+    >>> [round(sampling_variance(kind, clients, 1), 3) for kind in KINDS]
     [1.7, 0.9, 0.453]
     """
     w = federation.weights
     if kind == "uniform":
         sampling = Uniform(len(w), b)
         found = float((sampling.s * w / sampling.p).max())
-        if 1 < len(w) <= EIGENVALUES:
+        if 1 < len(w) <= MAX_EIGENVALUE_CLIENTS:
             found = min(found, float((smallest_s(sampling, w) * w / sampling.p).max()))
         return found
-    if kind == "importance":
-        p = importance_probabilities(federation.sizes, b)
-    else:
-        p = best_probabilities(w, b)
+    importance = kind == "importance"
+    p = importance_probabilities(federation.sizes, b) if importance else best_probabilities(w, b)
     return float((Independent(p).s * w / p).max())
 
 
 def sampling_advice(
     federation: Federation,
-    recursion: Recursion,
+    rate: ConvergenceRate,
     cohort: int,
     *,
     epsilon: float,
@@ -131,64 +112,54 @@ def sampling_advice(
 ) -> SamplingAdvice:
     """Compare samplings and cohort sizes by the rounds that they are predicted to need.
 
-    Args:
-        federation: the clients.
-        recursion: the proof's inequality for a method that weighs by inclusion probability, with
-            any sampling.
-        cohort: the number of clients a round to compare samplings for.
-        epsilon: the target.
-        start: as for :func:`~fedshuffle.theory.rates.upper_bound`.
-        quantity: of what, as there.
+    ``rate`` is that of a method that weights by inclusion probability, with any sampling; cohort is
+    the number of clients per round, epsilon the target. ``start`` and ``quantity`` are as for
+    :class:`~fedshuffle.theory.rates.ConvergenceRate`.
 
     >>> from fedshuffle.theory import ProblemConstants, method_constants
     >>> clients = Federation.from_sizes([10] * 40)
-    >>> recursion = Recursion.of(
+    >>> rate = ConvergenceRate(
     ...     method_constants(clients, "fedshuffle"), ProblemConstants(L=1.0, G=4.0), regime="convex"
     ... )
-    >>> advice = sampling_advice(clients, recursion, 4, epsilon=0.5, start=10.0)
+    >>> advice = sampling_advice(clients, rate, 4, epsilon=0.5, start=10.0)
     >>> [option.rounds for option in advice.options], advice.pays_until["importance"]
     ([503, 496, 496], 7)
     """
     expect(federation, Federation, "federation")
-    expect(recursion, Recursion, "recursion")
+    expect(rate, ConvergenceRate, "rate")
     n = len(federation)
     b = check_cohort_size(cohort, n, "a cohort")
-    measured = measured_by(recursion.regime, quantity)
-    if not 0.0 < number(epsilon, "epsilon") < math.inf:
-        raise FedShuffleError(f"epsilon is {epsilon}, but must be positive and finite.")
+    number(epsilon, "epsilon", "(0, inf)")
 
-    def option(kind: str, size: int) -> Option:
-        M = variance(kind, federation, size)  # noqa: N806
-        found = fewest(recursion.sampled(M), epsilon, start, measured)
-        return Option(kind, size, M, found.rounds, found.step_size)
+    def option(kind: str, size: int) -> SamplingOption:
+        M = sampling_variance(kind, federation, size)  # noqa: N806
+        found = rate.with_variance(M).rounds_to(epsilon, start=start, quantity=quantity)
+        return SamplingOption(kind, size, M, found.rounds, found.step_size)
 
-    ladder = sorted({*(2**k for k in range(n.bit_length()) if 2**k <= n), n})
+    def pays_until(k: int, kind: str) -> int:
+        """The largest cohort with ``rounds(1) / rounds(b) >= b / 2``."""
+        alone = sizes[0][k].rounds
+
+        def pays(found: SamplingOption) -> bool:
+            return alone >= 0.5 * found.cohort * found.rounds
+
+        last = max(j for j, row in enumerate(sizes) if pays(row[k]))
+        if last == len(sizes) - 1:
+            return ladder[-1]
+        low, high = ladder[last], ladder[last + 1]
+        while high - low > 1:
+            middle = (low + high) // 2
+            low, high = (middle, high) if pays(option(kind, middle)) else (low, middle)
+        return low
+
+    ladder: list[int] = sorted({*(2**k for k in range(n.bit_length()) if 2**k <= n), n})
     sizes = tuple(tuple(option(kind, size) for kind in KINDS) for size in ladder)
-    pays = {}
-    for k, kind in enumerate(KINDS):
-        rungs = [row[k] for row in sizes]
-        pays[kind] = _pays(rungs, lambda size, kind=kind: option(kind, size))  # type: ignore[misc]
+    options = tuple(option(kind, b) for kind in KINDS)
     return SamplingAdvice(
+        regime=rate.regime,
         cohort=b,
-        options=tuple(option(kind, b) for kind in KINDS),
+        fastest=min(options, key=lambda option: (option.rounds, option.M)).sampling,
+        options=options,
         sizes=sizes,
-        pays_until=pays,
-        p=best_probabilities(federation.weights, b),
+        pays_until={kind: pays_until(k, kind) for k, kind in enumerate(KINDS)},
     )
-
-
-def _pays(rungs: list[Option], option: Callable[[int], Option]) -> int:
-    """The largest cohort with ``rounds(1) / rounds(b) >= b / 2``."""
-    alone = rungs[0].rounds
-
-    def pays(found: Option) -> bool:
-        return alone >= _HALF * found.cohort * found.rounds
-
-    last = max(k for k, found in enumerate(rungs) if pays(found))
-    if last == len(rungs) - 1:
-        return rungs[-1].cohort
-    low, high = rungs[last].cohort, rungs[last + 1].cohort
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if pays(option(middle)) else (low, middle)
-    return low

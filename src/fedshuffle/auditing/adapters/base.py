@@ -1,4 +1,4 @@
-"""What the black-box auditor needs of a server, whatever it is made of."""
+"""The interface of a server under black-box audit."""
 
 from __future__ import annotations
 
@@ -12,19 +12,14 @@ from fedshuffle._arrays import FloatArray, IntArray
 @final
 @dataclass(frozen=True, slots=True, eq=False)
 class Replies:
-    """What reaches the server in one round: one entry, or one row, per client, as they came in."""
+    """What reaches the server in one round: an entry, or a row, per client in order of arrival."""
 
-    round: int
-    """From 0 on."""
+    round: int  # from 0 on
     clients: IntArray
-    sizes: IntArray
-    """Examples."""
-    steps: IntArray
-    """Local steps done."""
-    probabilities: FloatArray
-    """Inclusion probabilities."""
-    updates: FloatArray
-    """By how much each client would move the model: (clients, dimensions)."""
+    sizes: IntArray  # examples
+    steps: IntArray  # local steps done
+    probabilities: FloatArray  # inclusion probabilities
+    updates: FloatArray  # how far each client would move the model: (clients, dimensions)
 
 
 class Aggregator(abc.ABC):
@@ -32,19 +27,19 @@ class Aggregator(abc.ABC):
 
     name: str
     resets: bool
-    """Whether :meth:`reset` really forgets; a plain function may remember behind our back."""
+    """Whether :meth:`reset` clears all state; a plain function may have hidden state."""
 
     @abc.abstractmethod
     def reset(self) -> None:
-        """Be as new: no round has been, and the model is zero."""
-
-    def average(self) -> Aggregator | None:
-        """The server without its optimiser: the average of the updates that the optimiser gets.
-
-        None where there is no optimiser, or where it cannot be taken apart.
-        """
-        return None
+        """Start again: before the first round, with a model of zero."""
 
     @abc.abstractmethod
     def step(self, replies: Replies) -> FloatArray:
         """How the model moves in this round: one number per dimension."""
+
+    def average(self) -> Aggregator | None:
+        """The server without its optimiser: the average of the updates that the optimiser gets.
+
+        None if there is no optimiser, or if it cannot be separated.
+        """
+        return None

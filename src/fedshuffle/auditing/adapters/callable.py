@@ -4,28 +4,28 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any, final
 
 import numpy as np
 
 from fedshuffle._arrays import FloatArray
 from fedshuffle.auditing.adapters.base import Aggregator, Replies
-from fedshuffle.errors import FedShuffleError
+from fedshuffle.errors import FedShuffleError, error_context, user_error
 
-MORE = ("steps", "probabilities", "round")
-"""What a function is told besides, if it has parameters of these names."""
+_OPTIONAL = ("steps", "probabilities", "round")  # given to functions with such parameters
 
 
 @final
-class Function(Aggregator):
+class FunctionAggregator(Aggregator):
     """``aggregate(clients, sizes, updates) -> step``, with ``updates`` a row per client.
 
-    It may have further parameters named ``steps``, ``probabilities`` and ``round``. A server that
-    remembers is a class whose objects are called like that: a new one is made for a fresh server.
+    It may have further parameters named ``steps``, ``probabilities`` and ``round``. A server with
+    memory is a class whose objects are called like that: a new object is a fresh server.
 
     >>> def mean(clients, sizes, updates):
     ...     return updates.mean(axis=0)
-    >>> Function(mean).name
+    >>> FunctionAggregator(mean).name
     'mean'
     """
 
@@ -37,26 +37,24 @@ class Function(Aggregator):
             )
         self.resets = isinstance(aggregate, type)
         self.name = name or getattr(aggregate, "__name__", None) or type(aggregate).__name__
-        self._made = aggregate
+        self._given = aggregate
         self.reset()
 
     def reset(self) -> None:
-        if not self.resets:
-            self._call = self._made
-        else:
-            try:
-                self._call = self._made()
-            except Exception as error:
-                raise FedShuffleError(
-                    f"{self.name}() fails: {type(error).__name__}: {error}. Give a class that can"
-                    " be made without arguments."
-                ) from error
-            if not callable(self._call):
-                raise FedShuffleError(
-                    f"objects of {self.name} cannot be called: give it a method"
-                    " __call__(self, clients, sizes, updates) that returns the server's step."
-                )
-        self._more = [name for name in MORE if name in _parameters(self._call)]
+        self._call = self._given
+        if self.resets:
+            fails, remedy = f"{self.name}() fails", "Give a class that needs no arguments."
+            with error_context(lambda error: f"{fails}: {user_error(error)}. {remedy}"):
+                self._call = self._given()
+        if not callable(self._call):
+            raise FedShuffleError(
+                f"objects of {self.name} cannot be called: give it a method"
+                " __call__(self, clients, sizes, updates) that returns the server's step."
+            )
+        self._more: list[str] = []
+        with suppress(TypeError, ValueError):  # some built-in functions have no signature
+            parameters = inspect.signature(self._call).parameters
+            self._more = [name for name in _OPTIONAL if name in parameters]
 
     def step(self, replies: Replies) -> FloatArray:
         more = {name: getattr(replies, name) for name in self._more}
@@ -64,10 +62,3 @@ class Function(Aggregator):
         if np.iscomplexobj(step):
             raise FedShuffleError(f"{self.name} gives complex numbers: give a step of real ones.")
         return np.asarray(step, dtype=np.float64)
-
-
-def _parameters(function: Callable[..., Any]) -> frozenset[str]:
-    try:
-        return frozenset(inspect.signature(function).parameters)
-    except (TypeError, ValueError):  # some built-in functions do not tell
-        return frozenset()

@@ -1,9 +1,8 @@
 """A strategy of Flower's message API (``flwr.serverapp.strategy``) as a server under audit.
 
-A round is played as Flower's own ``Strategy.start`` does it: ``configure_train``, then
-``aggregate_train`` with the clients' replies, but without a network. Which nodes the strategy would
-have picked is ignored: the audit's sampling decides who replies. Flower's own ``fraction_train`` is
-``uniform:B``.
+A round runs as in Flower's own ``Strategy.start``: ``configure_train``, then ``aggregate_train``
+with the clients' replies, but without a network. Which nodes the strategy would have picked is
+ignored: the audit's sampling decides who replies. Flower's ``fraction_train`` is ``uniform:B``.
 """
 
 from __future__ import annotations
@@ -20,53 +19,44 @@ import numpy as np
 
 from fedshuffle._arrays import FloatArray
 from fedshuffle.auditing.adapters.base import Aggregator, Replies
-from fedshuffle.errors import FedShuffleError
+from fedshuffle.errors import FedShuffleError, error_context, optional_import, user_error
 
-_ASKED = 4
-"""A strategy that asks for the nodes more often than this in one round waits for more of them."""
+_ASKED = 4  # a strategy that asks for the nodes more often in a round waits for more of them
 
 
 @final
-class Flower(Aggregator):
+class FlowerAggregator(Aggregator):
     """A Flower strategy, or a class or function that makes one when called without arguments.
 
-    ``nodes`` is how many nodes the strategy is shown: the clients of the federation. Clients reply
-    with their model under the key of the strategy, the number of their examples, and a training
-    loss of one.
+    ``nodes`` is the number of clients of the federation, which the strategy sees as nodes. Clients
+    reply with their model under the strategy's key, their number of examples, and a loss of one.
     """
 
     resets = True
-    _averages = False
-    """Whether only the average is asked for, without the optimiser that follows it."""
+    _averages = False  # whether to leave out the optimiser that follows the average
 
     def __init__(self, strategy: Any, nodes: int, name: str | None = None) -> None:
         self._flwr = _flower("app")
-        made = strategy
-        if isinstance(strategy, type) or not hasattr(strategy, "aggregate_train"):
-            made = _make(strategy)
+        is_strategy = hasattr(strategy, "aggregate_train") and not isinstance(strategy, type)
+        made = strategy if is_strategy else _make(strategy)
         if not hasattr(made, "aggregate_train") or not hasattr(made, "configure_train"):
             raise FedShuffleError(
-                f"{made!r:.60} is no strategy of Flower's message API: it needs configure_train and"
-                " aggregate_train, as those of flwr.serverapp.strategy have."
+                f"{made!r:.60} is not a strategy of Flower's message API: it needs configure_train"
+                " and aggregate_train, as those of flwr.serverapp.strategy have."
             )
-        self.name = name or type(made).__name__
-        self._pristine = made
-        self._nodes = nodes
+        self.name, self._pristine, self._nodes = name or type(made).__name__, made, nodes
         self.reset()
 
     def reset(self) -> None:
         self._strategy = copy.deepcopy(self._pristine)
         self._model: FloatArray | None = None
 
-    def average(self) -> Flower | None:
-        """The same without the server's optimiser, for FedAdam and its kin."""
+    def average(self) -> FlowerAggregator | None:
+        """The same without the server's optimiser, for FedAdagrad, FedAdam and FedYogi."""
         strategies = _flower("serverapp.strategy")
-        kin = tuple(
-            getattr(strategies, name)
-            for name in ("FedAdagrad", "FedAdam", "FedYogi")
-            if hasattr(strategies, name)
-        )
-        if self._averages or not isinstance(self._pristine, kin):
+        names = ("FedAdagrad", "FedAdam", "FedYogi")
+        adaptive = tuple(getattr(strategies, name) for name in names if hasattr(strategies, name))
+        if self._averages or not isinstance(self._pristine, adaptive):
             return None
         inner = copy.copy(self)
         inner._averages = True
@@ -76,23 +66,18 @@ class Flower(Aggregator):
     def step(self, replies: Replies) -> FloatArray:
         app, strategy = self._flwr, self._strategy
         model = np.zeros(replies.updates.shape[1]) if self._model is None else self._model
-        grid = _Grid(self._nodes)
+        grid, round = _Grid(self._nodes), replies.round + 1
+        models, clients, sizes = model + replies.updates, replies.clients, replies.sizes
         with _quiet(), _identity():
-            sent = strategy.configure_train(
-                replies.round + 1, self._arrays(model), app.ConfigRecord({}), grid
-            )
-            list(sent)  # it may be a generator
-            answers = [
-                self._reply(client, model + update, size)
-                for client, update, size in zip(
-                    replies.clients.tolist(), replies.updates, replies.sizes.tolist(), strict=True
-                )
-            ]
+            # A list, as it may be a generator.
+            list(strategy.configure_train(round, self._arrays(model), app.ConfigRecord({}), grid))
+            clients_replies = zip(clients.tolist(), models, sizes.tolist(), strict=True)
+            answers = [self._reply(*reply) for reply in clients_replies]
             aggregate = strategy.aggregate_train
             if self._averages:
                 plain = _flower("serverapp.strategy").FedAvg.aggregate_train
                 aggregate = functools.partial(plain, strategy)
-            arrays, _ = aggregate(replies.round + 1, answers)
+            arrays, _ = aggregate(round, answers)
         if arrays is None:  # the strategy leaves the model as it is
             self._model = model
             return np.zeros_like(model)
@@ -104,8 +89,8 @@ class Flower(Aggregator):
 
     def _reply(self, client: int, model: FloatArray, size: int) -> Any:
         app = self._flwr
-        numbers: dict[str, float] = {self._key("weighted_by_key", "num-examples"): size}
-        numbers[self._key("train_loss_key", "train_loss")] = 1.0
+        weight, loss = ("weighted_by_key", "num-examples"), ("train_loss_key", "train_loss")
+        numbers: dict[str, float] = {self._key(*weight): size, self._key(*loss): 1.0}
         key = self._key("arrayrecord_key", "arrays")
         content = app.RecordDict({key: self._arrays(model), "metrics": app.MetricRecord(numbers)})
         asked = app.Message(app.RecordDict({}), dst_node_id=client + 1, message_type="train")
@@ -140,35 +125,22 @@ class _Grid:
 def _make(strategy: Any) -> Any:
     if not callable(strategy):
         raise FedShuffleError(
-            f"{strategy!r:.60} is no Flower strategy: give one, or what makes one when called"
+            f"{strategy!r:.60} is not a Flower strategy: give one, or what makes one when called"
             " without arguments."
         )
-    try:
-        with _quiet():
-            return strategy()
-    except FedShuffleError:
-        raise
-    except Exception as error:
-        name = getattr(strategy, "__name__", repr(strategy))
-        raise FedShuffleError(
-            f"{name}() fails: {type(error).__name__}: {error}. Give a strategy with its arguments,"
-            " or a function of yours without parameters that makes it."
-        ) from error
+    fails = f"{getattr(strategy, '__name__', repr(strategy))}() fails"
+    remedy = "Give a strategy with its arguments, or a function without parameters that makes it."
+    with _quiet(), error_context(lambda error: f"{fails}: {user_error(error)}. {remedy}"):
+        return strategy()
 
 
 def _flower(part: str) -> Any:
-    try:
-        return importlib.import_module(f"flwr.{part}")
-    except ModuleNotFoundError as error:
-        raise FedShuffleError(
-            f"auditing a Flower strategy needs Flower ({error}):"
-            " install it with pip install 'fedshuffle[flower]'."
-        ) from error
+    return optional_import(f"flwr.{part}", "auditing a Flower strategy", "flower")
 
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Without the lines that Flower logs in every round."""
+    """Silence Flower's log, which has lines for every round."""
     logger = logging.getLogger("flwr")
     before = logger.level
     logger.setLevel(logging.CRITICAL)
@@ -180,9 +152,7 @@ def _quiet() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _identity() -> Iterator[None]:
-    """Messages carry the number of the run and of the node that sends them, which only a server
-    process of Flower's has.
-    """
+    """Set the ids of run and node that messages carry; only Flower's server process has them."""
     try:
         identity = importlib.import_module("flwr.supercore.task_identity").TaskIdentity
     except (ModuleNotFoundError, AttributeError):  # other versions do not ask for it

@@ -13,7 +13,8 @@ import torch
 from sklearn.datasets import load_breast_cancer
 from torch import nn
 
-from fedshuffle import Federation, partition
+from fedshuffle import Federation
+from fedshuffle.data import partition
 
 
 def model(hidden: int = 16) -> nn.Module:

@@ -11,7 +11,7 @@ from flwr.app import Context
 from sklearn.datasets import load_digits
 from torch import Tensor
 
-from fedshuffle import partition
+from fedshuffle.data import partition
 
 
 def load_data(context: Context) -> tuple[Tensor, Tensor]:

@@ -1,0 +1,266 @@
+"""Expected contributions over all cohorts: by formula, by enumeration, or by Monte Carlo."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+import numpy as np
+
+from fedshuffle._arrays import FloatArray, IntArray
+from fedshuffle.auditing.estimation import BATCHES, error_of_mean
+from fedshuffle.auditing.quadrature import expected_ratio, nonempty_probability
+from fedshuffle.auditing.subject import Subject
+from fedshuffle.errors import FedShuffleError
+from fedshuffle.methods import Cohort, CohortMoments, InclusionProbability, Method, SumOne
+from fedshuffle.methods.averaging import RatioOfSums, objective_weight, steps_of_the_longest
+from fedshuffle.methods.directions import gradient_weights
+from fedshuffle.randomness import Purpose, generator
+from fedshuffle.sampling.base import MAX_COHORTS, EqualPairCorrelation
+
+_LEVELS = 200  # largest number of distinct step counts for the level-by-level formula
+
+_Moments = tuple[FloatArray, FloatArray | None, FloatArray | None]
+"""The expectations of CohortMoments: contribution, joint, estimate."""
+
+_Table = tuple[FloatArray, RatioOfSums | None]
+"""Contribution times q, and q, of every client in each of its alternatives: shape (n, A)."""
+
+
+class NoFormulaError(Exception):
+    """The direction has no formula in this case."""
+
+
+class _NotExactError(Exception):
+    """The formula or enumeration does not apply."""
+
+
+def contributions(method: Method, cohort: Cohort) -> FloatArray:
+    """How far each client of a cohort moves the model along its gradient, per unit step size."""
+    rule = method.averaging
+    return rule.aggregation_weights(cohort) * rule.step_scale(cohort) * cohort.done
+
+
+def exact_weights(subject: Subject) -> tuple[FloatArray | None, str]:
+    """Effective weights by formula or by enumeration; None if neither applies."""
+    if subject.dependencies.random:
+        return None, ""
+    ways = [_by_enumeration]
+    if subject.common_steps:
+        ways.insert(0, _by_levels)
+    elif not subject.dependencies.others:
+        ways.insert(0, _by_formula)
+    for way in ways:
+        with suppress(_NotExactError):
+            moments, how = way(subject)
+            return _effective(subject, moments), how
+    return None, ""
+
+
+def _effective(subject: Subject, moments: _Moments) -> FloatArray:
+    """The direction's effective weights from the expectations over the cohorts."""
+    direction, w = subject.method.direction, subject.federation.weights
+    name, nonempty = type(direction).__name__, nonempty_probability(subject.sampling)
+    weights = direction.effective_weights(CohortMoments(w, nonempty, *moments))
+    if weights is None:
+        raise NoFormulaError
+    if subject.sampling.two_phase:
+        # Momentum is not updated in rounds in which no client is selected from the pool, and how
+        # often that happens depends on the data.
+        other = direction.effective_weights(CohortMoments(w, nonempty / 2, *moments))
+        if other is None or not np.array_equal(other, weights):
+            raise NoFormulaError
+    if np.shape(weights) != (len(w),):
+        raise FedShuffleError(
+            f"{name}.effective_weights gives an array of shape {np.shape(weights)}: give a number"
+            f" for each of the {len(w)} clients, or leave it out, and the audit simulates."
+        )
+    if not np.isfinite(weights).all():
+        raise FedShuffleError(
+            f"{name}.effective_weights gives {weights!r:.60}, not finite numbers."
+        )
+    return weights
+
+
+def _by_formula(subject: Subject) -> tuple[_Moments, str]:
+    """Closed forms and quadrature, if steps do not depend on the cohort: the mean over rounds."""
+    rounds = subject.dependencies.rounds or 1
+    tables: dict[bytes, tuple[_Table, int]] = {}
+    for round in range(rounds):  # most tables are equal
+        moved, ratio = table = _table(subject, round)
+        arrays = [moved, *(() if ratio is None else (ratio.u, ratio.v))]
+        key = b"".join(array.tobytes() for array in arrays if array is not None)
+        tables[key] = table, tables.get(key, (table, 0))[1] + 1
+    shares = [times / rounds for _, times in tables.values()]
+    columns = zip(*(_of_table(subject, *table) for table, _ in tables.values()), strict=True)
+    contribution, joint, estimate = (
+        None if parts[0] is None else np.average(parts, axis=0, weights=shares) for parts in columns
+    )
+    assert contribution is not None
+    closed = isinstance(subject.method.averaging.normaliser, InclusionProbability)
+    fixed = len(subject.workload.possible_steps[1]) == 1
+    closed = closed or (fixed and subject.sampling.cohorts(0) is not None)
+    return (contribution, joint, estimate), "closed form" if closed else "quadrature"
+
+
+def _table(subject: Subject, round: int) -> _Table:
+    """Each alternative is shown to the rules as a cohort of its own, as in training."""
+    rule = subject.method.averaging
+    moved, ratios = [], []
+    for alternative in range(len(subject.workload.possible_steps[1])):
+        clients = subject.everyone(alternative, round)
+        weights = rule.client_weights(clients)
+        moved.append(weights * rule.step_scale(clients) * clients.done)
+        ratios.append(rule.normaliser.ratio(weights, clients))
+    known = [ratio for ratio in ratios if ratio is not None]
+    if len(known) < len(ratios):
+        return np.stack(moved, axis=1), None
+    v = [ratio.v for ratio in known if ratio.v is not None]
+    u = np.stack([ratio.u for ratio in known], axis=1)
+    ratio = RatioOfSums(u, np.stack(v, axis=1) if v else None, known[0].power)
+    return np.stack(moved, axis=1), ratio
+
+
+def _of_table(subject: Subject, moved: FloatArray, ratio: RatioOfSums | None) -> _Moments:
+    direction, sampling = subject.method.direction, subject.sampling
+    chances, w = subject.workload.possible_steps[1], subject.federation.weights
+    joint = estimate = None
+    if isinstance(subject.method.averaging.normaliser, InclusionProbability):
+        mean = moved @ chances
+        if direction.needs_joint:
+            joint = w / sampling.p * sampling.expected_sums(mean / sampling.p)
+        return mean, joint, w if direction.needs_estimate else None
+    if ratio is None:
+        raise _NotExactError
+    if direction.needs_joint:
+        total = _total_contribution(moved, ratio)
+        joint = _exact_ratio(sampling, total.u, None, total.v, total.power, chances)
+        joint = w / sampling.p * joint
+    if direction.needs_estimate:
+        each = np.repeat(w[:, None], len(chances), axis=1)
+        estimate = _exact_ratio(sampling, each, each, None, 1, chances)
+    contribution = _exact_ratio(sampling, ratio.u, moved, ratio.v, ratio.power, chances)
+    return contribution, joint, estimate
+
+
+def _exact_ratio(*arguments: Any) -> FloatArray:
+    found = expected_ratio(*arguments)
+    if found is None:
+        raise _NotExactError
+    return found
+
+
+def _total_contribution(moved: FloatArray, ratio: RatioOfSums) -> RatioOfSums:
+    """Of a whole cohort: ``(sum moved) (sum v) / (sum u)^power``, as a ratio of sums."""
+    if ratio.v is None:
+        return RatioOfSums(u=ratio.u, v=moved, power=ratio.power)
+    factor = moved / ratio.u
+    if ratio.power == 2 and np.ptp(factor) <= 1e-12 * factor.max():
+        return RatioOfSums(u=ratio.u, v=ratio.v * factor.flat[0], power=1)
+    raise _NotExactError
+
+
+def _by_levels(subject: Subject) -> tuple[_Moments, str]:
+    """FedAvg with the fewest steps of the cohort, K(S) = sum over levels of 1{S within level}.
+
+    A cohort takes at least t steps if all its members would: the others must be absent.
+    """
+    direction, rule = subject.method.direction, subject.method.averaging
+    work, (planned, chances) = subject.workload.work, subject.workload.possible_steps
+    levels = np.unique(planned)
+    plain = work.steps == "min" and work.interruption is None and len(chances) == 1
+    plain = plain and not (direction.needs_joint or direction.needs_estimate)
+    simple = rule.weight is objective_weight and rule.step_normalisation is steps_of_the_longest
+    simple = simple and isinstance(rule.normaliser, SumOne)
+    if not (plain and simple and len(levels) <= _LEVELS):
+        raise _NotExactError
+    w = subject.federation.weights[:, None]
+    total = np.zeros(len(w))
+    for level, below in zip(levels, [0, *levels[:-1]], strict=True):
+        part = _exact_ratio(subject.sampling, np.where(planned >= level, w, np.inf), w)
+        total += (level - below) * part
+        if (part * (levels[-1] - level) <= 1e-14 * total).all():
+            break  # hardly any cohort takes more steps than this
+    return (total, None, None), "quadrature"
+
+
+def _by_enumeration(subject: Subject) -> tuple[_Moments, str]:
+    """The definition itself, over every cohort, and over rounds if they differ."""
+    cohorts = subject.sampling.cohorts(MAX_COHORTS)
+    planned, chances = subject.workload.possible_steps
+    rounds = subject.dependencies.rounds or 1
+    most = MAX_COHORTS if rounds == 1 else 16 * MAX_COHORTS // rounds
+    if cohorts is None or len(cohorts) > most or len(chances) > 1:
+        raise _NotExactError
+    total = _Totals(subject)
+    for round in range(rounds):
+        for members, probability in cohorts:
+            if len(members):
+                total.add(members, planned[members, 0], 0, round, probability / rounds)
+    return (total.contribution, total.joint, total.estimate), "enumeration"
+
+
+class _Totals:
+    """Running sums over cohorts."""
+
+    def __init__(self, subject: Subject) -> None:
+        self.subject = subject
+        self.contribution, self.joint, self.estimate = np.zeros((3, len(subject.federation)))
+
+    def add(self, members: IntArray, alone: IntArray, seed: int, round: int, share: float) -> None:
+        """Add one cohort; ``alone`` are the steps its members would plan independently."""
+        subject, method = self.subject, self.subject.method
+        cohort = subject.cohort(members, subject.workload.cohort_steps(alone), seed, round)
+        own = contributions(method, cohort)
+        self.contribution[members] += share * own
+        self.joint[members] += share * own.sum() * cohort.weight / cohort.probability
+        self.estimate[members] += share * gradient_weights(cohort, method.averaging.normaliser)
+
+
+def monte_carlo(subject: Subject, seed: int, draws: int) -> tuple[FloatArray, FloatArray]:
+    """Effective weights from drawn cohorts, not normalised, and their standard errors.
+
+    Interchangeable clients have equal expectations, so their draws are pooled.
+    """
+    if draws < BATCHES:
+        raise FedShuffleError(f"{draws} draws are too few to judge by: use at least {BATCHES}.")
+    values, chances = subject.workload.possible_steps
+    pool = _pool_alike(subject)
+    each, batches = draws // BATCHES, []
+    for batch in range(BATCHES):
+        total = _Totals(subject)
+        for draw in range(batch * each, (batch + 1) * each):
+            members = subject.sampling.draw(seed, draw)
+            if not len(members):
+                continue
+            rng = generator(seed, Purpose.MONTE_CARLO, round=draw)
+            pick = rng.choice(len(chances), size=len(members), p=chances)
+            total.add(members, values[members, pick], *subject.address(seed, draw), share=1 / each)
+        sums = pool(total.contribution), pool(total.joint), pool(total.estimate)
+        batches.append(_effective(subject, sums))
+    mean = np.mean(batches, axis=0)
+    if not mean.sum() > 0:
+        raise FedShuffleError(
+            f"no client took part in {draws} draws: use more draws, or larger probabilities."
+        )
+    shares = np.stack([raw / max(raw.sum(), np.finfo(float).tiny) for raw in batches])
+    errors = error_of_mean(shares)
+    # A client that was hardly ever drawn shows no spread, so its error is at least its weight.
+    rare = np.count_nonzero(shares, axis=0) < BATCHES // 2
+    errors[rare] = np.maximum(errors, subject.federation.weights)[rare]
+    return mean, errors
+
+
+def _pool_alike(subject: Subject) -> Callable[[FloatArray], FloatArray]:
+    """A function that averages over clients with equal weight, steps and probability, if nothing
+    else distinguishes them.
+    """
+    depends = subject.dependencies
+    equal_pairs = isinstance(subject.sampling, EqualPairCorrelation)  # else cohorts may differ
+    if not equal_pairs or depends.clients or depends.others:
+        return lambda values: values
+    columns = [subject.federation.weights, subject.sampling.p, subject.workload.possible_steps[0]]
+    table = np.column_stack(columns)
+    _, group, count = np.unique(table, axis=0, return_inverse=True, return_counts=True)
+    return lambda values: (np.bincount(group, weights=values) / count)[group]

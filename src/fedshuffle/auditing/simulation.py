@@ -1,0 +1,154 @@
+r"""Clients with closed-form replies, and the audit by simulation for methods without a formula.
+
+The objective of client i is :math:`f_i(x) = \frac{h_i}{2} |x|^2 - \langle t_i, x \rangle`, linear
+if :math:`h_i = 0`. Its gradient is :math:`h_i x - t_i`, so local training by the one kernel is a
+geometric sum, and no engine is needed.
+
+With :math:`f_i(x) = x_i` the gradients are :math:`e_i` everywhere. So a method, run with its state
+over many rounds on drawn cohorts, moves on average along :math:`-\sum_i \hat w_i e_i`, and
+:math:`\hat w` can be read off the model.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import final
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fedshuffle._arrays import FloatArray
+from fedshuffle.auditing.estimation import BATCHES, error_of_mean
+from fedshuffle.auditing.subject import Subject
+from fedshuffle.errors import FedShuffleError
+from fedshuffle.kernel import ClientTask, FullGradient, LocalTraining, Request
+from fedshuffle.methods import Cohort
+from fedshuffle.state import State
+from fedshuffle.training.rounds import Run, drive
+
+_STEP_SIZE = 2.0**-20  # only effects of first order are seen; a power of two rounds nothing
+
+
+@final
+class QuadraticClients:
+    """Answers the requests of a run by formula.
+
+    Args:
+        run: the run.
+        h: the curvature of each client; without it clients are linear.
+        t: minus the gradient of each client at zero, a row each; without it that of client i is
+            the unit vector ``e_i``.
+        scaled: whether to apply the diagonal that rescales the step coefficients' direction.
+    """
+
+    def __init__(
+        self,
+        run: Run,
+        h: FloatArray | None = None,
+        t: FloatArray | None = None,
+        scaled: bool = True,
+    ) -> None:
+        self.run, self.scaled = run, scaled
+        self.h = [0.0] * len(run.federation) if h is None else h.tolist()
+        self.t = None if t is None else torch.tensor(t)
+
+    def gradients(self, x: Tensor) -> Tensor:
+        """Of all clients at one model, a row each."""
+        return torch.stack([self._gradient(client, x) for client in range(len(self.h))])
+
+    def _gradient(self, client: int, x: Tensor) -> Tensor:
+        if self.t is not None:
+            return self.h[client] * x - self.t[client]
+        gradient = torch.zeros_like(x)
+        gradient[client] = 1.0
+        return gradient
+
+    def __call__(self, request: Request) -> Tensor:
+        if isinstance(request, FullGradient):
+            return torch.stack([self._weighted(request, x) for x in request.points], dim=1)
+        sums = request.start.new_zeros(request.sums, len(request.start))
+        for task in request.tasks:
+            update = self.update(task, request.start)
+            for total, weight in zip(sums, task.weights, strict=True):
+                if weight:
+                    total += weight * update
+        return sums
+
+    def _weighted(self, request: FullGradient, x: Tensor) -> Tensor:
+        weights = torch.from_numpy(request.weights)
+        if self.t is not None:
+            return weights.T @ self.gradients(x)[request.clients.tolist()]
+        gradients = x.new_zeros(len(x), weights.shape[1])
+        gradients[torch.from_numpy(request.clients)] = weights
+        return gradients.T
+
+    def update(self, task: ClientTask, x: Tensor) -> Tensor:
+        """The update of a client after its local training from x."""
+        client, coefficients = task.minibatches.client, task.coefficients
+        direction = (coefficients.alpha - coefficients.beta) * self._gradient(client, x)
+        if coefficients.v is not None:
+            direction += coefficients.v
+        # Each step multiplies the distance so far by 1 - lost, and adds the first step again.
+        lost: float | Tensor = task.step_size * (
+            coefficients.alpha * self.h[client] + coefficients.mu
+        )
+        steps = task.minibatches.steps
+        length: float | Tensor = steps
+        if lost:
+            if self.scaled and coefficients.scale is not None:
+                lost = lost * coefficients.scale
+            length = (1 - (1 - lost) ** steps) / lost
+        if self.scaled and coefficients.scale is not None:
+            direction = direction * coefficients.scale
+        return -task.step_size * length * direction
+
+    def run_round(
+        self,
+        state: State,
+        watch: Callable[[Request], None] | None = None,
+        cohort: Cohort | None = None,
+    ) -> State:
+        """The state after the next round, with the drawn cohort unless one is given."""
+
+        def answer(request: Request) -> Tensor:
+            if watch is not None:
+                watch(request)
+            return self(request)
+
+        return drive(self.run.round(state, cohort), answer)
+
+    def local_training(self, state: State) -> LocalTraining:
+        """The request for local training in the next round."""
+        seen: list[Request] = []
+        self.run_round(state, seen.append)
+        assert isinstance(seen[-1], LocalTraining)
+        return seen[-1]
+
+
+def simulated_weights(subject: Subject, seed: int, rounds: int) -> tuple[FloatArray, FloatArray]:
+    """Effective weights of a method by simulation, not normalised, and their standard errors."""
+    if rounds < BATCHES:
+        raise FedShuffleError(f"{rounds} rounds are too few to judge by: use at least {BATCHES}.")
+    method = subject.method
+    work = dataclasses.replace(subject.workload.work, weight_decay=0.0, clip=math.inf)
+    run = Run(subject.federation, method, subject.sampling, work, _STEP_SIZE, 1.0, seed)
+    clients = QuadraticClients(run)
+    state = run.start(torch.zeros(len(run.federation), dtype=torch.float64))
+    each = rounds // BATCHES
+    moves = []
+    for _ in range(1 + BATCHES):
+        before = state.x
+        for _ in range(each):
+            state = clients.run_round(state)
+        moves.append((before - state.x).numpy() / (each * _STEP_SIZE))
+    moves = moves[1:]  # in the first batch the state settles
+    mean = np.mean(moves, axis=0)
+    if not mean.sum() > 0:
+        raise FedShuffleError(
+            f"{method.name} does not go downhill: over {rounds} rounds with linear clients the"
+            " model did not move along their gradients."
+        )
+    return mean, error_of_mean(np.stack(moves) / mean.sum())

@@ -1,0 +1,208 @@
+"""The subject of an audit, and what its rules and its interruption depend on.
+
+The rules of the library depend on a client's weight, probability and steps alone. A rule of the
+user may read anything in the cohort: the clients' numbers, the round, or (though it should not)
+the other clients. The audit has to know, since then clients of equal size may differ, rounds may
+differ, or no formula holds.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, final
+
+import numpy as np
+
+from fedshuffle._arrays import FloatArray, IntArray
+from fedshuffle.errors import FedShuffleError
+from fedshuffle.federation import Federation
+from fedshuffle.local_work import Workload
+from fedshuffle.methods import Cohort, Method
+from fedshuffle.methods.averaging import ClientRule
+from fedshuffle.sampling import One, Sampling
+from fedshuffle.sampling.base import check_cohort
+
+ROUNDS = 100  # to average over by default, if rounds differ
+_LATE_ROUNDS = (1000, 10_000, 100_000, 1_000_000)  # later rounds to test for changes
+_MIXES = 8  # most alternatives of random epochs that rules are shown
+_FIELDS = frozenset(field.name for field in dataclasses.fields(Cohort))
+
+
+@final
+@dataclass(frozen=True)
+class Dependencies:
+    """What a client's contribution depends on besides its own weight, probability and steps."""
+
+    clients: bool  # the client's number, so that equal clients need not be alike
+    others: bool  # who else takes part, beyond what the normaliser makes of it
+    probability: bool  # the inclusion probability (in its weight), which optimal sampling changes
+    random: bool  # chance, as the steps done are random
+    rounds: int | None  # the first rounds stand for all; None if every round is alike
+    window: int  # the rounds to draw from if an interruption of the user's is random
+
+
+@final
+@dataclass(frozen=True)
+class Subject:
+    """A method with the clients, the sampling and the local work to audit it on."""
+
+    federation: Federation
+    method: Method
+    sampling: Sampling
+    workload: Workload
+    rounds: int = ROUNDS
+
+    def cohort(self, clients: IntArray, planned: IntArray, seed: int = 0, round: int = 0) -> Cohort:
+        """Clients as the rules see them."""
+        steps = planned, self.workload.done(planned, clients, seed, round)
+        return Cohort.of(self.federation, self.sampling, self.workload, clients, steps, round)
+
+    def everyone(self, alternative: int = 0, round: int = 0) -> Cohort:
+        """All clients with the steps of their own epochs, in one of their alternatives."""
+        planned = self.workload.possible_steps[0][:, alternative]
+        return self.cohort(np.arange(len(self.federation)), planned, round=round)
+
+    @functools.cached_property
+    def drawn(self) -> Cohort:
+        """A cohort that may be drawn."""
+        n = len(self.sampling)
+        draws = (check_cohort(self.sampling.draw(0, r), n, self.sampling) for r in range(100))
+        members = next((drawn for drawn in draws if len(drawn)), np.arange(n))
+        return self.cohort(
+            members, self.workload.cohort_steps(self.workload.possible_steps[0][members, 0])
+        )
+
+    def address(self, seed: int, draw: int) -> tuple[int, int]:
+        """The seed and the round of a draw; all rounds of the window come equally often."""
+        window = self.dependencies.window
+        return (seed, draw) if not window else ((seed + draw // window) % 2**64, draw % window)
+
+    @property
+    def common_steps(self) -> bool:
+        """Whether a cohort agrees on a number of steps that depends on who is in it."""
+        steps = self.workload.possible_steps[0]
+        varied = steps.min() != steps.max() and not isinstance(self.sampling, One)
+        return isinstance(self.workload.work.steps, str) and bool(varied)
+
+    @functools.cached_property
+    def dependencies(self) -> Dependencies:
+        """Found by watching what the rules read and by trying other rounds, seeds and cohorts."""
+        rules, interruption = self.method.averaging, self.workload.work.interruption
+        everyone, mixes = np.arange(len(self.federation)), _mixes(self.workload.possible_steps[0])
+        others_read, weight_reads = set[str](), set[str]()
+        for cohort in (self.drawn, *(self.cohort(everyone, mix) for mix in mixes)):
+            normalise = partial(rules.normaliser.divide, rules.client_weights(cohort))
+            _watch(rules.step_normalisation, cohort, others_read)
+            _watch(normalise, cohort, others_read)
+            _watch(rules.weight, cohort, weight_reads)
+        fields = others_read | weight_reads
+        opaque = "?" in fields  # then it may depend on anything
+        foreign = interruption is not None and not _ours(interruption)
+        random = interruption is not None and interruption.random
+
+        def steps(members: IntArray, seed: int = 0, round: int = 0) -> IntArray:
+            done = self.workload.done
+            return np.stack([done(mix[members], members, seed, round) for mix in mixes])
+
+        def values(rule: ClientRule, members: IntArray) -> FloatArray:
+            return np.stack([rule(self.cohort(members, mix[members])) for mix in mixes])
+
+        pairs = [(rules.step_normalisation, rules.step_scale), (rules.weight, rules.client_weights)]
+        checked = [check for rule, check in pairs if not _ours(rule)]
+        others = any(_depends_on_others(partial(values, rule), everyone) for rule in checked)
+        if foreign and not random:
+            now = steps(everyone)
+            random = any(not np.array_equal(steps(everyone, seed), now) for seed in range(1, 4))
+            others |= not random and _depends_on_others(steps, everyone)
+
+        window, varies = self.rounds, "round" in fields
+        if foreign and not random:
+            window, changes = _over_rounds(lambda round: steps(everyone, round=round), window)
+            varies |= changes
+        if varies or opaque:
+            window, changes = _over_rounds(self._values, window)
+            varies |= changes
+        return Dependencies(
+            clients="clients" in fields or opaque or foreign or varies,
+            others=others,
+            probability=bool({"probability", "?"} & weight_reads),
+            random=random,
+            rounds=window if varies else None,
+            window=window if varies or (foreign and random) else 0,
+        )
+
+    def _values(self, round: int) -> FloatArray:
+        """What the rules give all clients, and the drawn cohort, in a round."""
+        rule, everyone = self.method.averaging, self.everyone(round=round)
+        drawn = self.cohort(self.drawn.clients, self.drawn.planned, round=round)
+        weights, scales = rule.client_weights(everyone), rule.step_scale(everyone)
+        return np.concatenate([weights, scales, rule.aggregation_weights(drawn)])
+
+
+def _mixes(alternatives: IntArray) -> list[IntArray]:
+    """Steps that all clients may plan at the same time; with random epochs in several ways, so that
+    clients are seen with few and with many steps, among others that plan more or fewer.
+    """
+    n, count = alternatives.shape
+    shifts = np.unique(np.linspace(0, count - 1, min(count, _MIXES)).round().astype(np.int64))
+    return [alternatives[np.arange(n), (np.arange(n) + shift) % count] for shift in shifts]
+
+
+def _watch(rule: Callable[[Any], Any], cohort: Cohort, reads: set[str]) -> None:
+    """Note which attributes of a cohort a rule reads, and '?' if it does more than read them."""
+    try:
+        rule(_Watched(cohort, reads))
+    except Exception:  # it wants more than attributes; its own mistakes show when it is used
+        reads.add("?")
+
+
+class _Watched:
+    """A cohort that records which attributes are read."""
+
+    def __init__(self, cohort: Cohort, reads: set[str]) -> None:
+        self._cohort, self._reads = cohort, reads
+
+    def __getattr__(self, name: str) -> Any:
+        self._reads.add(name if name in _FIELDS else "?")
+        return getattr(self._cohort, name)
+
+
+def _ours(part: object) -> bool:
+    return str(getattr(part, "__module__", "")).startswith("fedshuffle.")
+
+
+def _depends_on_others(
+    rule: Callable[[IntArray], FloatArray | IntArray], everyone: IntArray
+) -> bool:
+    """Whether a client's column changes with the other clients: all, or those that agree with
+    it in one bit of their numbers.
+    """
+    among_all = rule(everyone)
+    for bit in range(max(len(everyone) - 1, 0).bit_length()):
+        for half in (everyone >> bit & 1 == 0, everyone >> bit & 1 == 1):
+            if half.any() and not _same(rule(everyone[half]), among_all[:, half]):
+                return True
+    return False
+
+
+def _over_rounds(value: Callable[[int], FloatArray | IntArray], rounds: int) -> tuple[int, bool]:
+    """How many rounds from 0 on, at most ``rounds``, have a value; whether it ever changes."""
+    first, changes = value(0), False
+    for round in (*range(1, rounds), *(late for late in _LATE_ROUNDS if late >= rounds)):
+        try:
+            changes |= not _same(value(round), first)
+        except FedShuffleError:
+            if round < rounds:
+                raise
+            return rounds, True
+        except Exception:  # such as a list with an entry for every round of a run
+            return min(round, rounds), True
+    return rounds, changes
+
+
+def _same(one: FloatArray | IntArray, other: FloatArray | IntArray) -> bool:
+    return np.shape(one) == np.shape(other) and np.allclose(one, other, rtol=1e-9, atol=0)

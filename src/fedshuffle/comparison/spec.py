@@ -1,0 +1,370 @@
+"""The comparison that a file describes, and the runs that follow from it."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+import re
+from collections.abc import Callable, Mapping, Set
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Annotated, Any, Literal, NamedTuple, final
+
+from fedshuffle import methods
+from fedshuffle._arrays import number
+from fedshuffle.config import Config, EvaluationSpec, ScheduleSpec, loader
+from fedshuffle.config.schema import Count, DataSpec, StepSize, at, check_counts
+from fedshuffle.errors import FedShuffleError, unknown
+from fedshuffle.local_work import LocalWork
+from fedshuffle.methods import Method
+from fedshuffle.randomness import check_seed
+
+SHORT = "tune_"
+"""The prefix of the names of tuning runs."""
+
+CLIENTS = 100
+"""The number of clients on which tuning evaluates the training loss."""
+
+Clip = Annotated[
+    float, lambda value, key: math.inf if value == "none" else loader.read_number(value, key)
+]
+
+Pair = tuple[str, str | None]
+"""A method and a momentum; None is the method's own."""
+
+
+class Criterion(NamedTuple):
+    """A metric to rank by, and whether a higher value is better."""
+
+    metric: str
+    higher_is_better: bool
+
+
+@final
+@dataclass(frozen=True)
+class GridPoint:
+    """One point of the grid that tuning searches."""
+
+    step_size: float
+    weight_decay: float
+    clip: float
+
+
+@final
+@dataclass(frozen=True)
+class Tuning:
+    """The short runs that choose a point of the grid for each method: ``[compare.tune]``."""
+
+    rounds: Count | None = None
+    """A fifth of the run's rounds if none."""
+    seed: int | None = None
+    """The first seed of the comparison if none."""
+    metric: str = "loss"
+    """A name of ``fedshuffle.Evaluation``, or the import path of a ``Metric``."""
+    data: DataSpec | Literal["training"] = "training"
+    clients: Count | None = None
+    """The number of clients to evaluate; if none, 100 for training data, and all for other data."""
+    every: Count | None = None
+    """Rounds between evaluations; a tenth of the rounds if none."""
+    widen: float = 1000.0
+    """The grid grows by at most this factor beyond either end; 1 keeps it as it is."""
+
+    def __post_init__(self) -> None:
+        check_counts(self)
+        if not number(self.widen, "widen") >= 1:
+            raise FedShuffleError(
+                f"widen is {self.widen}, but must be at least 1, which keeps the grid as it is."
+            )
+        if self.seed is not None:
+            check_seed(self.seed)
+
+
+@final
+@dataclass(frozen=True)
+class Trial:
+    """One run of a comparison, in the folder of its name."""
+
+    name: str
+    config: Config
+    point: GridPoint
+
+
+@final
+@dataclass(frozen=True)
+class Comparison:
+    """Methods with and without momentum, over seeds, each at the grid point that suits it best.
+
+    The fields from ``methods`` to ``tune`` are the keys of the section ``[compare]``, see
+    docs/comparison.md. A momentum of None is that of the method itself.
+
+    Args:
+        base: the run that all others are variations of.
+        step_sizes: each method gets the best of them; may be empty if there are common ones.
+        weight_decay, clip: part of the grid; those of the base if empty.
+        text: the file.
+        tables: the file as plain data, with overrides.
+    """
+
+    base: Config = field(metadata={"key": False})
+    methods: tuple[str, ...] = field(
+        metadata={"add": 'the methods to compare, such as ["fedavg-rr", "fedshuffle"]'}
+    )
+    momentum: tuple[str | None, ...] = (None,)
+    seeds: tuple[int, ...] = (0,)
+    step_sizes: tuple[float, ...] = ()
+    common_step_sizes: tuple[float, ...] = ()
+    weight_decay: tuple[float, ...] = ()
+    clip: tuple[Clip, ...] = ()
+    metric: str | None = None
+    title: str = "Comparison"
+    tune: Tuning = field(default_factory=Tuning)
+    text: str = field(default="", compare=False, metadata={"key": False})
+    tables: dict[str, Any] = field(default_factory=dict, compare=False, metadata={"key": False})
+
+    def __post_init__(self) -> None:
+        if self.base.evaluation is None:
+            raise FedShuffleError(
+                "evaluation is missing: add a section [evaluation] with a metric to compare."
+            )
+        for name, values in vars(self).items():
+            if isinstance(values, tuple) and len(set(values)) < len(values):
+                twice = next(value for value in values if values.count(value) > 1)
+                raise FedShuffleError(f"compare.{name} has {twice!r} twice: drop one of them.")
+        for key, name in {"methods": "method", "momentum": "momentum", "seeds": "seed"}.items():
+            for value in getattr(self, key):
+                with at(f"compare.{key}"):
+                    replace(self.base, **{name: value})
+        names: dict[str, str] = {}
+        for method in self.methods:
+            if (first := names.setdefault(_word(method), method)) != method:
+                raise FedShuffleError(
+                    f"compare.methods: the runs of {first!r} and {method!r} would both be called"
+                    f" {_word(method)!r}. Rename one."
+                )
+        if not self.step_sizes and not self.common_step_sizes:
+            raise FedShuffleError("there is no step size to run: give compare.step_sizes.")
+        for point in self._points:
+            with at("compare"):
+                self.trial((self.methods[0], None), point, None)
+        for method in self.methods:
+            if not methods.is_import_path(method):  # imported only when the comparison runs
+                self.check_work(methods.get(method))
+
+    def check_work(self, method: Method) -> None:
+        """Refuse a method that fixes a part of the local work which this comparison sets otherwise.
+
+        A part that is not set is left to each method.
+        """
+        with at("compare.methods"):
+            for point in self._points:
+                method.local_work(self._work(point))
+            for name in method.work.keys() & {"weight_decay", "clip"}:
+                if set(getattr(self, name)) - {method.work[name]}:  # the default too, if listed
+                    raise FedShuffleError(
+                        f"{method.name} needs {name} = {method.work[name]!r}, so it cannot vary."
+                        f" Leave compare.{name} out, or choose another method."
+                    )
+
+    @property
+    def pairs(self) -> list[Pair]:
+        """Every method with every momentum."""
+        return list(itertools.product(self.methods, self.momentum))
+
+    @functools.cached_property
+    def grid(self) -> tuple[GridPoint, ...]:
+        """The points that tuning tries first; what is not varied is as in the base."""
+        work = self.base.work
+        axes = self.step_sizes, self.weight_decay or [work.weight_decay], self.clip or [work.clip]
+        return tuple(GridPoint(*map(float, point)) for point in itertools.product(*axes))
+
+    @property
+    def tuned(self) -> bool:
+        """Whether there is more than one point to choose from."""
+        return len(self.grid) > 1
+
+    @property
+    def _points(self) -> list[GridPoint]:
+        return [*self.grid, *map(self.common_point, self.common_step_sizes)]
+
+    def _work(self, point: GridPoint) -> LocalWork:
+        return replace(self.base.work, weight_decay=point.weight_decay, clip=point.clip)
+
+    def common_point(self, step_size: float) -> GridPoint:
+        """The base's weight decay and clipping, at a step size common to all methods."""
+        return GridPoint(step_size, self.base.work.weight_decay, self.base.work.clip)
+
+    def wider(self, tried: Mapping[GridPoint, bool], best: GridPoint) -> list[GridPoint]:
+        """The points to try next if the best step size is at an end of those tried, else none.
+
+        If the smallest step size diverged, no best above it is trusted: smaller ones come next.
+
+        Args:
+            tried: whether the run at each point diverged.
+            best: the best of them.
+        """
+        sizes = {point.step_size for point in tried}
+        smallest = min(sizes)
+        lost = all(diverged for point, diverged in tried.items() if point.step_size == smallest)
+        size = smallest if lost else best.step_size
+        beyond = next_step_size(set(map(float, self.step_sizes)), sizes, size, self.tune.widen)
+        rest = dict.fromkeys((point.weight_decay, point.clip) for point in self.grid)
+        return [] if beyond is None else [GridPoint(beyond, *point) for point in rest]
+
+    @functools.cached_property
+    def short(self) -> Config:
+        """The config of tuning runs; they also evaluate the loss, which shows divergence."""
+        tune = self.tune
+        assert self.base.evaluation is not None
+        rounds = tune.rounds or max(1, self.base.rounds // 5)
+        evaluation = EvaluationSpec(
+            tune.data,
+            tuple(dict.fromkeys([tune.metric, "loss"])),
+            every=tune.every or max(1, rounds // 10),
+            per_client=False,
+            batch_size=self.base.evaluation.batch_size,
+            clients=tune.clients or (CLIENTS if tune.data == "training" else None),
+        )
+        seed = self.seeds[0] if tune.seed is None else tune.seed
+        return replace(self.base, rounds=rounds, seed=seed, evaluation=evaluation)
+
+    def trial(self, pair: Pair, point: GridPoint, seed: int | None) -> Trial:
+        """The run of a method at a grid point with a seed; without a seed, the tuning run."""
+        method, momentum = pair
+        base = self.short if seed is None else replace(self.base, seed=seed)
+        size: StepSize = point.step_size
+        if isinstance(base.step_size, ScheduleSpec):
+            arguments = {**base.step_size.arguments, "step_size": point.step_size}
+            size = ScheduleSpec(base.step_size.name, arguments)
+        config = replace(
+            base,
+            method=method,
+            momentum=momentum,
+            step_size=size,
+            work=self._work(point),
+            out=None,
+        )
+        words = [_word(method), *([] if momentum is None else [_word(momentum)])]
+        words.append(f"step{float(point.step_size)!r}")
+        if point.weight_decay != base.work.weight_decay:
+            words.append(f"decay{float(point.weight_decay)!r}")
+        if point.clip != base.work.clip:
+            words.append(f"clip{float(point.clip)!r}")
+        words += [] if seed is None else [f"seed{seed}"]
+        return Trial((SHORT if seed is None else "") + "_".join(words), config, point)
+
+    def run(
+        self,
+        out: Path | str | None = None,
+        *,
+        jobs: int | None = None,
+        progress: bool = False,
+        command: str | None = None,
+        annotate: Callable[[dict[str, Any]], None] | None = None,
+    ) -> dict[str, Any]:
+        """Do all runs that are not done yet; see :func:`fedshuffle.comparison.runner.run`."""
+        from fedshuffle.comparison.runner import run
+
+        return run(self, out, jobs=jobs, progress=progress, command=command, annotate=annotate)
+
+
+def load(
+    path: Path | str, overrides: Mapping[str, Any] | None = None, scale: str | None = None
+) -> Comparison:
+    """The comparison in a file: the config of a run, with a section ``[compare]``.
+
+    Args:
+        path: the file.
+        overrides: other values at some dotted keys (``work.batch_size``, ``compare.seeds``).
+        scale: the name of a section ``[scale.NAME]`` that overrides the keys of the file.
+    """
+    file, changes = Path(path), overrides or {}
+    tables = loader.parse(file)
+    with at(loader.described(file, changes)):
+        changed = loader.override(_scaled(tables, scale), changes)
+        text = loader.toml(changed) if changed != tables else file.read_text(encoding="utf-8-sig")
+        return _read(changed, file.parent, text)
+
+
+def _read(tables: Mapping[str, Any], folder: Path, text: str) -> Comparison:
+    if "compare" not in tables:
+        raise FedShuffleError(
+            'the section [compare] is missing: add it with methods = ["fedavg", "fedshuffle"].'
+            " To train one method, run: fedshuffle run FILE."
+        )
+    base = loader.read({k: v for k, v in tables.items() if k != "compare"}, folder)
+    fields = loader.read_fields(Comparison, tables["compare"], "compare")
+    size = base.step_size
+    varied = fields.keys() & {"weight_decay", "clip"}
+    if varied or "common_step_sizes" not in fields:
+        own = size.arguments["step_size"] if isinstance(size, ScheduleSpec) else size
+        fields = {"step_sizes": (own,)} | fields
+    defaults: dict[str, Any] = {"momentum": (base.momentum,), "seeds": (base.seed,)}
+    return Comparison(base, text=text, tables=dict(tables), **defaults | fields)
+
+
+def _scaled(tables: Mapping[str, Any], scale: str | None) -> dict[str, Any]:
+    """The tables without the scales, but with the keys of one."""
+    rest = {key: value for key, value in tables.items() if key != "scale"}
+    scales = tables.get("scale", {})
+    if not isinstance(scales, Mapping) or not all(isinstance(s, Mapping) for s in scales.values()):
+        raise FedShuffleError("scale must hold tables: write [scale.NAME] and its keys below.")
+    if scale is None:
+        return rest
+    if scale not in scales:
+        raise unknown("scale", scale, scales)
+    return _merged(rest, scales[scale])
+
+
+def _merged(tables: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    """Nested tables with some keys changed.
+
+    >>> _merged({"work": {"epochs": 2, "clip": 5}}, {"work": {"epochs": 1}})
+    {'work': {'epochs': 1, 'clip': 5}}
+    """
+    result = dict(tables)
+    for key, value in changes.items():
+        old = result.get(key)
+        nested = isinstance(old, Mapping) and isinstance(value, Mapping)
+        result[key] = _merged(old, value) if nested else value  # type: ignore[arg-type]
+    return result
+
+
+def next_step_size(grid: Set[float], tried: Set[float], best: float, widen: float) -> float | None:
+    """The step size beyond the end of those tried, if the best one is at that end; else None.
+
+    The grid grows with its own mean spacing, but at least by a factor of 2 and at most of 10, in
+    two significant digits, up to ``widen`` times beyond its end. A single step size never grows.
+
+    >>> grid = {0.01, 0.03, 0.1}
+    >>> next_step_size(grid, grid, 0.01, 1000), next_step_size(grid, grid | {0.0032}, 0.1, 1000)
+    (0.0032, 0.32)
+    >>> next_step_size(grid, grid, 0.03, 1000), next_step_size(grid, grid, 0.1, 1)
+    (None, None)
+    """
+    low, high = min(grid), max(grid)
+    if len(grid) < 2 or min(tried) < best < max(tried):
+        return None
+    spacing = min(max((high / low) ** (1 / (len(grid) - 1)), 2.0), 10.0)
+    down = best == min(tried)
+    factor = spacing ** (1 + sum(size < low if down else size > high for size in tried))
+    if factor > widen * (1 + 1e-9):
+        return None
+    return float(f"{low / factor if down else high * factor:.2g}")
+
+
+def _word(text: str) -> str:
+    """A method or momentum as part of a folder's name.
+
+    >>> _word("global:0.1"), _word("package.module:FEDAVG_MIN"), _word("fedprox:mu=0.1")
+    ('global-0.1', 'fedavg-min', 'fedprox-mu-0.1')
+    >>> _word("package.module:METHOD")
+    'module'
+    """
+    if "=" in text:  # options tell it from other methods of its name
+        return re.sub(r"[^a-z0-9.]+", "-", text.lower())
+    kind, _, name = text.partition(":")
+    if name == "METHOD":  # a module with one method gives it its name
+        kind, name = kind.rpartition(".")[2], ""
+    number = re.fullmatch(r"[\d.eE+-]+", name)
+    return f"{kind}-{name}" if number else re.sub(r"[^a-z0-9.]+", "-", (name or kind).lower())

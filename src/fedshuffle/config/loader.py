@@ -1,0 +1,371 @@
+"""Config files: read strictly, by the types of :mod:`fedshuffle.config.schema`, and written."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import os
+import re
+import tomllib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import is_dataclass, replace
+from pathlib import Path
+from typing import Any, Literal, get_args, get_origin
+
+import tomli_w
+
+from fedshuffle import _files, _synonyms, schedules
+from fedshuffle._arrays import count
+from fedshuffle.config.schema import (
+    Config,
+    DataSpec,
+    ImportSpec,
+    ScheduleSpec,
+    StepSize,
+    StorePath,
+    at,
+    keys,
+    without_none,
+)
+from fedshuffle.errors import FedShuffleError, unknown
+from fedshuffle.local_work import (
+    AtMost,
+    EpochRange,
+    ExampleOrder,
+    Interruption,
+    MissLast,
+    RandomStop,
+)
+
+Reader = Callable[[Any, str], Any]
+"""Turns the value at a key of the file into the value of a field, or raises an error."""
+
+
+def load(path: Path | str, overrides: Mapping[str, Any] | None = None) -> Config:
+    """The config in a file, with other values at some dotted keys (``work.batch_size``)."""
+    file, changes = Path(path), overrides or {}
+    tables = parse(file)
+    with at(described(file, changes)):
+        config = read(override(tables, changes), file.parent)
+    return replace(config, origin=(f"From {described(Path(file.name), changes)}.",))
+
+
+def described(file: Path, changes: Mapping[str, Any]) -> str:
+    """A file and the overrides of its keys, for messages."""
+    return f"{file}" + "".join(f" with {key}={value}" for key, value in changes.items())
+
+
+def parse(file: Path) -> dict[str, Any]:
+    """The tables of a TOML file, as plain data."""
+    try:
+        text = file.read_text(encoding="utf-8-sig")
+    except (OSError, UnicodeDecodeError) as error:
+        raise FedShuffleError(f"the config {str(file)!r} cannot be read: {error}.") from error
+    try:
+        return tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        place = re.search(r"at line (\d+)", str(error))
+        line = f": {text.split(chr(10))[int(place[1]) - 1].strip()!r:.80}" if place else ""
+        raise FedShuffleError(
+            f"{file}: broken TOML: {error}{line}. Put texts in quotes, lists in brackets."
+        ) from error
+
+
+def setting(text: str) -> tuple[str, Any]:
+    """A key and its value from ``key=value``; the value is TOML, or else text.
+
+    >>> setting("work.batch_size=16"), setting("method=fedavg"), setting("work.epochs=2..5")
+    (('work.batch_size', 16), ('method', 'fedavg'), ('work.epochs', '2..5'))
+    """
+    key, equals, value = text.partition("=")
+    key, value = key.strip(), value.strip()
+    if not (key and equals and value):
+        raise FedShuffleError(f"{text!r} sets nothing: write it like work.batch_size=16.")
+    try:
+        table = tomllib.loads(f"value = {value}")
+    except tomllib.TOMLDecodeError:
+        return key, value
+    return key, table["value"] if len(table) == 1 else value
+
+
+def override(tables: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    """Plain data with other values at dotted keys."""
+    result: dict[str, Any] = copy.deepcopy(dict(tables))
+    for key, value in changes.items():
+        *path, last = key.split(".")
+        table = result
+        for name in path:
+            inner = table.get(name, {})
+            if isinstance(inner, str) and keys(Config).get(name) in (ImportSpec, DataSpec):
+                inner = {"use": inner}
+            if not isinstance(inner, dict):
+                raise FedShuffleError(f"{key} cannot be set: {name} is {inner!r}, not a table.")
+            table[name] = inner
+            table = inner
+        table[last] = value
+    return result
+
+
+def read(tables: Mapping[str, Any], folder: Path) -> Config:
+    """The config that plain data describes; paths are relative to the folder."""
+    values = read_fields(Config, tables, "")
+    home = (folder / values.get("folder", ".")).resolve()
+    if not home.is_dir():
+        raise FedShuffleError(
+            f"folder: there is no folder {str(home)!r}. Write where the config's modules and data"
+            " are now."
+        )
+    if "out" in values:
+        values["out"] = home / values["out"]
+    return Config(**values | {"folder": home})
+
+
+# Reading by type ----------------------------------------------------------------------------------
+
+
+def read_fields(kind: Any, value: Any, key: str) -> dict[str, Any]:
+    """The fields of a dataclass that a table of the file gives; refuses unknown keys."""
+    if not isinstance(value, Mapping):
+        raise FedShuffleError(
+            f"{key} is {value!r}, but must be a table: write [{key}] and its keys below."
+        )
+    known = keys(kind)
+    for name in value:
+        if name not in known:
+            raise _unknown_key(key, name, known)
+    for field in dataclasses.fields(kind):
+        if "add" in field.metadata and field.name not in value:
+            place = _join(key, field.name)
+            raise FedShuffleError(f"{place} is missing: add {field.metadata['add']}.")
+    return {name: _reader(known[name])(entry, _join(key, name)) for name, entry in value.items()}
+
+
+def _reader(kind: Any) -> Reader:
+    if kind in _READERS:
+        return _READERS[kind]
+    if hasattr(kind, "__metadata__"):  # Annotated[type, reader]
+        reader: Reader = kind.__metadata__[0]
+        return reader
+    if get_origin(kind) is tuple:
+        return _list_of(_reader(without_none(get_args(kind)[0])))
+
+    def table(value: Any, key: str) -> Any:
+        fields = read_fields(kind, value, key)
+        with at(key):
+            return kind(**fields)
+
+    return table
+
+
+def _of_type(kinds: type | tuple[type, ...], words: str) -> Callable[[Any, str], Any]:
+    def read(value: Any, key: str) -> Any:
+        empty = isinstance(value, str) and not value.strip()
+        if not isinstance(value, kinds) or empty or (isinstance(value, bool) and kinds is not bool):
+            raise FedShuffleError(f"{key} is {value!r}, but must be {words}.")
+        return value
+
+    return read
+
+
+_text = _of_type(str, "a text in quotes")
+_whole = _of_type(int, "a whole number")
+read_number = _of_type((int, float), "a number")
+
+
+def _list_of(reader: Reader) -> Reader:
+    def read(value: Any, key: str) -> tuple[Any, ...]:
+        if not isinstance(value, list | tuple) or not value:
+            raise FedShuffleError(f"{key} is {value!r}, but must be a list with entries.")
+        return tuple(reader(entry, key) for entry in value)
+
+    return read
+
+
+def _named(value: Any, key: str, word: str, example: str) -> tuple[str, dict[str, Any]]:
+    """The name in a table, under one of its keys, and the other keys as arguments."""
+    if not isinstance(value, Mapping) or word not in value:
+        raise FedShuffleError(f'{key}.{word} is missing: name one, such as {word} = "{example}".')
+    arguments = {name: entry for name, entry in value.items() if name != word}
+    return _text(value[word], f"{key}.{word}"), arguments
+
+
+def _import_spec(value: Any, key: str) -> ImportSpec:
+    """A text is short for a table with only that path."""
+    if isinstance(value, str):
+        return ImportSpec(_text(value, key))
+    return ImportSpec(*_named(value, key, "use", "module:function"))
+
+
+def _data(value: Any, key: str) -> DataSpec:
+    if isinstance(value, Mapping) and len(value.keys() & {"use", "store"}) != 1:
+        raise FedShuffleError(
+            f'{key} needs one of {key}.use = "module:function" and {key}.store = "folder".'
+        )
+    if not isinstance(value, Mapping) or "use" in value:
+        return _import_spec(value, key)
+    path, rest = _named(value, key, "store", "folder")
+    for name in rest:
+        raise _unknown_key(key, name, {"store": str})
+    return StorePath(path)
+
+
+def _step_size(value: Any, key: str) -> StepSize:
+    if isinstance(value, str):
+        with at(key):
+            return ScheduleSpec(*schedules.parse(value))
+    if isinstance(value, Mapping):
+        return ScheduleSpec(*_named(value, key, "schedule", "inverse_time"))
+    words = 'a number, or a schedule, such as "cosine:0.1"'
+    size: float = _of_type((int, float), words)(value, key)
+    return size
+
+
+def epochs(value: Any, key: str) -> int | tuple[int, ...] | EpochRange:
+    """A number, a number per client, or a range such as ``"2..5"``."""
+    if isinstance(value, str):
+        limits = re.fullmatch(r"\s*(\d+)\s*\.\.\s*(\d+)\s*", value)
+        if limits is None:
+            raise FedShuffleError(f'{key} is {value!r}, but a range is written like "2..5".')
+        with at(key):
+            return EpochRange(int(limits[1]), int(limits[2]))
+    if isinstance(value, list | tuple):
+        return tuple(_whole(entry, key) for entry in value)
+    return count(value, key)
+
+
+_INTERRUPTIONS: dict[str, type[Any]] = {
+    "miss-last": MissLast,
+    "at-most": AtMost,
+    "random-stop": RandomStop,
+}
+"""Each has one field: ``at-most:STEPS``."""
+
+
+def _interruption(value: Any, key: str) -> Interruption:
+    name, _, argument = _text(value, key).partition(":")
+    forms = {n: f"{n}:{dataclasses.fields(k)[0].name.upper()}" for n, k in _INTERRUPTIONS.items()}
+    with at(key):
+        if name not in forms:
+            raise unknown("interruption", name, forms.values())
+        try:
+            number = int(argument) if argument.isdecimal() else float(argument)
+        except ValueError as error:
+            raise FedShuffleError(f"{value!r} cannot be read: write {forms[name]!r}.") from error
+        interruption: Interruption = _INTERRUPTIONS[name](number)
+        return interruption
+
+
+_READERS: dict[Any, Reader] = {
+    str: _text,
+    Path: _text,
+    int: _whole,
+    float: read_number,
+    bool: _of_type(bool, "true or false"),
+    ImportSpec: _import_spec,
+    DataSpec: _data,
+    DataSpec | Literal["training"]: lambda v, key: v if v == "training" else _data(v, key),
+    StepSize: _step_size,
+    # The types of LocalWork.
+    int | Sequence[int] | EpochRange: epochs,
+    int | Literal["min", "mean"]: lambda v, key: v if isinstance(v, str) else count(v, key),
+    ExampleOrder: _text,
+    Interruption: _interruption,
+}
+
+_SECTIONS: dict[str, dict[str, Any]] = {"": keys(Config)} | {
+    name: keys(kind)
+    for name, kind in keys(Config).items()
+    if kind not in _READERS and is_dataclass(kind)
+}
+"""All keys of a config file, by section."""
+
+
+def _join(key: str, name: str) -> str:
+    return f"{key}.{name}" if key else name
+
+
+def _unknown_key(key: str, name: str, known: Mapping[str, Any]) -> FedShuffleError:
+    """The error for a key that does not exist; it may exist in another section."""
+    if not key and name in ("compare", "scale"):
+        return FedShuffleError(
+            f"[{name}] belongs to a comparison, and this command runs one method. Run: fedshuffle"
+            " compare FILE."
+        )
+    sections = [section for section, names in _SECTIONS.items() if name in names]
+    hint = ""
+    if sections:
+        places = [f"below [{s}]" if s else "above the first [section]" for s in sections]
+        hint = f" It belongs {' or '.join(places)}."
+    elif near := _synonyms.nearest(name, known):
+        hint = f" Did you mean {_join(key, near)!r}?"
+    elif place := key_for(name):
+        hint = f" Did you mean {place!r}?"
+    return FedShuffleError(
+        f"unknown key {_join(key, name)!r}.{hint} Known: {', '.join(sorted(known))}."
+    )
+
+
+def key_for(word: str) -> str | None:
+    """The dotted key that a user may mean by a word.
+
+    >>> key_for("lr"), key_for("batch_size"), key_for("spam")
+    ('step_size', 'work.batch_size', None)
+    """
+    exact = {section: word for section, names in _SECTIONS.items() if word in names}
+    near = {section: _synonyms.nearest(word, names) for section, names in _SECTIONS.items()}
+    found = [*exact.items(), *near.items()]
+    return next((_join(section, name) for section, name in found if name), None)
+
+
+# Writing ------------------------------------------------------------------------------------------
+
+
+def plain(value: Any) -> Any:
+    """A config or a part of it as plain data that :func:`read` understands."""
+    match value:
+        case ImportSpec(path, arguments):
+            return {"use": path, **arguments}
+        case StorePath(path):
+            return {"store": path}
+        case ScheduleSpec(name, arguments):
+            return {"schedule": name, **arguments}
+        case EpochRange(low, high):
+            return f"{low}..{high}"
+        case MissLast(number) | AtMost(number) | RandomStop(number):
+            names = {kind: name for name, kind in _INTERRUPTIONS.items()}
+            return f"{names[type(value)]}:{number!r}"
+        case Interruption():
+            raise FedShuffleError(
+                f"work.interruption: {value!r} has no name in a config. Call fedshuffle.train."
+            )
+        case Path():
+            return str(value)
+    if is_dataclass(value) and not isinstance(value, type):
+        found = {name: getattr(value, name) for name in keys(type(value))}
+        return {name: plain(entry) for name, entry in found.items() if entry is not None}
+    return value
+
+
+def toml(tables: Mapping[str, Any]) -> str:
+    """Plain data as the text of a TOML file."""
+    try:
+        return tomli_w.dumps(tables)
+    except TypeError as error:  # a value that TOML does not have
+        raise FedShuffleError(f"{error}. Use numbers, texts, lists and tables.") from error
+
+
+def save(config: Config, out: Path, notes: Sequence[str]) -> None:
+    """Write a config into the folder of its run, complete enough to resume from there."""
+    tables = plain(config.pinned())
+    tables.pop("out", None)
+    tables["folder"] = relative(config.folder, out)
+    head = "".join(f"# {' '.join(note.split())}\n" for note in notes)
+    _files.write_file(out / "config.toml", f"{head}\n{toml(tables)}")
+
+
+def relative(folder: Path, out: Path) -> str:
+    """A folder as written into ``out``: relative if ``out`` is below it, so both can be moved."""
+    here = out.resolve()
+    if not here.is_relative_to(folder):
+        return str(folder)
+    return Path(os.path.relpath(folder, here)).as_posix()

@@ -1,0 +1,276 @@
+"""Run a config: import the user's parts, train, and write a folder to resume from.
+
+Beside the files of :mod:`fedshuffle.training.run_folder` the folder holds
+
+    DIR/config.toml           the config as it was run
+    DIR/model.safetensors     the final model, by the names of its state_dict
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import random
+import shlex
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import final
+
+import numpy as np
+import safetensors.torch
+import torch
+from torch import nn
+
+import fedshuffle
+from fedshuffle import _files, devices, engines, losses, methods
+from fedshuffle import sampling as samplings
+from fedshuffle._arrays import count, expect
+from fedshuffle.config import imports, loader
+from fedshuffle.config.schema import Config, DataSpec, ImportSpec, ScheduleSpec, StepSize, at
+from fedshuffle.engines import Loss
+from fedshuffle.errors import FedShuffleError, unknown
+from fedshuffle.federation import Federation
+from fedshuffle.methods import Method
+from fedshuffle.randomness import Purpose, generator, restored_generators
+from fedshuffle.sampling import Sampling
+from fedshuffle.training import Evaluate, Result, train
+from fedshuffle.training.run_folder import RunFolder
+
+
+@final
+@dataclass(frozen=True)
+class RunInputs:
+    """The parts that runs with different settings can share: data, loss and evaluation."""
+
+    federation: Federation
+    loss: Loss
+    evaluate: Evaluate | None = None
+
+
+def run(
+    config: Config, out: Path, progress: bool, inputs: RunInputs | None, address: str | None
+) -> Result:
+    """Start the run of a config in a folder; the arguments are those of :meth:`Config.run`."""
+    config = config.pinned().override({})  # exactly as it will be read again
+    with RunFolder(out).locked(), _new_config(out, config):
+        return train_config(config, out, progress, inputs, address)
+
+
+def resume(
+    out: Path | str,
+    *,
+    rounds: int | None = None,
+    progress: bool = False,
+    inputs: RunInputs | None = None,
+    address: str | None = None,
+) -> Result:
+    """Resume the run in a folder as its config says, if you like for more rounds in all.
+
+    The other arguments are those of :meth:`Config.run`.
+    """
+    folder = Path(out)
+    file = folder / "config.toml"
+    if not file.exists():
+        raise FedShuffleError(f"{str(folder)!r} holds no config.toml, so no run to resume.")
+    with RunFolder(folder).locked():
+        config = loader.load(file)
+        with at("engine"):
+            engines.at_address(config.engine, address)  # before the config is changed
+        if rounds is not None and count(rounds, "rounds") != config.rounds:
+            if begun(folder):
+                RunFolder(folder).check_rounds(rounds)  # before the config is changed
+            config = replace(config, rounds=rounds)
+            lines = file.read_text(encoding="utf-8").split("\n")
+            notes = [line.removeprefix("# ") for line in lines if line[:1] == "#"]
+            loader.save(config, folder, [*notes, f"Resumed with rounds = {rounds}."])
+        return train_config(config, folder, progress, inputs, address)
+
+
+def begun(folder: Path) -> bool:
+    """Whether a folder holds a run that has begun and can be resumed."""
+    return (folder / "run.json").exists()
+
+
+def command(folder: Path, address: str | None = None) -> str:
+    """The command that resumes the run in a folder, on a Ray cluster if an address is given."""
+    where = "" if address is None else f" --address {shlex.quote(address)}"
+    return f"fedshuffle run --resume {shlex.quote(str(folder))}{where}"
+
+
+@contextmanager
+def _new_config(folder: Path, config: Config) -> Iterator[None]:
+    """Write the config into the folder of a new run, and remove it if the run does not begin."""
+    RunFolder(folder, resume_hint=f"run: {command(folder)}").check(resume=False)
+    file = folder / "config.toml"
+    if file.exists():
+        raise FedShuffleError(
+            f"{str(folder)!r} holds a config.toml already. If a run was stopped there before its"
+            f" first round, run: {command(folder)}; or else choose another folder."
+        )
+    loader.save(config, folder, [f"A run of fedshuffle {fedshuffle.__version__}.", *config.origin])
+    try:
+        yield
+    except BaseException:
+        if not begun(folder):
+            with contextlib.suppress(OSError):
+                file.unlink()
+        raise
+
+
+def train_config(
+    config: Config, out: Path | None, progress: bool, shared: RunInputs | None, address: str | None
+) -> Result:
+    """Train as a config says, from the state in the folder if the run has begun."""
+    with at("engine"):
+        engine = engines.at_address(config.engine, address)
+    with config.importable():
+        parts = inputs(config) if shared is None else shared
+        hint = None if out is None else f"run: {command(out, address)}"
+        result = train(
+            model(config),
+            parts.federation,
+            loss=parts.loss,
+            rounds=config.rounds,
+            method=method(config),
+            sampling=sampling(config, parts.federation),
+            work=config.work,
+            step_size=schedule(config.step_size, config.rounds),
+            server_step_size=schedule(config.server_step_size, config.rounds),
+            seed=config.seed,
+            engine=engine,
+            device=config.device,
+            evaluate=parts.evaluate,
+            evaluate_every=config.evaluation.every if config.evaluation else 1,
+            out=None if out is None else RunFolder(out, config.checkpoints.keep, hint),
+            resume=out is not None and begun(out),
+            checkpoint_every=config.checkpoints.every,
+            record_cohorts=config.record_cohorts,
+            tensorboard=config.tensorboard,
+            progress=progress,
+        )
+    if out is not None:
+        state = result.model.state_dict()
+        tensors = {name: value.detach().cpu().contiguous().clone() for name, value in state.items()}
+        _files.write_file(out / "model.safetensors", safetensors.torch.save(tensors))
+    return result
+
+
+# The parts of a config ----------------------------------------------------------------------------
+
+
+def inputs(config: Config) -> RunInputs:
+    """The data, the loss and the evaluation of a config."""
+    with config.importable():
+        _check_names(config)
+        loss = _loss(config)
+        data = federation(config)
+        return RunInputs(data, loss, _evaluate(config, data, loss))
+
+
+def model(config: Config) -> nn.Module:
+    """The initial model: a pure function of the config's seed."""
+    with config.importable(), at("model"), _seeded(config.seed, Purpose.START):
+        made: nn.Module = imports.call(config.model.path, config.model.arguments, config.folder)
+        expect(made, nn.Module, f"what {config.model.path!r} returns")
+        for name, value in made.state_dict().items():
+            expect(value, torch.Tensor, f"entry {name!r} of the model's state_dict")
+    return made
+
+
+def method(config: Config) -> Method:
+    """The method of a config, with its momentum."""
+    with at("method"):
+        found = imports.method(config.method, config.folder)
+    if config.momentum is None:
+        return found
+    return found.with_momentum(methods.parse_momentum(config.momentum))
+
+
+def sampling(config: Config, federation: Federation) -> Sampling:
+    """The sampling of a config, for its federation."""
+    with at("sampling"):
+        return imports.sampling(config.sampling, federation, config.folder)
+
+
+def federation(config: Config, source: DataSpec | None = None, key: str = "data") -> Federation:
+    """The data of a config, or of another source; ``key`` is named in errors."""
+    source = config.data if source is None else source
+    if not isinstance(source, ImportSpec):
+        with at(f"{key}.store"):
+            return Federation.open(config.folder / source.path)
+    # The data must be the same whenever a run is resumed, and for every seed of the run.
+    with config.importable(), at(key), _seeded(0, Purpose.SPLIT):
+        made: Federation = imports.call(source.path, source.arguments, config.folder)
+        expect(made, Federation, f"what {source.path!r} returns")
+    return made
+
+
+def _check_names(config: Config) -> None:
+    """Check all names before data are loaded, which may take long."""
+    with at("engine"):
+        engines.check(config.engine)
+    with at("device"):
+        devices.check(config.device)
+    with at("sampling"):
+        if samplings.is_import_path(config.sampling):
+            imports.function(config.sampling, {}, config.folder)
+        else:
+            samplings.check(config.sampling)
+    method(config)
+    specs: dict[str, object] = {"model": config.model, "data": config.data}
+    specs |= {"evaluation.data": config.evaluation.data} if config.evaluation else {}
+    for key, spec in specs.items():
+        if isinstance(spec, ImportSpec):
+            with at(key):
+                imports.function(spec.path, spec.arguments, config.folder, complete=True)
+
+
+def _loss(config: Config) -> Loss:
+    path, arguments = config.loss.path, config.loss.arguments
+    with at("loss"):
+        if ":" not in path:
+            own = [k for k, value in vars(losses).items() if isinstance(value, losses.MeanLoss)]
+            if path not in own:
+                raise unknown("loss", path, [*own, "module:function"])
+            path = f"{losses.__name__}:{path}"
+        loss = imports.function(path, arguments, config.folder)
+    return functools.partial(loss, **arguments) if arguments else loss
+
+
+def _evaluate(config: Config, train_data: Federation, loss: Loss) -> Evaluate | None:
+    from fedshuffle.evaluation import Evaluation, Evaluations
+
+    spec, data = config.evaluation, train_data
+    if spec is None:
+        return None
+    if not isinstance(spec.data, str):
+        data = federation(config, spec.data, "evaluation.data")
+    with at("evaluation.metrics"):
+        metrics = [imports.find(m, config.folder) if ":" in m else m for m in spec.metrics]
+    with at("evaluation"):
+        part = data if spec.clients is None else data.sample(spec.clients)
+        make = functools.partial(Evaluation, loss=loss, batch_size=spec.batch_size)
+        main = make(part, metrics, per_client=spec.per_client)
+        if spec.training is None:
+            return main
+        part = train_data.sample(spec.training)
+        trained = make(part, ["loss"], per_client=False, prefix="train_")
+        return Evaluations(main, trained)
+
+
+def schedule(size: StepSize, rounds: int) -> float | Callable[[int], float]:
+    """A step size as a number, or as a function of the round."""
+    return size.over(rounds) if isinstance(size, ScheduleSpec) else size
+
+
+@contextmanager
+def _seeded(seed: int, purpose: Purpose) -> Iterator[None]:
+    """Seed the global generators of Python, numpy and torch; restore their states afterwards."""
+    words = generator(seed, purpose).integers(1 << 32, size=3).tolist()
+    with restored_generators():
+        random.seed(words[0])
+        np.random.seed(words[1])
+        torch.manual_seed(words[2])
+        yield

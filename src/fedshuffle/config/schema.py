@@ -1,0 +1,258 @@
+"""The config of a run, as frozen dataclasses.
+
+Each key of the file is one field here. :mod:`fedshuffle.config.loader` reads, checks and writes
+files by the types of these fields.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import operator
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from types import NoneType
+from typing import TYPE_CHECKING, Annotated, Any, Literal, final, get_args, get_type_hints
+
+from fedshuffle import methods, schedules
+from fedshuffle._arrays import count, expect
+from fedshuffle.config import imports
+from fedshuffle.errors import FedShuffleError, error_context
+from fedshuffle.local_work import LocalWork
+from fedshuffle.randomness import check_seed
+
+if TYPE_CHECKING:
+    from fedshuffle.config.runner import RunInputs
+    from fedshuffle.training import Result
+
+
+at = partial(error_context, catch=FedShuffleError)
+"""``with at(key)``: put the key of the config before an error."""
+
+Count = Annotated[int, count]
+"""A whole number of at least 1."""
+
+
+@final
+@dataclass(frozen=True)
+class ImportSpec:
+    """An object of the user's: an import path ``package.module:attribute``, and arguments."""
+
+    path: str
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+
+
+@final
+@dataclass(frozen=True)
+class StorePath:
+    """A federation stored in a folder."""
+
+    path: str
+
+
+DataSpec = ImportSpec | StorePath
+
+
+@final
+@dataclass(frozen=True)
+class ScheduleSpec:
+    """A step size that depends on the round: a function of :mod:`fedshuffle.schedules`.
+
+    >>> ScheduleSpec("inverse_time", {"step_size": 1.0, "halved_after": 10}).over(100)(10)
+    0.5
+    """
+
+    name: str
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+
+    def pinned(self, rounds: int) -> ScheduleSpec:
+        """The same schedule, with the number of rounds written out if it depends on them."""
+        if "rounds" not in schedules.parameters(self.name):
+            return self
+        return ScheduleSpec(self.name, {"rounds": rounds} | dict(self.arguments))
+
+    def over(self, rounds: int) -> Callable[[int], float]:
+        """The step size by round, in a run of this many rounds."""
+        return schedules.make(self.name, self.arguments, rounds)
+
+
+StepSize = float | ScheduleSpec
+
+
+@final
+@dataclass(frozen=True)
+class EvaluationSpec:
+    """The data, metrics and frequency of evaluation."""
+
+    data: DataSpec | Literal["training"] = field(
+        metadata={"add": 'held-out data as in [data], or data = "training"'}
+    )
+    metrics: tuple[str, ...] = ("loss", "accuracy")
+    every: Count = 1
+    per_client: bool = True
+    batch_size: Count = 1024
+    clients: Count | None = None
+    """The number of clients to evaluate, drawn once; by default all."""
+    training: Count | None = None
+    """Also evaluate ``train_loss`` on the training data of this many clients, drawn once."""
+
+    def __post_init__(self) -> None:
+        check_counts(self)
+
+
+@final
+@dataclass(frozen=True)
+class Checkpoints:
+    """How often the state is saved, and how many checkpoints are kept."""
+
+    every: Count = 10
+    keep: Count = 3
+
+    def __post_init__(self) -> None:
+        check_counts(self)
+
+
+@final
+@dataclass(frozen=True)
+class Config:
+    """One run. Vary it with :func:`dataclasses.replace` or :meth:`override`.
+
+    >>> model, loss = ImportSpec("a:model"), ImportSpec("a:loss")
+    >>> config = Config(rounds=3, model=model, loss=loss, data=StorePath("a"))
+    >>> config.override({"work.batch_size": 16}).work.batch_size
+    16
+    """
+
+    rounds: Count = field(metadata={"add": "the number of rounds, such as rounds = 100"})
+    model: ImportSpec = field(metadata={"add": 'a section [model] with use = "module:function"'})
+    loss: ImportSpec = field(
+        metadata={"add": 'loss = "cross_entropy", another of fedshuffle.losses, or an import path'}
+    )
+    data: DataSpec = field(
+        metadata={"add": 'a section [data] with use = "module:function" or store = "folder"'}
+    )
+    seed: int = 0
+    method: str = "fedshuffle"
+    momentum: str | None = None
+    sampling: str = "full"
+    step_size: StepSize = 0.1
+    server_step_size: StepSize = 1.0
+    work: LocalWork = field(default_factory=LocalWork)
+    engine: str = "sequential"
+    device: str | None = None
+    """Where to train: ``"cpu"``, ``"cuda"``, ``"mps"``; by default that of the model."""
+    evaluation: EvaluationSpec | None = None
+    checkpoints: Checkpoints = field(default_factory=Checkpoints)
+    tensorboard: bool = False
+    record_cohorts: bool = False
+    out: Path | None = None
+    folder: Path = field(default_factory=Path.cwd)
+    """The root of import paths and relative paths."""
+    origin: tuple[str, ...] = field(default=(), compare=False, metadata={"key": False})
+    """The file and the overrides it was made from; only for the record."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "folder", Path(self.folder).resolve())
+        check_counts(self)
+        check_seed(self.seed)
+        expect(self.work, LocalWork, "work")
+        for name in ("method", "sampling", "engine"):
+            expect(getattr(self, name), str, name)
+        if not methods.is_import_path(self.method):
+            methods.get(self.method)
+        if self.momentum is not None:
+            expect(self.momentum, str, "momentum")
+            methods.parse_momentum(self.momentum)
+        for name in ("step_size", "server_step_size"):
+            _check_step_size(getattr(self, name), self.rounds, name)
+
+    def override(self, changes: Mapping[str, Any]) -> Config:
+        """This config with other values at dotted keys, written as in a file."""
+        from fedshuffle.config.loader import override, plain, read
+
+        notes = tuple(f"With {key} = {value}." for key, value in changes.items())
+        changed = read(override(plain(self), changes), self.folder)
+        return replace(changed, origin=self.origin + notes)
+
+    def pinned(self) -> Config:
+        """This config with schedules that do not change when more rounds are asked for."""
+        sizes = {name: getattr(self, name) for name in ("step_size", "server_step_size")}
+        pinned: dict[str, Any] = {
+            name: size.pinned(self.rounds)
+            for name, size in sizes.items()
+            if isinstance(size, ScheduleSpec)
+        }
+        return replace(self, **pinned)
+
+    def importable(self) -> AbstractContextManager[None]:
+        """Within this context the user's modules are imported once, also for several runs."""
+        return imports.importable(self.folder)
+
+    def inputs(self) -> RunInputs:
+        """The data, loss and evaluation, to be shared by runs that vary other settings."""
+        from fedshuffle.config import runner
+
+        return runner.inputs(self)
+
+    def run(
+        self,
+        out: Path | str | None = None,
+        *,
+        progress: bool = False,
+        inputs: RunInputs | None = None,
+        address: str | None = None,
+    ) -> Result:
+        """Train as the config says.
+
+        Args:
+            out: a folder for the config, metrics, checkpoints and the final model; by default
+                that of the config.
+            progress: whether to show a bar.
+            inputs: the result of :meth:`inputs`, to share it between runs.
+            address: the Ray cluster, if the engine works on one; it does not change the result.
+        """
+        from fedshuffle.config import runner
+
+        folder = self.out if out is None else Path(out)
+        if folder is None:
+            return runner.train_config(self, None, progress, inputs, address)
+        return runner.run(self, folder, progress, inputs, address)
+
+
+def keys(kind: Any) -> dict[str, Any]:
+    """The keys of a table in the file, with their types; a key that may be left out has no None.
+
+    >>> keys(EvaluationSpec)["per_client"]
+    <class 'bool'>
+    """
+    hints = get_type_hints(kind, include_extras=True)
+    names = [f.name for f in dataclasses.fields(kind) if f.metadata.get("key", True)]
+    return {name: without_none(hints[name]) for name in names}
+
+
+def without_none(hint: Any) -> Any:
+    """The type of a value that is not None."""
+    if NoneType not in get_args(hint):
+        return hint
+    return functools.reduce(operator.or_, [arm for arm in get_args(hint) if arm is not NoneType])
+
+
+def check_counts(spec: Any) -> None:
+    """Check the numbers of a dataclass that must be at least 1."""
+    for name, kind in keys(type(spec)).items():
+        if kind == Count and (value := getattr(spec, name)) is not None:
+            count(value, name)
+
+
+def _check_step_size(size: StepSize, rounds: int, key: str) -> None:
+    """Refuse a step size that is not positive and finite in some round."""
+    with at(key):
+        schedule = size.over(rounds) if isinstance(size, ScheduleSpec) else size
+        for round in {0, rounds - 1, *range(0, rounds, -(-rounds // 1000))}:
+            try:
+                schedules.value(schedule, round, key.replace("_", " "))
+            except (ArithmeticError, TypeError) as error:
+                raise FedShuffleError(f"the schedule cannot be computed: {error}.") from error

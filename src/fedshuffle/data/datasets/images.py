@@ -1,0 +1,164 @@
+"""Images: CIFAR-100, split over clients from the raw images, and FEMNIST by writer."""
+
+from __future__ import annotations
+
+import zipfile
+import zlib
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fedshuffle._arrays import IntArray, count
+from fedshuffle.data.datasets.download import IMAGE_BYTES, find
+from fedshuffle.data.importers.hdf5 import open_clients
+from fedshuffle.data.partition import allocate
+from fedshuffle.errors import FedShuffleError, error_context
+from fedshuffle.federation import Federation
+
+_MEAN = (0.5071, 0.4865, 0.4409)
+_DEVIATION = (0.2673, 0.2564, 0.2762)
+"""Of the pixels of CIFAR-100's training images, by colour, where black is 0 and white is 1."""
+
+_ARRAYS = "cifar100*.npz"  # another form of the images
+_AGAIN = "Delete it and get it again."
+Raw = tuple[NDArray[np.uint8], NDArray[np.uint8], NDArray[np.uint8]]
+"""Images (examples, 3, 32, 32), coarse labels, fine labels."""
+
+
+def cifar100(
+    folder: str | Path | None = None,
+    *,
+    clients: int = 500,
+    per_client: int = 100,
+    alpha: float = 0.1,
+    beta: float = 10.0,
+    seed: int = 0,
+) -> tuple[Federation, Federation]:
+    """CIFAR-100, to train on and to test on, split by hierarchical LDA.
+
+    Each client mostly sees a few of the 20 coarse labels. Images are float32 (examples, 3, 32, 32),
+    normalised by colour; labels are the 100 fine ones. The test images are split in the same way
+    over clients of ``per_client`` examples each, 100 of them by default. Put
+    :class:`fedshuffle.data.datasets.Augment` before the model for random crops and flips.
+
+    Args:
+        folder: the folder that holds ``cifar100/train.bin``, or the files; by default
+            FEDSHUFFLE_DATA, or where ``fedshuffle data get cifar100`` put them. Instead of the
+            binary files, one ``cifar100*.npz`` with the arrays ``x_train`` (examples, 32, 32, 3),
+            ``fine_train`` and ``coarse_train`` of uint8, and the same with ``_test``, is enough.
+        clients: number of clients to train on.
+        per_client: number of examples of each client.
+        alpha, beta: how evenly a client's examples are spread over coarse labels, and over the fine
+            labels under each; see :func:`fedshuffle.data.partition.pachinko`.
+        seed: determines the split.
+    """
+    clients, per_client = count(clients, "clients"), count(per_client, "per_client")
+    place = find("cifar100", folder, _ARRAYS)
+    train, test = _read_images(place, "train"), _read_images(place, "test")
+    if clients * per_client > len(train[0]):
+        raise FedShuffleError(
+            f"{clients} clients with {per_client} images each need {clients * per_client:,} images,"
+            f" but there are {len(train[0]):,}. Ask for fewer clients, or for fewer images each."
+        )
+    testers = max(1, len(test[0]) // per_client)
+    test_sizes = np.diff(np.arange(testers + 1) * len(test[0]) // testers)
+
+    def split(raw: Raw, sizes: IntArray, stream: int) -> Federation:
+        images, coarse, fine = raw
+        owner = allocate(coarse, fine, sizes, alpha=alpha, beta=beta, seed=seed, stream=stream)
+        order = np.argsort(owner, kind="stable")[np.count_nonzero(owner < 0) :]
+        packed = np.empty((len(order), 3, 32, 32), dtype=np.float32)
+        for colour in range(3):
+            levels = (np.arange(256) / 255 - _MEAN[colour]) / _DEVIATION[colour]
+            packed[:, colour] = levels.astype(np.float32)[images[order, colour]]
+        return Federation.from_arrays(packed, fine[order].astype(np.int64), sizes=sizes)
+
+    return split(train, np.full(clients, per_client), 0), split(test, test_sizes, 1)
+
+
+def femnist(folder: str | Path | None = None) -> tuple[Federation, Federation]:
+    """Handwritten digits and letters by writer, to train on and to test on: 3,400 clients.
+
+    Images are float32 (examples, 1, 28, 28), from 0 (ink) to 1 (paper). Labels are 0 to 9 for the
+    digits, then A to Z, then a to z: 62. All of it takes 2.4 GB of memory; to map it from disk
+    instead, see :func:`fedshuffle.data.import_file`.
+
+    Args:
+        folder: the folder that holds ``femnist/fed_emnist_train.h5``, or the files; by default
+            FEDSHUFFLE_DATA, or where ``fedshuffle data get femnist`` put them.
+    """
+    place = find("femnist", folder)
+    return _read_writers(place / "fed_emnist_train.h5"), _read_writers(place / "fed_emnist_test.h5")
+
+
+def _read_images(place: Path, part: str) -> Raw:
+    path = place / f"{part}.bin"
+    binary = path.is_file()
+    if not binary:
+        path = sorted(place.glob(_ARRAYS))[0]
+
+    def message(error: Exception) -> str | FedShuffleError:
+        return (
+            error if isinstance(error, FedShuffleError) else f"cannot read {str(path)!r}: {error}."
+        )
+
+    with error_context(message, (OSError, ValueError, EOFError, zipfile.BadZipFile, zlib.error)):
+        raw = _binary(path) if binary else _arrays(path, part)
+    for labels, known, kind in ((raw[1], 20, "coarse"), (raw[2], 100, "fine")):
+        if labels.max() >= known:
+            raise FedShuffleError(
+                f"{str(path)!r} has the {kind} label {labels.max()}, but only {known}. {_AGAIN}"
+            )
+    return raw
+
+
+def _binary(path: Path) -> Raw:
+    raw = np.fromfile(path, dtype=np.uint8)
+    if not len(raw) or len(raw) % IMAGE_BYTES:
+        raise FedShuffleError(
+            f"{str(path)!r} holds no whole number of images, but {len(raw):,} bytes. {_AGAIN}"
+        )
+    rows = raw.reshape(-1, IMAGE_BYTES)
+    return rows[:, 2:].reshape(-1, 3, 32, 32), rows[:, 0], rows[:, 1]
+
+
+def _arrays(path: Path, part: str) -> Raw:
+    wanted = {f"x_{part}": (32, 32, 3), f"coarse_{part}": (), f"fine_{part}": ()}
+    read: list[NDArray[Any]] = []
+    with path.open("rb") as file, np.load(file, allow_pickle=False) as arrays:
+        for name, shape in wanted.items():
+            array = arrays[name] if name in arrays else np.zeros(())
+            if array.dtype != np.uint8 or not array.ndim or array.shape[1:] != shape:
+                has = f"of {array.dtype} {array.shape}" if name in arrays else "missing"
+                want = " x ".join(map(str, ("examples", *shape)))
+                raise FedShuffleError(f"{str(path)!r}: {name} is {has}, should be uint8 {want}.")
+            read.append(array)
+    images, coarse, fine = read
+    if not len(images) == len(coarse) == len(fine) > 0:
+        raise FedShuffleError(f"{str(path)!r}: {part} lacks a label of each kind per image.")
+    return images.transpose(0, 3, 1, 2), coarse, fine
+
+
+def _read_writers(path: Path) -> Federation:
+    with open_clients(path) as clients:
+        ids = sorted(clients.names)
+        labels = [clients.values(client, "label").reshape(-1) for client in ids]
+        sizes = [len(some) for some in labels]
+        pixels = np.empty((sum(sizes), 1, 28, 28), dtype=np.float32)
+        begin = 0
+        for client, some in zip(ids, labels, strict=True):
+            where = f"of client {client!r} in {str(path)!r} are"
+            if some.dtype.kind not in "iu" or not ((some >= 0) & (some < 62)).all():
+                raise FedShuffleError(f"'label' {where} not whole numbers from 0 to 61.")
+            images, want = clients.values(client, "pixels"), (len(some), 28, 28)
+            if images.shape != want or images.dtype.kind != "f":
+                raise FedShuffleError(
+                    f"'pixels' {where} {images.dtype} {images.shape}, but should be float32 {want}."
+                )
+            pixels[begin : begin + len(some), 0] = images
+            begin += len(some)
+    wide = np.concatenate(labels).astype(np.int64)
+    return replace(Federation.from_arrays(pixels, wide, sizes=sizes), ids=tuple(ids))

@@ -1,0 +1,186 @@
+"""Importing files of any supported format, and chunks of examples from Python."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike, DTypeLike, NDArray
+
+from fedshuffle.data.storage.writer import StoreWriter
+from fedshuffle.errors import FedShuffleError, optional_import, unknown
+from fedshuffle.federation import Federation
+
+FORMATS = {
+    "parquet": (".parquet", ".pq"),
+    "csv": (".csv", ".csv.gz"),
+    "tsv": (".tsv", ".tsv.gz"),
+    "leaf": (".json",),
+    "hdf5": (".h5", ".hdf5"),
+}
+"""The formats, and the suffixes by which they are recognised."""
+
+Read = Callable[[Mapping[str, Any]], Mapping[str, ArrayLike]]
+"""Turns one client's fields, as they are in the file, into arrays of numbers by name."""
+
+
+def import_file(
+    source: str | Path,
+    out: str | Path,
+    *,
+    client: str | None = None,
+    fields: Sequence[str] | None = None,
+    input: Sequence[str] | None = None,
+    label: str | None = None,
+    standardise: bool | str | Path = False,
+    dtype: Mapping[str, DTypeLike] | None = None,
+    read: Read | None = None,
+    format: str | None = None,
+    overwrite: bool = False,
+    progress: bool = False,
+) -> Federation:
+    """Import a file, or a folder of files, of one of the :data:`FORMATS`.
+
+    Tables (Parquet, CSV, TSV) have a client column; the rows of a client may be anywhere. Give
+    either ``fields``, and each of these columns becomes a field; or ``label`` and, if needed,
+    ``input``, and the input columns become one matrix, the field ``input``, and the label column
+    the field ``label``. A column of lists, all of one length, becomes an array field. A missing
+    value counts as NaN, and is refused.
+
+    LEAF (JSON) and HDF5 as TensorFlow Federated publishes it name the clients themselves. The
+    default is the fields ``x`` and ``y`` (LEAF) or the only field (HDF5).
+
+    Args:
+        source: the file or folder.
+        out: the folder of the store.
+        client: tables: the column with the client's id, text or whole numbers.
+        fields: the columns or fields to import, in the order in which the loss takes them.
+        input: tables: the columns that form the input; by default all other columns of numbers.
+        label: tables: the label column.
+        standardise: tables: give every input column mean 0 and standard deviation 1 over these
+            rows; or the store of the training rows, to scale held-out rows in the same way.
+        dtype: the dtype to store a field as, by its name. By default labels (one whole number per
+            example) are int64; matrices of tables, real numbers in text files and all other numbers
+            of LEAF files are float32; everything else is stored as in the file.
+        read: LEAF and HDF5: turns fields that hold no numbers, such as text, into arrays: takes one
+            client's fields by name and returns arrays by name, all with one row per example.
+        format: one of the formats; by default guessed from the suffix.
+        overwrite: replace an existing store.
+        progress: show a progress bar.
+    """
+    kind = _guess(source) if format is None else format
+    if kind not in FORMATS:
+        raise unknown("format", kind, FORMATS)
+    optional({"leaf": "ijson", "hdf5": "h5py"}.get(kind, "pyarrow"))
+    rest: dict[str, Any] = {"dtype": dtype, "overwrite": overwrite, "progress": progress}
+    if kind not in ("leaf", "hdf5"):
+        if client is None:
+            raise FedShuffleError("say which column of the table holds the client: client.")
+        if read is not None:
+            raise FedShuffleError("only LEAF and HDF5 files are read by a function, not tables.")
+        from fedshuffle.data.importers.tables import import_table
+
+        rest |= {"fields": fields, "input": input, "label": label, "standardise": standardise}
+        import_table(Path(source), out, kind, client=client, **rest)
+        return Federation.open(out)
+    if client is not None:
+        raise FedShuffleError(f"{kind} files name the clients themselves: leave client out.")
+    if standardise is not False:
+        raise FedShuffleError(f"only the columns of tables can be standardised, not {kind} files.")
+    if fields is None and (input or label):
+        fields = [*(input or ()), *([] if label is None else [label])]
+    if kind == "leaf":
+        from fedshuffle.data.importers.leaf import read_clients
+    else:
+        from fedshuffle.data.importers.hdf5 import read_clients
+    chunks = read_clients(Path(source), fields, dtype or {}, read)
+    return import_chunks(chunks, out, origin={"file": Path(source).name, "format": kind}, **rest)
+
+
+def import_chunks(
+    chunks: Iterable[Sequence[Any]],
+    out: str | Path,
+    *,
+    names: Sequence[str] | None = None,
+    dtype: Mapping[str, DTypeLike] | None = None,
+    origin: Mapping[str, Any] | None = None,
+    overwrite: bool = False,
+    progress: bool = False,
+    total: int | None = None,
+) -> Federation:
+    """Import chunks ``(client, x, y, ...)``: examples of one client, one array per field.
+
+    A client may come in several chunks, in any order. A chunk may also hold its arrays in a tuple,
+    ``(client, (x, y))``, or by name, ``(client, {"x": x, "y": y})``. Clients have text or whole
+    numbers as ids. The iterator is read once. The options are those of
+    :class:`fedshuffle.data.StoreWriter`.
+
+        >>> import tempfile
+        >>> chunks = [("bob", [[1.0]], [0]), ("ann", [[2.0]], [1]), ("bob", [[3.0]], [1])]
+        >>> import_chunks(chunks, tempfile.mkdtemp() + "/people", names=["x", "y"])
+        Federation(2 clients, 3 examples, (3, 1), (3,))
+    """
+    options: Any = {"overwrite": overwrite, "progress": progress, "total": total}
+    with StoreWriter(out, names=names, dtype=dtype, origin=origin, **options) as store:
+        for chunk in chunks:
+            if not isinstance(chunk, Sequence) or isinstance(chunk, str) or len(chunk) < 2:
+                raise FedShuffleError(f"a chunk is (client, array, ...), but got {chunk!r:.60}.")
+            client, *fields = chunk
+            if len(fields) == 1 and isinstance(fields[0], tuple):
+                fields = list(fields[0])
+            store.add(client, *fields)
+    return Federation.open(out)
+
+
+def optional(module: str) -> Any:
+    """A module of the ``data`` extra, or an error that says how to install it."""
+    return optional_import(module, "reading this kind of data", "data")
+
+
+def find_files(source: str | Path, suffixes: tuple[str, ...]) -> list[Path]:
+    """The file itself, or the files in a folder that end with one of the suffixes, sorted."""
+    path = Path(source)
+    if path.is_file():
+        return [path]
+    if not path.is_dir():
+        raise FedShuffleError(f"there is no file or folder {str(source)!r}.")
+    files = sorted(file for file in path.rglob("*") if file.name.lower().endswith(suffixes))
+    if not files:
+        raise FedShuffleError(f"no file in {str(source)!r} ends with {' or '.join(suffixes)}.")
+    return files
+
+
+def wide_labels(array: NDArray[Any]) -> NDArray[Any]:
+    """Labels (one whole number per example) as int64, as torch's losses need them.
+
+    >>> wide_labels(np.array([1, 2], dtype=np.uint8)).dtype, wide_labels(np.eye(2)).dtype
+    (dtype('int64'), dtype('float64'))
+    """
+    return array.astype(np.int64) if array.ndim == 1 and array.dtype.kind in "biu" else array
+
+
+def distinct(fields: Sequence[str]) -> list[str]:
+    """The names of fields, none of them twice."""
+    if len(set(fields)) != len(fields):
+        raise FedShuffleError(f"a field is named twice in {', '.join(fields)}.")
+    return list(fields)
+
+
+def _guess(source: str | Path) -> str:
+    """The format that the suffix of a file, or of the files in a folder, stands for."""
+    path = Path(source)
+    if not path.exists():
+        raise FedShuffleError(f"there is no file or folder {str(source)!r}.")
+    files = [path] if not path.is_dir() else [file for file in path.rglob("*") if file.is_file()]
+    formats = {
+        kind
+        for kind, suffixes in FORMATS.items()
+        if any(file.name.lower().endswith(suffixes) for file in files)
+    }
+    if len(formats) != 1:
+        has = f"the formats {' and '.join(sorted(formats))}" if formats else "no known suffix"
+        known = ", ".join(sorted(FORMATS))
+        raise FedShuffleError(f"{str(source)!r} has {has}. Say the format: {known}.")
+    return formats.pop()

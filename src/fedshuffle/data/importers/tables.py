@@ -1,0 +1,329 @@
+"""Tables with a client column, read by Arrow: Parquet, CSV or TSV, one file or a folder of them.
+
+The store's writer sorts the rows by client, since Arrow can sort a table only in memory.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self, final
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.csv
+import pyarrow.dataset
+from numpy.typing import DTypeLike, NDArray
+from pyarrow import types
+
+from fedshuffle._arrays import FloatArray, IntArray
+from fedshuffle.data.importers.files import FORMATS, distinct, find_files, wide_labels
+from fedshuffle.data.storage.atomic_dir import checked_dtype
+from fedshuffle.data.storage.store import open_store
+from fedshuffle.data.storage.writer import StoreWriter
+from fedshuffle.errors import FedShuffleError, error_context, one_line, unknown
+
+_ROWS = 8192
+"""Rows of a Parquet file that are read at a time."""
+_LIST = (types.is_list, types.is_large_list, types.is_fixed_size_list)
+_NUMBER = (types.is_integer, types.is_floating, types.is_boolean, types.is_decimal)
+_TEXT = (types.is_string, types.is_large_string)
+_SCALING = "standardised"
+"""Key of the statistics of standardised inputs in the origin of a store."""
+
+Columns = dict[str, str | list[str]]
+"""The fields by name: each is a column, or several columns side by side."""
+
+
+def import_table(
+    source: Path,
+    out: str | Path,
+    format: str,
+    *,
+    client: str,
+    fields: Sequence[str] | None,
+    input: Sequence[str] | None,
+    label: str | None,
+    standardise: bool | str | Path,
+    dtype: Mapping[str, DTypeLike] | None,
+    **options: Any,
+) -> None:
+    """Import a table; for the arguments see :func:`fedshuffle.data.import_file`."""
+    text = format != "parquet"
+    files = _Files(source, format)
+    kinds = {name: checked_dtype(name, kind) for name, kind in (dtype or {}).items()}
+    schema = files.open({}).schema
+    columns = _choose(schema, client, fields, input, label)
+    dataset = files.open(_text_types(schema, columns, client, kinds, text))
+    id_type = dataset.schema.field(client).type
+    id_type = id_type.value_type if types.is_dictionary(id_type) else id_type
+    if not _is(id_type, (types.is_integer, *_TEXT)):
+        raise FedShuffleError(
+            f"the client column {client!r} holds {id_type}, but ids are text or whole numbers."
+        )
+    for name, column in columns.items():
+        if isinstance(column, list) or (
+            text and types.is_floating(dataset.schema.field(column).type)
+        ):
+            kinds.setdefault(name, np.dtype(np.float32))
+    used = [client, *_flat(columns)]
+    origin = {"file": source.name, "format": format, "client": client, "columns": columns}
+    origin["left_out"] = [name for name in schema.names if name not in used]
+    scaling = None
+    if standardise is not False:
+        if "input" not in columns:
+            raise FedShuffleError("standardise scales the input: give label, and input if needed.")
+        column = columns["input"]
+        if isinstance(standardise, bool):
+            batches = files.batches(dataset, _flat({"input": column}))
+            scaling = Scaling.fit(_array(batch, column, 0) for batch in batches)
+        else:
+            scaling = Scaling.from_store(standardise, column)
+        kinds.setdefault("input", np.dtype(np.float32))
+        origin[_SCALING] = {name: values.tolist() for name, values in vars(scaling).items()}
+    if options["progress"] and not text:
+        options["total"] = files.count_rows(dataset)
+    options |= {"names": list(columns), "dtype": kinds, "origin": origin, "parse_ids": text}
+    with StoreWriter(out, **options) as store:
+        for batch in files.batches(dataset, used):
+            clients, owners = _owners(batch.column(client), client, store.rows)
+            arrays = [_array(batch, column, store.rows) for column in columns.values()]
+            if scaling is not None:
+                arrays[0] = scaling(arrays[0])  # the input comes first
+            store.add_rows(clients, owners, *arrays)
+
+
+@final
+class _Files:
+    def __init__(self, source: Path, format: str) -> None:
+        self._paths = find_files(source, FORMATS[format])
+        self._base = source if source.is_dir() else source.parent
+        self._format = format
+
+    def open(self, text_types: Mapping[str, Any]) -> Any:
+        """The files as one Arrow dataset; below the base, folders ``name=value`` are a column."""
+        # Without these options the whole file would be fetched ahead and kept until its end.
+        scan = pa.dataset.ParquetFragmentScanOptions(pre_buffer=False, use_buffered_stream=True)
+        reader = pa.dataset.ParquetFileFormat(default_fragment_scan_options=scan)
+        if self._format != "parquet":
+            delimiter = "\t" if self._format == "tsv" else ","
+            reader = pa.dataset.CsvFileFormat(
+                parse_options=pa.csv.ParseOptions(delimiter=delimiter, newlines_in_values=True),
+                convert_options=pa.csv.ConvertOptions(column_types=text_types),
+            )
+        folders = {"partitioning": "hive", "partition_base_dir": str(self._base)}
+        with self._reading():
+            dataset = pa.dataset.dataset(list(map(str, self._paths)), format=reader, **folders)
+            _ = dataset.schema.names  # which must be text
+        return dataset
+
+    def count_rows(self, dataset: Any) -> int:
+        with self._reading():
+            return int(dataset.count_rows())
+
+    def batches(self, dataset: Any, columns: Sequence[str]) -> Iterator[Any]:
+        """The rows in the order of the files, some thousands at a time."""
+        options = {"batch_size": _ROWS, "batch_readahead": 4, "fragment_readahead": 1}
+        with self._reading(dataset.schema.names):
+            batches = dataset.to_batches(columns=list(dict.fromkeys(columns)), **options)
+            yield from (batch for batch in batches if batch.num_rows)
+
+    def _reading(self, columns: Sequence[str] = ()) -> AbstractContextManager[None]:
+        """Turn an error of Arrow into one line that names the column, if it is known."""
+
+        def message(error: Exception) -> str:
+            where = self._paths[0] if len(self._paths) == 1 else self._paths[0].parent
+            what = one_line(error)
+            if bad := re.search(r"column #(\d+): (?:Row #(\d+): )?.*invalid value '(.*)'", what):
+                column, row, value = bad.groups()
+                if len(self._paths) == 1 and columns:  # several files may order columns differently
+                    line = "" if row is None else f" in row {row}"
+                    what = f"column {columns[int(column)]!r} holds {value!r}{line}"
+                try:
+                    float(value)
+                    what += ". Say the dtype of that field, such as float32"
+                except ValueError:
+                    what += ". Put a number there, or leave the column out"
+            return f"cannot read {str(where)!r}: {what}."
+
+        return error_context(message, (OSError, UnicodeDecodeError, pa.ArrowException))
+
+
+def _owners(column: Any, client: str, before: int) -> tuple[list[Any], IntArray]:
+    """The clients of a batch, and the index of each row's client among them."""
+    if types.is_dictionary(column.type):
+        column = column.dictionary_decode()
+    encoded = column.dictionary_encode()
+    clients = encoded.dictionary.to_pylist()
+    if column.null_count or "" in clients:
+        row = next(k for k, name in enumerate(column.to_pylist()) if name in (None, ""))
+        raise FedShuffleError(
+            f"row {before + row + 1} has no client: column {client!r} is empty there. Fill it in,"
+            " or drop that row."
+        )
+    return clients, encoded.indices.to_numpy().astype(np.int64)
+
+
+def _array(batch: Any, column: str | list[str], before: int) -> NDArray[Any]:
+    if isinstance(column, list):
+        return np.stack([_numbers(batch.column(name), name, before) for name in column], axis=1)
+    return wide_labels(_numbers(batch.column(column), column, before))
+
+
+def _numbers(column: Any, name: str, before: int, per_row: int = 1) -> NDArray[Any]:
+    """A column as an array, missing numbers as NaN; lists, all of one length, become axes."""
+    if _is(column.type, _LIST):
+        lengths = np.asarray(column.value_lengths().fill_null(0))
+        other = np.flatnonzero(lengths != lengths[:1])
+        if other.size:
+            row = before + int(other[0]) // per_row + 1
+            raise FedShuffleError(
+                f"column {name!r} holds lists of {lengths[0]} and, in row {row}, of"
+                f" {lengths[other[0]]} values. Pad or cut them to one length."
+            )
+        width = int(lengths[0])
+        inner = _numbers(column.flatten(), name, before, per_row * width)
+        return inner.reshape(len(column), width, *inner.shape[1:])
+    if types.is_decimal(column.type) or column.null_count:
+        column = column.cast(pa.float64())
+    array: NDArray[Any] = column.to_numpy(zero_copy_only=False)
+    return array
+
+
+def _is(kind: Any, tests: Sequence[Callable[[Any], bool]]) -> bool:
+    return any(test(kind) for test in tests)
+
+
+def _choose(
+    schema: Any,
+    client: str,
+    fields: Sequence[str] | None,
+    input: Sequence[str] | None,
+    label: str | None,
+) -> Columns:
+    for name in (client, *(fields or ()), *(input or ()), *([] if label is None else [label])):
+        if name not in schema.names:
+            raise unknown("column", name, schema.names)
+    if (fields is None) == (input is None and label is None):
+        names = ", ".join([*schema.names[:12], *["..."] * (len(schema.names) > 12)])
+        raise FedShuffleError(
+            f"the table has the columns {names}. Say which hold the examples:"
+            " either fields, or label and, if not all others, input."
+        )
+    if fields is not None:
+        return {name: name for name in distinct(fields)}
+    lists = [name for name in schema.names if _is(schema.field(name).type, _LIST)]
+    if input is None:
+        others = [name for name in schema.names if name not in (client, label)]
+        lists = [name for name in others if name in lists]
+        input = [name for name in others if _is(schema.field(name).type, _NUMBER)] or lists[:1]
+        if lists and input != lists:
+            raise FedShuffleError(
+                f"{', '.join(lists)} hold lists, which do not mix with others. Name the input."
+            )
+    if not input:
+        raise FedShuffleError("no other column holds numbers for the input.")
+    lists = [name for name in input if name in lists]
+    if lists and len(input) > 1:
+        raise FedShuffleError(
+            f"column {lists[0]!r} holds lists, which do not fit beside other columns. Give it alone"
+            " as the input, or use fields."
+        )
+    chosen: Columns = {"input": lists[0] if lists else distinct(input)}
+    return chosen if label is None else chosen | {"label": label}
+
+
+def _text_types(
+    schema: Any, columns: Columns, client: str, requested: Mapping[str, np.dtype[Any]], text: bool
+) -> dict[str, Any]:
+    """The types of a text file's columns, whatever its beginning looks like; refuses other columns.
+
+    Ids are text, so that 007 and 7 stay two clients; numbers that may have a fraction are real.
+    """
+    chosen = {client: pa.string()}
+    for name, column in columns.items():
+        real = requested[name].kind == "f" if name in requested else isinstance(column, list)
+        for part in _flat({name: column}):
+            kind = schema.field(part).type
+            while _is(kind, _LIST):
+                kind = kind.value_type
+            empty = text and types.is_null(kind)  # there may be values later
+            if not (empty or _is(kind, _NUMBER)):
+                what = "text" if _is(kind, _TEXT) else f"{kind} values"
+                raise FedShuffleError(
+                    f"column {part!r} holds {what}. Turn it into numbers first (pandas: get_dummies"
+                    " for inputs, factorize for labels), or leave the column out."
+                )
+            if empty or (real and not types.is_boolean(kind)):
+                chosen[part] = pa.float64()
+    return chosen
+
+
+def _flat(columns: Columns) -> list[str]:
+    nested = ([column] if isinstance(column, str) else column for column in columns.values())
+    return [name for names in nested for name in names]
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class Scaling:
+    """Standardises columns by ``(x - mean) / deviation``; a constant column becomes 0.
+
+    Columns of very different scales (age 50, pressure 120) make training hard: the largest dictates
+    the step size. The store keeps the statistics, to scale held-out rows by the same.
+    """
+
+    mean: FloatArray
+    deviation: FloatArray
+
+    @classmethod
+    def fit(cls, batches: Iterable[NDArray[Any]]) -> Self:
+        """The scaling that gives all these rows mean 0 and deviation 1, in one pass over them.
+
+        Merges means and squared distances of batches (Chan et al. 1979), so that columns far from 0
+        lose no digits. Ignores rows that are not finite: the writer of the store refuses them.
+
+        >>> scaling = Scaling.fit([np.array([[1.0, 7.0]]), np.array([[3.0, 7.0]])])
+        >>> scaling(np.array([[1.0, 7.0], [5.0, 7.0]])).tolist()
+        [[-1.0, 0.0], [3.0, 0.0]]
+        """
+        rows, mean, squares = 0, np.zeros(()), np.zeros(())
+        for batch in batches:
+            if batch.ndim != 2:
+                raise FedShuffleError(
+                    f"only columns of numbers can be standardised, but an input has the shape"
+                    f" {batch.shape[1:]}. Scale it before the import."
+                )
+            finite = batch[np.isfinite(batch).all(1)].astype(np.float64)
+            if len(finite):
+                difference = finite.mean(0) - mean
+                share = len(finite) / (rows + len(finite))
+                squares = squares + finite.var(0) * len(finite) + difference**2 * rows * share
+                mean, rows = mean + difference * share, rows + len(finite)
+        deviation = np.sqrt(squares / max(rows, 1))
+        varies = deviation > 1e-12 * np.abs(mean)  # less is rounding
+        return cls(mean, np.where(varies, deviation, 1.0))
+
+    @classmethod
+    def from_store(cls, store: str | Path, columns: str | list[str]) -> Self:
+        """The scaling of the input of another store, which must have the same input columns."""
+        origin = open_store(store).origin
+        if _SCALING not in origin:
+            raise FedShuffleError(
+                f"the inputs in {str(store)!r} are not standardised. Import that one with"
+                " standardise first."
+            )
+        theirs = origin["columns"]["input"]
+        if theirs != columns:
+            raise FedShuffleError(
+                f"{str(store)!r} has the input columns {theirs}, and this table {columns}. Name the"
+                " same ones with input."
+            )
+        return cls(*(np.array(origin[_SCALING][name]) for name in ("mean", "deviation")))
+
+    def __call__(self, rows: NDArray[Any]) -> FloatArray:
+        scaled: FloatArray = (rows - self.mean) / self.deviation
+        return scaled

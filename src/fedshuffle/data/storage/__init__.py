@@ -1,0 +1,1 @@
+"""Federations on disk: memory-mapped arrays, written atomically."""

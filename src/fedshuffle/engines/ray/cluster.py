@@ -1,0 +1,164 @@
+"""The Ray cluster to use: the program's own, the one at an address, or a local one."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import secrets
+import signal
+import socket
+import sys
+import threading
+import warnings
+from pathlib import Path
+from typing import Any
+
+from fedshuffle._terminal import signals
+from fedshuffle.engines.cpu_tuning import available_cores
+from fedshuffle.errors import FedShuffleError
+
+_TIMEOUT = 10.0
+"""Seconds within which a cluster must accept a connection."""
+
+_BEFORE_IMPORT = {
+    "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # listen on the loopback address only
+    "RAY_AUTH_MODE": "token",
+}
+"""Settings of a local cluster that Ray reads only once, when it is imported."""
+
+_joined: str | None = None
+"""The cluster that was started or joined here, and not by the program."""
+_users = 0
+"""How many engines use it."""
+_lock = threading.RLock()
+
+
+def library(local: bool = False) -> Any:
+    """Ray, imported on first use; ``local``: for a cluster of this machine alone."""
+    if local and "ray" not in sys.modules:
+        for name, value in _BEFORE_IMPORT.items():
+            os.environ.setdefault(name, value)
+    try:
+        with signals(None, signal.SIGTERM, signal.SIGINT):  # Ray takes SIGTERM, which saves runs
+            import ray
+    except ImportError as error:
+        raise FedShuffleError(
+            f"the engine 'ray' needs Ray ({error}). Install it with pip install 'fedshuffle[ray]'."
+        ) from error
+    return ray
+
+
+def current() -> str | None:
+    """Identifies the cluster that this program is connected to; None if to none."""
+    ray = library()
+    if not ray.is_initialized():
+        return None
+    context = ray.get_runtime_context()
+    return f"{context.gcs_address} {context.get_job_id()}"
+
+
+def join(address: str | None, cpus: float) -> str | None:
+    """Use a cluster; :func:`leave` it with what this returns.
+
+    If the program has initialised Ray, that cluster is used and stays. Otherwise the one at the
+    address (or ``RAY_ADDRESS``), or else a new one on this machine with at least this many CPUs.
+    """
+    global _joined, _users
+    wanted = address or os.environ.get("RAY_ADDRESS") or "local"
+    with _lock:
+        ray = library(local=wanted == "local")
+        if current() != _joined:  # the program has shut it down in the meantime
+            _joined, _users = None, 0
+        if ray.is_initialized():
+            _refuse_another(ray, address)
+            if _joined is None:
+                return None
+        else:
+            if wanted == "local":
+                _create_token()
+                cores = max(available_cores(), math.ceil(cpus))
+                _initialise(ray, wanted, num_cpus=cores, include_dashboard=False)
+            else:
+                _check(wanted)
+                _initialise(ray, wanted)
+            _joined = current()
+        _users += 1
+        return _joined
+
+
+def leave(cluster: str | None) -> None:
+    """Shut down what :func:`join` started when its last user leaves."""
+    global _joined, _users
+    with _lock:
+        if cluster is not None and cluster == _joined:
+            _users -= 1
+            if not _users:
+                _joined = None
+                if current() == cluster:  # or else the program has joined another
+                    library().shutdown()
+
+
+def _initialise(ray: Any, address: str, **options: Any) -> None:
+    try:
+        with signals(None, signal.SIGTERM, signal.SIGINT), warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)
+            warnings.simplefilter("ignore", ResourceWarning)
+            ray.init(address, log_to_driver=False, configure_logging=False, **options)
+    except BaseException as error:
+        ray.shutdown()
+        if not isinstance(error, OSError | RuntimeError | ValueError):
+            raise
+        lines = [line.strip() for line in str(error).split("\n") if line.strip()]  # often a page
+        said = f"{type(error).__name__}: {lines[0] if lines else ''}"[:300].rstrip(".")
+        if address == "local":
+            raise FedShuffleError(f"Ray cannot be started here: {said}.") from error
+        raise FedShuffleError(
+            f"the Ray cluster at {address!r} cannot be joined: {said}. Is it a Ray"
+            f" {ray.__version__}, and do RAY_AUTH_MODE and RAY_AUTH_TOKEN_PATH name its token?"
+        ) from error
+
+
+def _create_token() -> None:
+    """Create Ray's token readable by this user only; Ray would let every user read it."""
+    path = Path.home() / ".ray" / "auth_token"
+    if os.environ.keys() & {"RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"} or path.exists():
+        return
+    with contextlib.suppress(FileExistsError):
+        path.parent.mkdir(exist_ok=True)
+        handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        with open(handle, "w") as file:
+            file.write(secrets.token_hex(32))
+
+
+def _refuse_another(ray: Any, address: str | None) -> None:
+    if address is None or address == "auto":
+        return
+    here = ray.get_runtime_context().gcs_address
+    host, _, port = address.rpartition(":")
+    loopback = host in ("localhost", "[::1]") or host.startswith("127.")
+    if address != here and not (loopback and port == here.rpartition(":")[2]):
+        raise FedShuffleError(
+            f"this program is connected to a Ray cluster at {here!r} already, and address is"
+            f" {address!r}. Leave the address out, or call ray.shutdown() first."
+        )
+
+
+def _check(address: str) -> None:
+    """Refuse an address at which no cluster can be joined; Ray itself would wait for minutes."""
+    if "://" in address:
+        raise FedShuffleError(
+            f"the address {address!r} is one for Ray's client. Run on a machine of the cluster, and"
+            " give HOST:PORT of its head."
+        )
+    if address != "auto":
+        host, _, port = address.rpartition(":")
+        if not (host and port.isdecimal()):
+            raise FedShuffleError(f"the address {address!r} cannot be read: write HOST:PORT.")
+        try:
+            socket.create_connection((host.strip("[]"), int(port)), _TIMEOUT).close()
+        except OSError as error:
+            raise FedShuffleError(
+                f"no Ray cluster answers at {address!r}. Start one with 'ray start --head', or"
+                " leave the address out for a local one."
+            ) from error

@@ -1,0 +1,206 @@
+"""What travels to workers in other processes and on other machines: the problem, then requests.
+
+The model and the loss are pickled, with their code where no module has it, as in a notebook. Data
+on disk are opened by every worker; data in memory are shared by all workers of a machine.
+
+Tensors travel apart from the requests, each only once. Those that all workers need, such as the
+model at the start of the round, become one object that a cluster sends to each machine once.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import os
+import pickle
+import tempfile
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import IO, Any, NamedTuple, final
+
+import cloudpickle
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from fedshuffle import fingerprint
+from fedshuffle.engines.agreement import check_digest, digest
+from fedshuffle.engines.base import Engine
+from fedshuffle.engines.problem import Problem
+from fedshuffle.errors import FedShuffleError, TrainingError, error_context
+from fedshuffle.federation import Federation
+
+
+class Flat(NamedTuple):
+    """A tensor as plain bytes, since numpy does not know all of torch's dtypes.
+
+    >>> Flat.of(torch.tensor([[1.0, 2.0]], dtype=torch.bfloat16)).tensor()
+    tensor([[1., 2.]], dtype=torch.bfloat16)
+    """
+
+    bits: NDArray[np.uint8]
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> Flat:
+        bits = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+        return cls(bits, tensor.dtype, tuple(tensor.shape))
+
+    def tensor(self) -> Tensor:
+        """The tensor on the same memory, which may be shared: do not write to it."""
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "The given NumPy array is not writable")
+            return torch.from_numpy(self.bits).view(self.dtype).view(self.shape)
+
+
+Tensors = Mapping[int, Flat]
+"""Tensors by the numbers that stand for them in pickled requests."""
+
+
+def share_memory(tensors: Sequence[Tensor]) -> IO[bytes]:
+    """Put tensors into memory that processes share: a file without a name.
+
+    >>> with share_memory([torch.tensor([1, 2]), torch.tensor([[3.0]])]) as file:
+    ...     from_shared_memory(file.fileno())
+    [tensor([1, 2]), tensor([[3.]])]
+    """
+    if hasattr(os, "memfd_create"):
+        file: IO[bytes] = os.fdopen(os.memfd_create("fedshuffle"), "w+b")
+    else:
+        file = tempfile.TemporaryFile()  # noqa: SIM115  closed by the caller
+    whole = [t if t.untyped_storage().nbytes() == t.nbytes else t.clone() for t in tensors]
+    torch.save(whole, file)
+    file.flush()
+    return file
+
+
+def from_shared_memory(handle: int) -> list[Tensor]:
+    """The tensors in shared memory; nobody else sees what is written to them."""
+    found: list[Tensor] = torch.load(f"/dev/fd/{handle}", mmap=True, weights_only=True)
+    return found
+
+
+def dump_problem(problem: Problem) -> bytes:
+    """The problem for workers, without data in memory: they follow as tensors."""
+    federation = problem.federation
+    stored = federation.path is not None
+    settings = torch.get_default_dtype(), torch.get_float32_matmul_precision()
+    data = (federation, _stamp(federation)) if stored else (replace(federation, fields=()), "")
+    checks = digest(problem), problem.tried
+    with error_context(
+        lambda error: (
+            f"the model or the loss cannot be sent to workers: {error}. Make them in a"
+            " module, of parts that can be pickled."
+        ),
+        Exception,
+    ):
+        parts = settings, problem.replica().cpu(), problem.loss, data, checks
+        return bytes(cloudpickle.dumps(parts))
+
+
+def load_problem(
+    dumped: bytes, fields: Sequence[Tensor], device: torch.device | str = "cpu"
+) -> Problem:
+    """The problem and torch's settings where it was dumped; the fields are data in memory."""
+    try:
+        (dtype, precision), model, loss, (federation, stamp), checks = pickle.loads(dumped)
+    except (ImportError, AttributeError) as error:
+        missing = isinstance(error, ImportError) and error.name
+        raise FedShuffleError(
+            f"a worker cannot import {repr(missing) if missing else 'a module'}, which the model"
+            f" or the loss needs ({type(error).__name__}: {error}). Install the same code on every"
+            " machine of the cluster, or make it importable there by PYTHONPATH."
+        ) from error
+    except pickle.UnpicklingError as error:
+        raise FedShuffleError(f"the model or the loss cannot be read: {error}.") from error
+    torch.set_default_dtype(dtype)
+    torch.set_float32_matmul_precision(precision)
+    if federation.path is None:
+        federation = replace(federation, fields=tuple(fields))
+    elif _stamp(federation) != stamp:
+        raise FedShuffleError(
+            f"the store {str(federation.path)!r} holds other data for a worker than for the run."
+            " Copy it to every machine of the cluster once more."
+        )
+    problem = Problem(model.to(device), loss, federation)
+    wanted, problem.tried = checks  # all workers compute in the same way
+    check_digest(problem, wanted)
+    return problem
+
+
+def _stamp(federation: Federation) -> str:
+    """Tells whether another process opens the same store."""
+    sizes = hashlib.sha256(federation.sizes.tobytes()).hexdigest()
+    return f"{fingerprint.data(federation)} {sizes}"
+
+
+@final
+class Packed(NamedTuple):
+    """The requests of one worker, and the tensors that only it needs."""
+
+    requests: bytes
+    own: Tensors
+
+    def unpack(self, shared: Tensors, device: torch.device) -> Any:
+        """The requests, with all their tensors on a device."""
+        tensors = {k: flat.tensor().to(device) for k, flat in {**shared, **self.own}.items()}
+        unpickler: Any = pickle.Unpickler(io.BytesIO(self.requests))
+        unpickler.persistent_load = tensors.__getitem__
+        return unpickler.load()
+
+
+def pack(requests: Sequence[Any]) -> tuple[Tensors, list[Packed]]:
+    """The tensors that all workers need, and the requests of each worker.
+
+    >>> x, y = torch.zeros(2), torch.ones(3)
+    >>> shared, (one, two) = pack([{"start": x, "v": y}, {"start": x}])
+    >>> len(shared), len(one.own), len(two.own)
+    (1, 1, 0)
+    >>> one.unpack(shared, torch.device("cpu"))
+    {'start': tensor([0., 0.]), 'v': tensor([1., 1., 1.])}
+    """
+    picklers = [_Pickler(request) for request in requests]
+    everything = {number: t for pickler in picklers for number, t in pickler.tensors.items()}
+    common = set.intersection(*(set(pickler.tensors) for pickler in picklers))
+    return {number: Flat.of(everything[number]) for number in common}, [
+        Packed(one.pickled, {n: Flat.of(t) for n, t in one.tensors.items() if n not in common})
+        for one in picklers
+    ]
+
+
+class _Pickler(pickle.Pickler):
+    """Leaves tensors out, and remembers them."""
+
+    def __init__(self, request: Any) -> None:
+        buffer = io.BytesIO()
+        super().__init__(buffer, protocol=5)
+        self.tensors: dict[int, Tensor] = {}
+        self.dump(request)
+        self.pickled = buffer.getvalue()
+
+    def persistent_id(self, thing: Any) -> int | None:
+        if not isinstance(thing, Tensor):
+            return None
+        self.tensors[id(thing)] = thing  # referenced, so that its id stays unique
+        return id(thing)
+
+
+def answer(engine: Engine, what: str, packed: Packed, shared: Tensors) -> tuple[bool, Any]:
+    """A worker's answer to its requests: (True, tensors as bytes) or (False, the error)."""
+    try:
+        answers = getattr(engine, what)(packed.unpack(shared, engine.problem.device))
+        return True, [Flat.of(tensor) for tensor in answers]
+    except Exception as error:
+        return False, sendable(error)
+
+
+def sendable(error: Exception, where: str = "") -> FedShuffleError:
+    """An error that can be pickled, and perhaps where it happened."""
+    if not isinstance(error, FedShuffleError):
+        return FedShuffleError(f"{type(error).__name__} in a worker: {error}")
+    if where and not isinstance(error, TrainingError):
+        return FedShuffleError(f"{error} (In {where}.)")
+    return error

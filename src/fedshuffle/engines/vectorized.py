@@ -1,0 +1,331 @@
+"""The vectorized engine: many clients (of one run or of many) train side by side in one step.
+
+The models of a group of clients are rows of one table per parameter. Clients never mix, so the
+result is that of the reference engine.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
+from typing import NamedTuple, final
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fedshuffle._arrays import FloatArray, IntArray
+from fedshuffle.engines import base
+from fedshuffle.engines.agreement import fault, trusted
+from fedshuffle.engines.cpu_tuning import flushed_denormals, keep_freed_memory, threads_for
+from fedshuffle.engines.linear_stack import LinearStack
+from fedshuffle.engines.minibatch_schedule import PackedMinibatches, Step, without_examples
+from fedshuffle.engines.problem import GRADIENT_ROWS, Problem
+from fedshuffle.engines.vmap import Batch, Descend, Tables, by_vmap, column
+from fedshuffle.errors import FedShuffleError
+from fedshuffle.kernel import ClientTask, FullGradient, LocalTraining
+from fedshuffle.randomness import ReusableGenerator
+
+_MAX_NUMBERS = 1 << 22
+"""Most parameters of all clients of a group together, so that memory does not grow with cohorts."""
+
+_MAX_EXAMPLES = 1 << 20
+"""About the most examples that a group of clients visits."""
+
+_FEW_SUMS = 16
+"""Requests with more sums than this may have clients that contribute to few of them."""
+
+
+@final
+class VectorizedEngine(base.OneWorker):
+    """Trains up to ``width`` clients at once, each in one row.
+
+    Python and dispatch are paid once per step of a whole group instead of once per client, which
+    decides the speed of small models. A stack of linear layers is differentiated by hand (unless
+    ``fused`` is False), any other model through vmap.
+    """
+
+    name = "vectorized"
+
+    def __init__(self, problem: Problem, width: int | None = None, fused: bool = True) -> None:
+        self.problem = problem
+        self.width = width or max(1, min(1024, _MAX_NUMBERS // len(problem.start)))
+        keep_freed_memory()
+        if base.check_model(problem):
+            raise FedShuffleError(
+                "the model draws random numbers (dropout?), which the vectorized engine would draw"
+                " in another order than the reference. Use the engine 'sequential', or"
+                " 'sequential:2:processes' for two workers."
+            )
+        self._shapes = [p.shape for p in problem.parameters.values()]
+        self._draw = ReusableGenerator()
+        stack = LinearStack.of(problem) if fused else None
+        way = "differentiated by hand, many clients at once"
+        # Without autograd, the examples of a minibatch may have different shares, even none.
+        self._by_hand = stack is not None and trusted(
+            problem, way, lambda: partial(self._gradients, stack.descend)
+        )
+        if stack is not None and self._by_hand:
+            self._descend: Descend = stack.descend
+            return
+        self._descend = by_vmap(problem)
+        wrong = fault(problem, "vectorized", lambda: partial(self._gradients, self._descend))
+        if wrong is not None:
+            raise FedShuffleError(
+                f"this model or loss cannot be vectorized ({wrong.why}). Use the engine"
+                " 'sequential', or 'reference' to see at which client it fails."
+            )
+
+    def _gradients(self, descend: Descend, points: Tensor, batch: Batch) -> Tensor:
+        """The gradients at all points over the same examples."""
+        found = [torch.zeros_like(table) for table in self._tables(points)]
+        many = tuple(torch.stack([field] * len(points)) for field in batch)
+        shares = points.new_full((len(points), len(batch[0])), 1 / len(batch[0]))
+        descend(self._tables(points), many, shares, found, None)
+        return torch.cat([_flat(table) for table in found], dim=1)
+
+    def _tables(self, models: Tensor) -> Tables:
+        parts = torch.split(models, [shape.numel() for shape in self._shapes], dim=1)
+        pairs = zip(parts, self._shapes, strict=True)
+        return [part.reshape(len(models), *shape) for part, shape in pairs]
+
+    def local_training(self, requests: Sequence[LocalTraining]) -> list[Tensor]:
+        # All sums of all requests are the rows of one table.
+        first = np.cumsum([0, *(request.sums for request in requests)])
+        starts = self._tables(torch.stack([request.start for request in requests]))
+        sums = [start.new_zeros(int(first[-1]), start[0].numel()) for start in starts]
+        tasks = [(k, task) for k, request in enumerate(requests) for task in request.tasks]
+        # Similar lengths side by side; and only those together that need the same gradients.
+        tasks.sort(key=lambda one: (_needs(one[1]), -one[1].minibatches.steps))
+        for _, alike in itertools.groupby(tasks, lambda one: _needs(one[1])):
+            for group in self._groups(alike):
+                self._train_group(group, starts, sums, first)
+        return list(torch.split(torch.cat(sums, dim=1), [request.sums for request in requests]))
+
+    def _groups(
+        self, tasks: Iterable[tuple[int, ClientTask]]
+    ) -> Iterator[list[tuple[int, ClientTask]]]:
+        group: list[tuple[int, ClientTask]] = []
+        examples = 0
+        for one in tasks:
+            if len(group) == self.width or (group and examples > _MAX_EXAMPLES):
+                yield group
+                group, examples = [], 0
+            group.append(one)
+            examples += one[1].minibatches.steps * one[1].minibatches.batch_size
+        if group:
+            yield group
+
+    def _train_group(
+        self, group: list[tuple[int, ClientTask]], starts: Tables, sums: Tables, first: IntArray
+    ) -> None:
+        """Train the clients of a group, and add their weighted updates to the sums."""
+        tasks = [task for _, task in group]
+        threads = threads_for(self.problem, sum(task.minibatches.batch_size for task in tasks))
+        # Where no autograd is needed, its bookkeeping would only cost.
+        with flushed_denormals(), threads, torch.inference_mode(self._by_hand):
+            owner = torch.tensor([k for k, _ in group], device=starts[0].device)
+            x = [start[owner] for start in starts]
+            y = self._local(x, tasks)
+            weights = np.zeros((int(first[-1]), len(group)))
+            for row, (k, task) in enumerate(group):
+                weights[first[k] : first[k + 1], row] = task.weights
+            product = _Product(starts[0], weights, int(np.diff(first).max()))
+            sizes = starts[0].new_zeros(len(group))
+            for table, end, begin in zip(sums, y, x, strict=True):
+                update = _flat(end.sub_(begin))
+                sizes += update.sum(dim=1)
+                product.add(update, table)
+            finite = torch.isfinite(sizes)
+            if not finite.all():
+                raise base.not_finite(self.problem, tasks[int((~finite).nonzero()[0])])
+
+    def _local(self, x: Tables, tasks: Sequence[ClientTask]) -> Tables:
+        """The models of a group of clients after their local steps.
+
+        The kernel, with a row per client:
+        y <- y - gamma D (alpha g(y) - beta g(x) + v + mu (y - x)).
+        """
+        like = x[0]
+        coefficients = [task.coefficients for task in tasks]
+        gamma, decay = np.array([(task.step_size, task.weight_decay) for task in tasks]).T
+        alpha, beta, mu = np.array([(c.alpha, c.beta, c.mu) for c in coefficients]).T
+        shrink, anchor = gamma * (mu + alpha * decay), gamma * (mu + beta * decay)
+        along, against = like.new_tensor(-gamma * alpha), like.new_tensor(gamma * beta)
+        keep, less = like.new_tensor(1 - shrink) if shrink.any() else None, like.new_tensor(-shrink)
+        constant = [_scaled(x, like.new_tensor(anchor))] if anchor.any() else []
+        if (v := self._rows([c.v for c in coefficients], 0.0)) is not None:
+            constant.append(_scaled(v, like.new_tensor(-gamma)))
+        scale = self._rows([c.scale for c in coefficients], 1.0)
+        clips = any(task.clip < math.inf for task in tasks)
+        clip = like.new_tensor([task.clip for task in tasks]) if clips else None
+        at_y, at_x = bool(alpha.any()), bool(beta.any())
+
+        y = [table.clone() for table in x]
+        for rows, examples, shares in (
+            self._packed_steps(tasks) if at_y or at_x else without_examples(tasks)
+        ):
+            if self.stop:
+                raise base.Stopped
+            batch = self.problem.batch(examples) if at_y or at_x else ()
+            share = torch.as_tensor(shares, dtype=like.dtype, device=like.device)
+            here = [table[rows] for table in y]  # views, unless the rows are scattered
+            limit = None if clip is None else clip[rows]
+            into, kept = here, None if keep is None else keep[rows]
+            if scale is not None:  # the whole step first, then it is scaled
+                into, kept = _scaled(here, less[rows]), None
+            again = batch
+            if at_y and at_x and not self._by_hand:  # a model may change its inputs
+                again = tuple(field.clone() for field in batch)
+            if at_y:
+                self._clipped(here, batch, share, along[rows], into, kept, limit)
+            elif kept is not None:
+                torch._foreach_mul_(into, [column(kept, table) for table in into])
+            if at_x:
+                there = [table[rows] for table in x]
+                self._clipped(there, again, share, against[rows], into, None, limit)
+            for more in constant:
+                torch._foreach_add_(into, [table[rows] for table in more])
+            if scale is not None:
+                torch._foreach_addcmul_(here, into, [table[rows] for table in scale])
+            if not isinstance(rows, slice):
+                for table, part in zip(y, here, strict=True):
+                    table[rows] = part
+        return y
+
+    def _rows(self, vectors: Sequence[Tensor | None], default: float) -> Tables | None:
+        """A vector per client, which many may share; None if no client has one."""
+        known = {id(vector): vector for vector in vectors if vector is not None}
+        if not known:
+            return None
+        place = {key: k for k, key in enumerate(known, 1)}
+        table = torch.stack(list(known.values()))
+        table = torch.cat([torch.full_like(table[:1], default), table])
+        which = torch.tensor([place.get(id(v), 0) for v in vectors], device=table.device)
+        return [part[which] for part in self._tables(table)]
+
+    def _clipped(
+        self,
+        at: Tables,
+        batch: Batch,
+        shares: Tensor,
+        by: Tensor,
+        into: Tables,
+        keep: Tensor | None,
+        clip: Tensor | None,
+    ) -> None:
+        """``into <- keep into + by g``, with g the clipped gradients at ``at``, row by row."""
+        if clip is None:
+            self._descend(at, batch, shares * by.unsqueeze(1), into, keep)
+            return
+        gradient = [torch.zeros_like(table) for table in at]
+        self._descend(at, batch, shares, gradient, None)
+        norms = torch.stack([_flat(table).norm(dim=1) for table in gradient]).norm(dim=0)
+        shorter = (clip / norms.clamp_min(1e-30)).clamp_max(1.0)  # a zero gradient stays zero
+        if keep is not None:
+            torch._foreach_mul_(into, [column(keep, table) for table in into])
+        torch._foreach_add_(into, _scaled(gradient, shorter * by))
+
+    def _packed_steps(self, tasks: Sequence[ClientTask]) -> Iterator[Step]:
+        """The steps of a group, with the longest clients first."""
+        streams = [task.minibatches for task in tasks]
+        # Runs in lockstep often share their minibatches: draw them once.
+        drawn = {stream: stream.positions(self._draw) for stream in dict.fromkeys(streams)}
+        firsts = self.problem.rows(np.array([stream.client for stream in streams]), 0)
+        packed = PackedMinibatches(streams, [drawn[stream] for stream in streams], firsts)
+        padded = packed.full or self._by_hand
+        return packed.side_by_side() if padded else packed.by_length()
+
+    def full_gradients(self, requests: Sequence[FullGradient]) -> list[Tensor]:
+        # All answers are the rows of one table: every sum of a request has a row for every point.
+        points = torch.stack([x for request in requests for x in request.points])
+        shapes = [(request.weights.shape[1], len(request.points)) for request in requests]
+        answers = points.new_zeros(sum(map(math.prod, shapes)), points.shape[1])
+        pieces: dict[int, list[_Piece]] = defaultdict(list)
+        for piece in self._pieces(requests):
+            pieces[len(piece.rows)].append(piece)
+        tables, most = self._tables(points), max(sums for sums, _ in shapes)
+        for length, alike in pieces.items():
+            width = max(1, min(self.width, 64 * GRADIENT_ROWS // length))
+            for begin in range(0, len(alike), width):
+                group = alike[begin : begin + width]
+                at = torch.tensor([piece.point for piece in group], device=points.device)
+                found = [torch.zeros_like(table[at]) for table in tables]
+                batch = self.problem.batch(np.stack([piece.rows for piece in group]))
+                each = points.new_full((len(group), length), 1 / length)
+                with threads_for(self.problem, len(group) * length):
+                    self._descend([table[at] for table in tables], batch, each, found, None)
+                weights = np.zeros((len(answers), len(group)))
+                for k, piece in enumerate(group):
+                    weights[piece.answers, k] = piece.weights
+                flat = torch.cat([_flat(table) for table in found], dim=1)
+                _Product(flat, weights, most).add(flat, answers)
+        parts = torch.split(answers, [math.prod(shape) for shape in shapes])
+        return [
+            base.finished_gradients(request, part.view(*shape, -1))
+            for request, part, shape in zip(requests, parts, shapes, strict=True)
+        ]
+
+    def _pieces(self, requests: Sequence[FullGradient]) -> Iterator[_Piece]:
+        """Every piece of every client's data, once for each of the points."""
+        point = answer = 0
+        for request in requests:
+            count = len(request.points)
+            end = answer + count * request.weights.shape[1]
+            for client, weights in zip(request.clients.tolist(), request.weights, strict=True):
+                for rows, share in self.problem.pieces(client) if weights.any() else ():
+                    for j in range(count):
+                        places = slice(answer + j, end, count)
+                        yield _Piece(rows, point + j, places, weights * share)
+            point, answer = point + count, end
+
+
+class _Piece(NamedTuple):
+    """Add the mean gradient of these rows at this point to the answers, with these weights."""
+
+    rows: IntArray
+    point: int
+    answers: slice
+    weights: FloatArray
+
+
+def _needs(task: ClientTask) -> int:
+    """Which gradients a task needs: 0 at y and perhaps at x, 1 only at x, 2 none at all."""
+    if task.coefficients.alpha:
+        return 0
+    return 1 if task.coefficients.beta else 2
+
+
+class _Product:
+    """Adds ``weights @ table``: a row of weights for every sum, a column for every client."""
+
+    def __init__(self, like: Tensor, weights: FloatArray, sums: int) -> None:
+        entries = np.nonzero(weights) if sums > _FEW_SUMS else None
+        self._sparse: tuple[Tensor, ...] | None = None
+        if entries is None or 8 * len(entries[0]) > weights.size:
+            self._dense = like.new_tensor(weights)
+        else:  # when every client has its own sum, nearly all of the product is zeros
+            rows, columns = (torch.as_tensor(part, device=like.device) for part in entries)
+            self._sparse = rows, columns, like.new_tensor(weights[entries])
+
+    def add(self, table: Tensor, into: Tensor) -> None:
+        """Use at most the memory of the table once more."""
+        if self._sparse is None:
+            into.addmm_(self._dense, table)
+            return
+        for rows, columns, weights in zip(
+            *(torch.split(part, len(table)) for part in self._sparse), strict=True
+        ):
+            into.index_add_(0, rows, table[columns].mul_(weights.unsqueeze(1)))
+
+
+def _flat(table: Tensor) -> Tensor:
+    """Every row of a table as a vector."""
+    return table.reshape(len(table), -1)
+
+
+def _scaled(tables: Tables, by: Tensor) -> Tables:
+    return [table * column(by, table) for table in tables]

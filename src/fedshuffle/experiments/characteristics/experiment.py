@@ -1,0 +1,192 @@
+"""The paper's table of characteristics, measured by running each method in each condition.
+
+The docstring of each function defines its characteristic. All clients have parabolas (see
+:mod:`fedshuffle.testing.clients`) and weights by size; the server optimiser is left out where it is
+not in question, and a diagonal that rescales coordinates is divided out.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from contextlib import suppress
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fedshuffle import methods
+from fedshuffle._arrays import FloatArray
+from fedshuffle.auditing.simulation import QuadraticClients
+from fedshuffle.federation import Federation
+from fedshuffle.local_work import LocalWork
+from fedshuffle.methods import Method
+from fedshuffle.state import State
+from fedshuffle.testing.clients import (
+    make_run,
+    quadratic_clients,
+    sizes,
+    without_server_optimiser,
+)
+from fedshuffle.testing.problems import numbers, partial_sampling
+from fedshuffle.testing.report import DoesNotApplyError
+from fedshuffle.testing.unbiasedness import OPTIMA, limit_point, measured_weights
+
+_CLIENTS = Federation.from_sizes((1, 2, 4, 5))
+_CURVATURES = np.array([1.0, 3.0, 0.5, 2.0])
+_EQUAL, _UNEQUAL = LocalWork(steps=2, batch_size=2), LocalWork(batch_size=2)
+_ONE_STEP = LocalWork(steps=1, batch_size=1000)
+_STRETCHED = np.array([1.0, -1.0, 2.0])
+_TOLERANCE = 1e-3
+
+
+def characteristics(method: str | Method) -> dict[str, bool]:
+    """What a method can do, by running it; a setting that it refuses, it cannot do.
+
+    >>> found = characteristics("fedavg-rr")
+    >>> [name for name, able in found.items() if able]
+    ['heterogeneous data', 'reshuffling', 'server step size']
+    """
+    found = dict.fromkeys(CHARACTERISTICS, False)
+    for name, run in CHARACTERISTICS.items():
+        with suppress(DoesNotApplyError):
+            found[name] = run(methods.get(method))
+    return found
+
+
+def heterogeneous_data(method: Method) -> bool:
+    """Clients have different optima and curvatures, all take part, with equal numbers of steps: in
+    the limit of small steps the method converges to the optimum of the objective.
+    """
+    return _reaches_the_optimum(method, "full", _EQUAL)
+
+
+def client_sampling(method: Method) -> bool:
+    """It still converges to the optimum when two of four clients are drawn uniformly, in the mean
+    over all cohorts.
+    """
+    return _reaches_the_optimum(method, "uniform:2", _EQUAL)
+
+
+def unequal_steps(method: Method) -> bool:
+    """It still converges to the optimum when all take part with different numbers of steps."""
+    return _reaches_the_optimum(method, "full", _UNEQUAL)
+
+
+def _reaches_the_optimum(method: Method, sampling: str, work: LocalWork) -> bool:
+    plain = without_server_optimiser(method)
+    try:
+        found = limit_point(plain, sampling, _CURVATURES, _CLIENTS, work)
+    except DoesNotApplyError:  # no fixed point: compare the weights of the mean update instead
+        run = make_run(plain, sampling, _CLIENTS, work=work, step_size=2.0**-24)
+        weights, errors = measured_weights(run)
+        return bool((np.abs(weights - _CLIENTS.weights) <= _TOLERANCE + 5 * errors).all())
+    return bool(np.abs(found - _optimum()).max() < _TOLERANCE)
+
+
+def _optimum() -> float:
+    curvatures = _CLIENTS.weights * _CURVATURES
+    return float(curvatures @ OPTIMA[:, 0] / curvatures.sum())
+
+
+def reshuffling(method: Method) -> bool:
+    """A client's epoch visits each of its examples once, in another order every round."""
+    federation = Federation.from_sizes(sizes(method))
+    clients = _quadratic(method, _UNEQUAL, OPTIMA * _STRETCHED, federation)
+    state, orders = clients.run.start(torch.zeros(3, dtype=torch.float64)), set()
+    for _ in range(5):
+        task = clients.local_training(state).tasks[-1]
+        (epoch,) = task.minibatches.epochs()
+        once = sorted(epoch.tolist()) == list(range(task.minibatches.size))
+        if not (once and task.coefficients.alpha):
+            return False
+        orders.add(tuple(epoch.tolist()))
+        state = clients.run_round(state)
+    return len(orders) > 1
+
+
+def variance_reduction(method: Method) -> bool:
+    """At the optimum the clients' gradients g_i differ. There, once the state has settled, the
+    clients' first steps u_i are smaller than their gradients at the same responsiveness:
+    sum w_i |u_i|^2 < 1/2 rho^2 sum w_i |g_i|^2, with u_i per unit step size, and rho the share of a
+    move of the model to which the mean of the u_i responds at once (1 for plain gradients).
+    """
+    clients = _quadratic(method, _ONE_STEP, OPTIMA * _STRETCHED)
+    weights = torch.tensor(clients.run.federation.weights)
+    optimum = torch.full((3,), _optimum()).double() * torch.tensor(_STRETCHED)
+    state = _settled(clients, optimum)
+    moved = torch.tensor([1e-3, -1e-3, 1e-3], dtype=torch.float64)
+    curvature = float(weights @ torch.tensor(clients.h, dtype=weights.dtype))
+    noise = rho = 0.0
+    rounds = 50  # some state never settles: take the mean
+    for _ in range(rounds):
+        steps = _steps(clients, state)
+        after = _steps(clients, dataclasses.replace(state, x=optimum + moved))
+        noise += float(weights @ steps.square().sum(1)) / rounds
+        response = -(weights @ (after - steps)) @ moved / (curvature * moved @ moved)
+        rho += float(response) / rounds
+        state = dataclasses.replace(clients.run_round(state), x=optimum)
+    plain = float(weights @ clients.gradients(optimum).square().sum(1))
+    return noise < 0.5 * rho**2 * plain
+
+
+def global_momentum(method: Method) -> bool:
+    """The server carries vectors from round to round, and the weighted mean of the clients' first
+    steps depends on the gradients of earlier rounds.
+    """
+    x = numbers(3, seed=3)
+    both = [_quadratic(method, _ONE_STEP, numbers(4, 3, seed=seed).numpy()) for seed in (1, 2)]
+    states = [_settled(clients, x, rounds=3) for clients in both]
+    if not states[0].method_state:
+        return False
+    weights = torch.tensor(both[0].run.federation.weights)
+    means = [weights @ _steps(both[0], state) for state in states]
+    return bool((means[0] - means[1]).abs().max() > 1e-9)
+
+
+def server_step_size(method: Method) -> bool:
+    """A server step size of 2 moves the model twice as far in the first round."""
+    start = numbers(3, seed=3)
+    moves = []
+    for size in (1.0, 2.0):
+        settings = {"work": _EQUAL, "server_step_size": size}
+        run = make_run(method, partial_sampling(method), _CLIENTS, **settings)
+        clients = quadratic_clients(
+            run, _CURVATURES, _CURVATURES[:, None] * OPTIMA * _STRETCHED, scaled=False
+        )
+        moves.append(clients.run_round(run.start(start)).x - start)
+    return bool(torch.allclose(moves[1], 2 * moves[0], rtol=1e-9, atol=1e-12))
+
+
+def _quadratic(
+    method: Method, work: LocalWork, optima: FloatArray, federation: Federation = _CLIENTS
+) -> QuadraticClients:
+    """Clients with these optima who all take part; without a server optimiser."""
+    run = make_run(without_server_optimiser(method), "full", federation, work=work)
+    return quadratic_clients(run, _CURVATURES, _CURVATURES[:, None] * optima, scaled=False)
+
+
+def _settled(clients: QuadraticClients, x: Tensor, rounds: int = 250) -> State:
+    """The state at a model after many rounds there."""
+    state = clients.run.start(x)
+    for _ in range(rounds):
+        state = dataclasses.replace(clients.run_round(state), x=x)
+    return state
+
+
+def _steps(clients: QuadraticClients, state: State) -> Tensor:
+    """The first step of every client, per unit step size."""
+    request = clients.local_training(state)
+    updates = [clients.update(task, request.start) / task.step_size for task in request.tasks]
+    return torch.stack(updates)
+
+
+CHARACTERISTICS: dict[str, Callable[[Method], bool]] = {
+    "heterogeneous data": heterogeneous_data,
+    "client sampling": client_sampling,
+    "reshuffling": reshuffling,
+    "unequal steps": unequal_steps,
+    "variance reduction": variance_reduction,
+    "global momentum": global_momentum,
+    "server step size": server_step_size,
+}

@@ -1,0 +1,192 @@
+"""The messages between server and clients: fields as JSON, and arrays that are never unpickled.
+
+What a client does depends on the message and its own data alone.
+
+    query.info           who are you?     ->  number, parameters, and the size unless withheld
+    train                local training   ->  the update y - x, and the steps really done
+    train.full_gradient  points           ->  the full gradient at each of them
+    evaluate             a model          ->  its metrics
+
+Models are flat vectors: the trainable parameters in their order, as everywhere in this library.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TypeVar, final
+
+import numpy as np
+import torch
+from flwr.app import Array, ArrayRecord, ConfigRecord, Message, RecordDict
+from torch import Tensor
+
+from fedshuffle.errors import FedShuffleError, error_context, one_line
+
+PROTOCOL = 3
+"""Both sides must use the same version; raise it with every change of this file."""
+
+INFO, TRAIN, FULL_GRADIENT = "query.info", "train", "train.full_gradient"
+EVALUATE = "evaluate"
+
+_FIELDS, _ARRAYS = "fedshuffle", "arrays"
+"""The names of the two records of a message."""
+_FLOATS = (np.float16, np.float32, np.float64)
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class ClientInfo:
+    """How a client introduces itself."""
+
+    client: int
+    """Its number among all clients, from 0 on."""
+    parameters: Mapping[str, Sequence[int]]
+    """Names and shapes of what it trains, in order."""
+    dtype: str
+    frozen: Mapping[str, str]
+    """Digests of the rest of its model: all that it does not train, by name."""
+    tied: Mapping[str, str]
+    """Further names of what it trains, and the first."""
+    size: int | None = None
+    """Its number of examples; None if withheld."""
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class TrainRequest:
+    """Local training for one client; comes with the arrays ``x``, ``v`` and ``scale``."""
+
+    client: int
+    round: int
+    seed: str
+    """As text: it may exceed the range of the other integers."""
+    steps: int
+    """The steps planned; if sizes are withheld, the epochs."""
+    batch_size: int
+    order: str
+    step_size: float
+    """Of a step; if sizes are withheld, of an epoch, to be divided among its steps."""
+    alpha: float
+    beta: float
+    mu: float
+    clip: float
+    weight_decay: float
+    size: int | None = None
+    """The number of examples for which the steps were planned; None if sizes are withheld."""
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Query:
+    """A request for full gradients, with the array ``points``, or for an evaluation, with ``x``."""
+
+    client: int
+    round: int
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """The reply, with the array ``update`` or ``gradients``."""
+
+    client: int
+    steps: int
+    """The steps done. If sizes are withheld, the epochs planned: the client has already rescaled
+    its update.
+    """
+
+
+Fields = ClientInfo | TrainRequest | Query | Reply
+_Fields = TypeVar("_Fields", ClientInfo, TrainRequest, Query, Reply)
+
+
+def arrays(**named: Tensor | None) -> ArrayRecord:
+    """Arrays by name, without those that are None. Messages may share the result."""
+    given = {name: value for name, value in named.items() if value is not None}
+    return ArrayRecord({name: Array(value.numpy(force=True)) for name, value in given.items()})
+
+
+def content(fields: Fields, record: ArrayRecord | None = None) -> RecordDict:
+    """The content of a message."""
+    payload = json.dumps(dataclasses.asdict(fields))
+    parts = {_FIELDS: ConfigRecord({"protocol": PROTOCOL, "payload": payload})}
+    return RecordDict(parts if record is None else parts | {_ARRAYS: record})
+
+
+def read(message: Message, kind: type[_Fields]) -> _Fields:
+    """The fields of a message, if they are valid and of this protocol."""
+    record = message.content.config_records.get(_FIELDS)
+    if record is None:
+        raise FedShuffleError("this is not a fedshuffle message. Is another app running?")
+    if (protocol := record.get("protocol")) != PROTOCOL:
+        raise FedShuffleError(
+            f"the message is of protocol {protocol!r}, and here is {PROTOCOL}. Install the same"
+            " version of fedshuffle on the server and on all clients."
+        )
+    with error_context(lambda error: f"the message is not valid: {one_line(error)}.", Exception):
+        fields = kind(**json.loads(record["payload"]))
+        for field in dataclasses.fields(kind):
+            value = getattr(fields, field.name)
+            if not _VALID[str(field.type)](value):
+                raise ValueError(f"{field.name} is {value!r:.40}, which is no {field.type}")
+    return fields
+
+
+def vectors(
+    message: Message, dtype: torch.dtype, required: str, **shapes: Sequence[int]
+) -> dict[str, Tensor]:
+    """The arrays of a message in this precision: only those named, one of them required, finite,
+    and of these shapes (-1 is any number).
+    """
+    found = {}
+    for name, array in message.content.array_records.get(_ARRAYS, {}).items():
+        if name not in shapes:
+            raise FedShuffleError(f"the message has an array {name!r}, which is not expected.")
+        try:
+            values = array.numpy()  # of Flower: np.load without pickle
+        except Exception as error:  # invalid bytes can raise anything
+            raise FedShuffleError(f"the array {name!r} cannot be read: {error}.") from error
+        if not isinstance(values, np.ndarray):
+            raise FedShuffleError(f"the array {name!r} cannot be read: it is not an array.")
+        wanted = tuple(shapes[name])
+        if values.dtype not in _FLOATS or not _fits(values.shape, wanted):
+            raise FedShuffleError(
+                f"the array {name!r} has shape {values.shape} and {values.dtype}, but the model"
+                f" asks for {wanted} and floating point. Are the models the same?"
+            )
+        found[name] = torch.from_numpy(np.require(values, requirements="W")).to(dtype)
+        if not found[name].isfinite().all():
+            raise FedShuffleError(
+                f"the array {name!r} is not finite. The step size is probably too large: lower it."
+            )
+    if required not in found:
+        raise FedShuffleError(f"the message lacks the array {required!r}.")
+    return found
+
+
+def _fits(shape: Sequence[int], wanted: Sequence[int]) -> bool:
+    return len(shape) == len(wanted) and all(w in (-1, s) for s, w in zip(shape, wanted))
+
+
+def _is_count(value: object) -> bool:
+    return type(value) is int and 0 <= value < 2**63
+
+
+def _is_mapping(value: object, valid: Callable[[object], bool]) -> bool:
+    return isinstance(value, dict) and all(map(valid, value.values()))
+
+
+_VALID: dict[str, Callable[[object], bool]] = {
+    "int": _is_count,
+    "int | None": lambda value: value is None or _is_count(value),
+    "float": lambda value: isinstance(value, float),
+    "str": lambda value: isinstance(value, str),
+    "Mapping[str, str]": lambda value: _is_mapping(value, lambda text: isinstance(text, str)),
+    "Mapping[str, Sequence[int]]": lambda value: _is_mapping(
+        value, lambda shape: isinstance(shape, list) and all(map(_is_count, shape))
+    ),
+}
+"""Whether a value is of a type, by the type's name."""

@@ -1,0 +1,208 @@
+"""The figures of a comparison: the paper's, one per group, and the audits."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, final
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+from matplotlib.ticker import FuncFormatter, MaxNLocator
+
+from fedshuffle._arrays import FloatArray, IntArray
+from fedshuffle.methods import colour
+from fedshuffle.reports.comparison.details import Audited, ratio_limits
+from fedshuffle.reports.comparison.model import Compared, ComparedMethod
+from fedshuffle.reports.comparison.text import group_title, is_share, momentum_title
+from fedshuffle.reports.drawing import clean, round_numbers, set_ticks
+from fedshuffle.reports.style import LIGHT
+
+# The first is nearest to the colour of the FedNova variants.
+_PALETTE = (
+    *("#0072B2", "#D55E00", "#882255", "#CC79A7", "#E69F00", "#56B4E9", "#009E73"),
+    *("#117733", "#332288", "#AA4499", "#661100", "#999999"),
+)
+
+MARKERS = {
+    "o": "M-1,0a1,1 0 1,0 2,0a1,1 0 1,0 -2,0z",
+    "s": "M-.9,-.9h1.8v1.8h-1.8z",
+    "^": "M0,-1.15L1.1,.85H-1.1z",
+    "D": "M0,-1.25L1.25,0 0,1.25 -1.25,0z",
+    "v": "M0,1.15L1.1,-.85H-1.1z",
+    "*": "M0,-1.6L.42,-.5 1.52,-.49 .63,.2 .95,1.3 0,.65 -.95,1.3 -.63,.2 -1.52,-.49 -.42,-.5z",
+    "<": "M-1.15,0L.85,1.1V-1.1z",
+    "P": "M-.42,-1.2h.84v.78h.78v.84h-.78v.78h-.84v-.78h-.78v-.84h.78z",
+    ">": "M1.15,0L-.85,1.1V-1.1z",
+}
+"""Matplotlib's name of a marker, and the same as an SVG path of radius one."""
+
+
+@final
+@dataclass(frozen=True)
+class Look:
+    """How a method looks in all figures."""
+
+    colour: str
+    marker: str
+
+    @property
+    def style(self) -> dict[str, Any]:
+        """Matplotlib's arguments for a line with markers."""
+        return {
+            "color": self.colour,
+            "marker": self.marker,
+            "markersize": 9 if self.marker == "*" else 5.5,
+            "linewidth": 1.6,
+            "markeredgecolor": "white",
+            "markeredgewidth": 0.5,
+        }
+
+
+def looks(comparison: Compared) -> dict[ComparedMethod, Look]:
+    """A look for each method: its usual colour if it is free, else a spare one."""
+    colours: dict[ComparedMethod, str] = {}
+    for method in comparison.methods:
+        usual = colour(method.method)
+        if usual in _PALETTE and usual not in colours.values():
+            colours[method] = usual
+    spare = [paint for paint in _PALETTE if paint not in colours.values()] or list(_PALETTE)
+    for k, method in enumerate([m for m in comparison.methods if m not in colours]):
+        colours[method] = spare[k % len(spare)]
+    shapes = list(MARKERS)
+    return {
+        method: Look(colours[method], shapes[k % len(shapes)])
+        for k, method in enumerate(comparison.methods)
+    }
+
+
+def curves(comparison: Compared, group: str) -> Figure:
+    """Metric and training loss over the rounds; a row per momentum, plain training first."""
+    momenta, metrics = comparison.momenta_of(group), comparison.pair()
+    figure = Figure(figsize=(5.4 * len(metrics), 3.3 * len(momenta) + 1.0), layout="constrained")
+    figure.suptitle(_plain(f"{comparison.results['title']}: {group_title(group)}"), fontsize=13)
+    grid = figure.subplots(len(momenta), len(metrics), sharex=True, sharey="col", squeeze=False)
+    for k, metric in enumerate(metrics):
+        for momentum, axes in zip(momenta, grid[:, k], strict=True):
+            _panel(axes, comparison, group, momentum, metric)
+            axes.set_title(_plain(momentum_title(momentum)), loc="left", fontsize=10.5)
+            axes.set_ylabel(_plain(comparison.title(metric)))
+        grid[-1, k].set_xlabel("round")
+    seeds = len(comparison.seeds)
+    text = f"mean over {seeds} seeds; band: lowest to highest run" if seeds > 1 else "one run each"
+    if any(line.cell.diverged for line in comparison.of(group)):
+        text += "; thin with a cross: a run that diverged"
+    _legend(figure, looks(comparison), comparison.methods_of(group), "-", text)
+    return figure
+
+
+def _panel(axes: Axes, comparison: Compared, group: str, momentum: str, metric: str) -> None:
+    low, high = comparison.limits(group, metric)
+    look, methods = looks(comparison), comparison.methods
+    for line in comparison.of(group, momentum):
+        front = 3 if line.method.name.startswith("fedshuffle") else 2
+        paint: dict[str, Any] = {"color": look[line.method].colour, "zorder": front}
+        found = comparison.band(line, metric)
+        axes.fill_between(found.rounds, found.low, found.high, alpha=0.2, lw=0, **paint)
+        every = _every(len(found.rounds), methods.index(line.method), len(methods))
+        style = {**look[line.method].style, "zorder": front}
+        axes.plot(found.rounds, found.mean, markevery=every, **style)
+        for rounds, values in comparison.stopped(line, metric):
+            axes.plot(rounds, values, linewidth=0.9, alpha=0.8, **paint)
+            end, value = where_lost(rounds, values, (low, high))
+            axes.plot([end], [value], "x", ms=7, mew=2, clip_on=False, **paint)
+    if not any(np.size(drawn.get_xdata()) for drawn in axes.lines):
+        axes.text(0.5, 0.5, "nothing evaluated yet", ha="center", transform=axes.transAxes)
+    axes.set(xlim=(0, 1.012 * comparison.rounds), ylim=(low, high))
+    axes.xaxis.set_major_locator(MaxNLocator(6, steps=[1, 2, 5, 10], integer=True))
+    axes.tick_params(labelbottom=True)
+    if is_share(metric):
+        axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{100 * value:g}%"))
+    _calm(axes)
+
+
+def _every(points: int, k: int, of: int) -> list[int]:
+    """About seven markers, at other rounds than those of other curves, and one at the end."""
+    step = max(1, points // 7)
+    places = range(k * step // of, max(points - step // 2, 0), step)
+    return [*places, *([points - 1] if points else [])]
+
+
+def where_lost(
+    rounds: IntArray, values: FloatArray, limits: tuple[float, float]
+) -> tuple[float, float]:
+    """Where a run that diverged leaves the picture for good, and gets its cross.
+
+    >>> where_lost(np.array([10, 20]), np.array([1.0, 5.0]), (0.0, 3.0))
+    (15.0, 3.0)
+    """
+    inside = np.flatnonzero((values >= limits[0]) & (values <= limits[1]))
+    last = int(inside[-1]) if inside.size else -1
+    if last == len(values) - 1 or last < 0:
+        return float(rounds[last]), float(np.clip(values[last], *limits))
+    edge = float(np.clip(values[last + 1], *limits))
+    share = (edge - values[last]) / (values[last + 1] - values[last])
+    return float(rounds[last] + share * (rounds[last + 1] - rounds[last])), edge
+
+
+def weights(comparison: Compared, found: Sequence[Audited]) -> Figure | None:
+    """The effective over the intended weight of each client; None without an audit."""
+    shown = [audited for audited in found if len(audited.points)]
+    if not shown:
+        return None
+    alike = all(set(audited.momenta) == set(shown[0].momenta) for audited in shown)
+    momenta = [m for m in comparison.momenta if any(m in audited.momenta for audited in shown)]
+    panels = momenta[:1] if alike else momenta  # one is enough where momentum changes nothing
+    figure = Figure(figsize=(1.6 + 5.8 * len(panels), 4.6), layout="constrained")
+    row = figure.subplots(1, len(panels), sharex=True, sharey=True, squeeze=False)[0]
+    look = looks(comparison)
+    for axes, momentum in zip(row, panels, strict=True):
+        axes.axhline(1, color=LIGHT.axis, linewidth=1)
+        for audited in shown:
+            if momentum in audited.momenta:
+                dots = {**look[audited.method].style, "linestyle": "none", "markeredgewidth": 0}
+                axes.plot(*audited.points.T, alpha=0.75, **dots)
+        if len(panels) > 1:
+            axes.set_title(_plain(momentum_title(momentum)), loc="left", fontsize=10.5)
+        axes.set(xscale="log", yscale="log", ylim=ratio_limits(found))
+        axes.set_xlabel("examples of the client")
+        _calm(axes)
+    row[0].set_ylabel("counts ... times what was meant")
+    for axis, ends in ((row[0].xaxis, row[0].get_xlim()), (row[0].yaxis, row[0].get_ylim())):
+        ticks = round_numbers(ends)
+        ticks = ticks if len(ticks) < 13 else round_numbers(ends, multiples=(1,))
+        set_ticks(axis, ticks[:: 1 + len(ticks) // 12])
+    _legend(figure, look, list(dict.fromkeys(audited.method for audited in shown)), "none", "")
+    return figure
+
+
+def _legend(
+    figure: Figure,
+    look: Mapping[ComparedMethod, Look],
+    methods: Sequence[ComparedMethod],
+    linestyle: str,
+    title: str,
+) -> None:
+    handles = [Line2D([], [], **{**look[m].style, "linestyle": linestyle}) for m in methods]
+    # matplotlib leaves out a label that begins with an underscore.
+    labels = [_plain(re.sub("^_", " _", method.label)) for method in methods]
+    width = sum(0.085 * len(label) + 0.75 for label in labels)  # in inches, as the font has it
+    columns = -(-len(labels) // -(-width // figure.get_figwidth()))
+    place = figure.legend(
+        handles, labels, loc="outside lower center", ncols=int(columns), frameon=False, title=title
+    )
+    place.get_title().set(fontsize=9, color="#555555")
+
+
+def _plain(text: str) -> str:
+    """Text in which a dollar is a dollar and no formula."""
+    return text.replace("$", r"\$")
+
+
+def _calm(axes: Axes) -> None:
+    clean(axes)
+    axes.spines[["left", "bottom"]].set_color(LIGHT.axis)
+    axes.tick_params(colors=LIGHT.ink, which="both", length=3)

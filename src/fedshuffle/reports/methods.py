@@ -1,0 +1,134 @@
+"""All methods by family: what each costs, its options, and when it is consistent.
+
+Whether a method is consistent is not written down anywhere: it is audited on a small federation.
+"""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+from fedshuffle import methods
+from fedshuffle.auditing import audit
+from fedshuffle.errors import FedShuffleError
+from fedshuffle.federation import Federation
+from fedshuffle.local_work import LocalWork, MissLast
+from fedshuffle.methods import Family, Method, options
+from fedshuffle.sampling import Full, Listed, Sampling
+
+# Four clients on which every cause of a bias shows: batches of two make the steps (1, 1, 2, 3),
+# which are not proportional to the sizes.
+CLIENTS = Federation.from_sizes([1, 2, 4, 5])
+
+_EVERYBODY = Full(4)
+# Uniform sampling of two. Written out, all sums over cohorts are finite, and the audit is quick.
+_PAIRS = Listed(4, [(pair, 1 / 6) for pair in itertools.combinations(range(4), 2)])
+
+CONDITIONS: dict[str, tuple[Sampling, LocalWork]] = {
+    "uneven_steps": (_EVERYBODY, LocalWork(batch_size=2)),
+    "client_sampling": (_PAIRS, LocalWork(batch_size=2)),
+    "unfinished_work": (_EVERYBODY, LocalWork(batch_size=2, interruption=MissLast())),
+}
+_DRAWS = 2048
+"""Simulated cohorts for a method without a closed form."""
+
+OWN = Family("yours", "Your own", {})
+"""The family of methods that the user has registered."""
+
+
+def family(method: Method) -> Family:
+    """The family of a method of the library; a renamed copy of one is the user's."""
+    known = method.family
+    return known if known and method.name in known.styles else OWN
+
+
+def describe(method: Method) -> dict[str, Any]:
+    """Plain data about a method: what it is made of and costs, and when it is consistent."""
+    return {
+        "name": method.name,
+        "family": family(method).page,
+        "summary": method.summary,
+        "reference": method.reference,
+        **method.averaging.describe(),
+        "momentum": method.momentum,
+        "direction": repr(method.direction),
+        "server": repr(method.server),
+        "work": dict(method.work),
+        "options": options.values([method.direction, method.server, method.averaging]),
+        "costs": costs(method),
+        "client_state": method.direction.client_state,
+        "consistent": {name: consistent(method, name) for name in CONDITIONS},
+    }
+
+
+def costs(method: Method) -> dict[str, float]:
+    """What a client of the cohort sends, receives and computes in a round."""
+    direction = method.direction
+    sent = not method.pooled  # where there are no clients, nothing is sent
+    return {
+        "messages": 2 * direction.trips * sent,
+        "vectors_down": direction.down * sent,
+        "vectors_up": direction.up * sent,
+        "gradients_per_step": direction.gradients_per_step,
+        "full_gradients": direction.full_gradients,
+    }
+
+
+def consistent(method: Method, condition: str) -> bool | None:
+    """Whether the audit finds the method consistent; None where it is not defined, or where the
+    audit had to sample and saw no difference.
+    """
+    sampling, work = CONDITIONS[condition]
+    try:
+        return audit(CLIENTS, method, sampling, method.drop_fixed(work), draws=_DRAWS).consistent
+    except FedShuffleError:
+        return None
+
+
+def everything() -> list[dict[str, Any]]:
+    """All methods as plain data, family by family; those that the user registered are the last."""
+    return [describe(method) for method in methods.available()]
+
+
+MARKS = {True: "yes", False: "no", None: "-"}
+"""How the answers of :func:`consistent` are written."""
+
+
+def options_text(row: dict[str, Any]) -> str:
+    """The options of a method and their values."""
+    return ", ".join(f"{k}={_plain(v)}" for k, v in row["options"].items())
+
+
+def _plain(value: Any) -> str:
+    """A value as it is written behind a method's name."""
+    if isinstance(value, bool):
+        return str(value).lower()
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def markdown(page: str | None = None) -> str:
+    """The methods of a page of ``docs/methods`` as a table, or those of all with links."""
+    rows = [
+        "| method | what it is | messages | vectors down, up | keeps state | consistent: all, some,"
+        " cut | options | reference |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for method in methods.available():
+        family_page = family(method).page
+        if family_page != OWN.page and page in (None, family_page):
+            facts = describe(method)
+            cost = facts["costs"]
+            chosen = ",".join(f"{k}={_plain(v)}" for k, v in facts["options"].items())
+            chosen = f"`{chosen}`" if chosen else ""
+            cells = [
+                f"`{method.name}`" if page else f"[`{method.name}`]({family_page}.md)",
+                facts["summary"],
+                f"{cost['messages']:g}",
+                f"{cost['vectors_down']:g}, {cost['vectors_up']:g}",
+                "yes" if facts["client_state"] else "no",
+                ", ".join(MARKS[found] for found in facts["consistent"].values()),
+                chosen or "none",
+                facts["reference"],
+            ]
+            rows.append(f"| {' | '.join(cells)} |")
+    return "\n".join(rows)

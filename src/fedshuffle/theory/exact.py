@@ -1,0 +1,218 @@
+r"""Constants of a problem in closed form, and why each of them holds.
+
+The assumptions of the paper, with the effective weights :math:`\hat w` in place of w:
+
+.. math:: \mu I \preceq \nabla^2 f_{ij} \preceq L I, \qquad
+          \sum_i \hat w_i |\nabla f_i|^2 \le G^2 + B^2 |\nabla \hat f|^2, \qquad
+          \frac1{k_i} \sum_j |\nabla f_{ij} - \nabla f_i|^2 \le \sigma_i^2 + P_i^2 |\nabla f_i|^2,
+          \qquad \|\nabla^2 f_i - \nabla^2 \hat f\| \le \delta.
+
+For convex losses :math:`2 L B^2 (\hat f - \hat f^\star)` may replace
+:math:`B^2 |\nabla \hat f|^2` (``form="convex"``); it is never smaller.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, TypedDict, final, get_args
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from fedshuffle._arrays import FloatArray, IntArray, count, expect, number, positive
+from fedshuffle.errors import FedShuffleError, unknown
+from fedshuffle.federation import Federation
+from fedshuffle.theory.constants import ProblemConstants
+
+SimilarityForm = Literal["gradient", "convex"]
+Status = Literal["exact", "bound", "on the ball"]
+
+
+@final
+@dataclass(frozen=True)
+class Validity:
+    """Where a constant holds, and why."""
+
+    status: Status
+    """``exact``: the smallest (for mu the largest) that holds everywhere, up to rounding;
+    ``bound``: holds everywhere, but may not be the smallest; ``on the ball``: holds where
+    ``|x - x*| <= radius``."""
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{self.status}: {self.reason}"
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class ExactConstants:
+    """The constants of a problem with losses in closed form.
+
+    >>> from fedshuffle.theory import quadratic_constants
+    >>> found = quadratic_constants(1.0, [[0.0], [3.0]], sizes=[1, 1])
+    >>> found.x_star.tolist(), found.f_star, found.problem.L, found.problem.G, found.delta
+    ([1.5], 1.125, 1.0, 1.5, 0.0)
+    >>> print(found.validity["L"])
+    exact: the largest eigenvalue of any Hessian A_ij
+    """
+
+    L: float
+    """Of every loss of one step, ``f_ij``."""
+    L_clients: FloatArray
+    """Of every ``f_i``."""
+    L_objective: float
+    """Of ``f-hat``."""
+    mu: float
+    """Of every ``f_ij``, as the theorem asks."""
+    mu_objective: float
+    """Of ``f-hat``; never smaller than ``mu``."""
+    G: float
+    B: float
+    sigma: FloatArray
+    """One per client."""
+    P: FloatArray
+    """One per client."""
+    delta_clients: FloatArray
+    """``|H_i - H|`` of every client."""
+    x_star: FloatArray
+    """The minimiser of ``f-hat`` (the one nearest to zero, if there are several)."""
+    f_star: float
+    """``f-hat(x*)``."""
+    w_hat: FloatArray
+    """The weights of ``f-hat``."""
+    form: SimilarityForm
+    """The form of gradient similarity that G and B are for."""
+    radius: float | None
+    """The ball around ``x*`` where the constants hold; None: everywhere."""
+    validity: Mapping[str, Validity]
+    """Where each constant holds, and why."""
+
+    @property
+    def delta(self) -> float:
+        """``max_i |H_i - H|``, the Hessian similarity."""
+        return float(self.delta_clients.max())
+
+    @property
+    def problem(self) -> ProblemConstants:
+        """The inputs of the step-size advice."""
+        return ProblemConstants(
+            L=self.L, G=self.G, B=self.B, P=self.P, sigma=self.sigma, mu=min(self.mu, self.L)
+        )
+
+
+class ConstantsOptions(TypedDict, total=False):
+    """Options of all functions for exact constants."""
+
+    w_hat: ArrayLike | None
+    """The effective weights of the clients; by default those of the federation."""
+    batch_size: int
+    """Examples per step; 1 by default."""
+    form: SimilarityForm
+    """The form of gradient similarity; ``gradient`` by default."""
+    B: float | None
+    """Find the smallest G for this B; each function explains its default."""
+    P: ArrayLike | None
+    """Find the smallest sigma_i for this P_i, one number or one per client; likewise."""
+    radius: float | None
+    """Find constants for the ball of this radius around the optimum only."""
+
+
+@final
+@dataclass(frozen=True)
+class ConstantsRequest:
+    """The options, checked."""
+
+    w_hat: ArrayLike | None = None
+    batch_size: int = 1
+    form: SimilarityForm = "gradient"
+    B: float | None = None
+    P: ArrayLike | None = None
+    radius: float | None = None
+
+    def __post_init__(self) -> None:
+        count(self.batch_size, "batch_size")
+        if self.form not in get_args(SimilarityForm):
+            raise unknown("form of gradient similarity", self.form, get_args(SimilarityForm))
+        if self.B is not None:
+            number(self.B, "B", "[1, inf)")
+        if self.radius is not None:
+            number(self.radius, "radius", "[0, inf)")
+
+    def variance_factor(self, m: int) -> float:
+        r"""The variance of minibatch gradients relative to that among a client's m examples.
+
+        A minibatch of s of them, drawn without replacement, has :math:`\frac{m - s}{s (m - 1)}`
+        times their variance; this is the mean over an epoch's steps.
+
+            >>> request = ConstantsRequest(batch_size=2)
+            >>> [request.variance_factor(m) for m in (1, 2, 4)]
+            [0.0, 0.0, 0.3333333333333333]
+        """
+        if m == 1:
+            return 0.0
+        b = min(self.batch_size, m)
+        whole, rest = divmod(m, b)
+        total = whole * (m - b) / b + ((m - rest) / rest if rest else 0.0)
+        return total / ((m - 1) * (whole + (rest > 0)))
+
+    def batch_smoothness(self, smoothness: FloatArray, whole: float) -> float:
+        """A bound on L of any minibatch: the mean of the largest L of as many examples.
+
+        ``whole`` is L of all examples together, for a client that takes them all in one step.
+        """
+        m = len(smoothness)
+        if self.batch_size >= m:
+            return whole
+        smallest = m % self.batch_size or self.batch_size
+        return float(np.sort(smoothness)[-smallest:].mean())
+
+    def step_validity(self, sizes: IntArray, reason: str, minibatches: str) -> Validity:
+        """Exact for steps of single examples or whole clients, else a bound for minibatches."""
+        if ((self.batch_size == 1) | (sizes <= self.batch_size)).all():
+            return Validity("exact", reason)
+        return Validity("bound", f"{reason}; {minibatches}")
+
+
+def normalised_weights(default: FloatArray, w_hat: ArrayLike | None) -> FloatArray:
+    """The weights, summing to one."""
+    if w_hat is None:
+        return default
+    checked = positive(w_hat, len(default), "w_hat")
+    return checked / float(checked.sum())
+
+
+@final
+class RegressionData:
+    """Features and targets of the clients, read one client at a time."""
+
+    def __init__(self, federation: Federation, bias: bool) -> None:
+        expect(federation, Federation, "federation")
+        if len(federation.fields) != 2:
+            raise FedShuffleError(
+                f"the federation has {len(federation.fields)} fields, but a regression needs two:"
+                " features and targets. Use Federation.from_arrays(features, targets, ...)."
+            )
+        inputs, targets = (tuple(field.shape) for field in federation.fields)
+        if math.prod(targets[1:]) != 1:
+            raise FedShuffleError(
+                f"the targets have shape {targets}, but must be one number for each example."
+            )
+        self.federation = federation
+        self.bias = bool(bias)
+        self.width = math.prod(inputs[1:]) + self.bias
+
+    def client(self, i: int) -> tuple[FloatArray, FloatArray]:
+        """Features (with a last column of ones for the bias) and targets of one client."""
+        features, targets = (_floats(part) for part in self.federation.client(i))
+        features = features.reshape(len(targets), -1)
+        if self.bias:
+            features = np.hstack([features, np.ones((len(targets), 1))])
+        return features, targets.reshape(-1)
+
+
+def _floats(part: Any) -> FloatArray:
+    if hasattr(part, "detach"):
+        part = part.detach().cpu()
+    return np.asarray(part, dtype=np.float64)

@@ -1,0 +1,346 @@
+r"""Exact constants of losses with affine gradients: quadratics, and linear regression.
+
+With :math:`\nabla f_{ij}(x) = A_{ij} x - b_{ij}` gradient similarity and bounded variance bound one
+quadratic function by another, so for every B (P_i) that is large enough the smallest G (sigma_i) is
+the maximum of a quadratic function (docs/theory.md).
+
+The default B is the smallest with a finite G, if there is one. In general there is none, since G
+grows without bound as B falls to a limit; then B^2 is twice that limit, for which :math:`G^2 \le 2
+\sum_i \hat w_i |\nabla f_i(x^\star)|^2`. The default P_i is chosen in the same way. On a ball the
+defaults are 1 and 0.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from typing import Unpack
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from fedshuffle._arrays import FloatArray, IntArray, counts, number
+from fedshuffle.errors import FedShuffleError
+from fedshuffle.federation import Federation
+from fedshuffle.theory.constants import finite_array
+from fedshuffle.theory.exact import (
+    ConstantsOptions,
+    ConstantsRequest,
+    ExactConstants,
+    RegressionData,
+    Validity,
+    normalised_weights,
+)
+from fedshuffle.theory.quadratic_forms import QuadraticBounds, QuadraticForm, nonzero_axes
+
+_EXACT = 1e-9
+"""How far below zero rounding may push an eigenvalue, as a share of the largest."""
+
+
+def quadratic_constants(
+    hessians: ArrayLike,
+    optima: ArrayLike,
+    *,
+    sizes: ArrayLike | None = None,
+    **options: Unpack[ConstantsOptions],
+) -> ExactConstants:
+    r"""The constants of the quadratics ``f_ij(x) = 1/2 (x - m_ij)' A_ij (x - m_ij)``.
+
+    Args:
+        hessians: the matrices ``A_ij``, one for each row of ``optima``; or one for all; or a number
+            for that multiple of the identity.
+        optima: the points ``m_ij``, one per row.
+        sizes: the number of rows of each client, in order; by default one row per client.
+        options: :class:`~fedshuffle.theory.exact.ConstantsOptions`; weights are by size.
+
+    >>> toy = quadratic_constants(1.0, np.eye(6), sizes=[1, 2, 3])
+    >>> toy.L, toy.mu, toy.delta, toy.B, (6 * toy.x_star).round(9).tolist()
+    (1.0, 1.0, 0.0, 1.0, [1.0, 1.0, 1.0, 1.0, 1.0, 1.0])
+    """
+    points = finite_array(optima, "optima")
+    if points.ndim != 2 or not points.size:
+        raise FedShuffleError(f"optima must be a table of points, got shape {points.shape}.")
+    rows, d = points.shape
+    matrices = finite_array(hessians, "hessians")
+    if matrices.ndim == 0:
+        matrices = matrices * np.eye(d)
+    if matrices.shape not in ((d, d), (rows, d, d)):
+        raise FedShuffleError(
+            f"hessians have shape {matrices.shape}, but {rows} optima of dimension {d} need"
+            f" ({rows}, {d}, {d}), or ({d}, {d}) for one that all share, or a number."
+        )
+    if not np.allclose(matrices, np.swapaxes(matrices, -1, -2), rtol=1e-10, atol=0.0):
+        raise FedShuffleError("the hessians must be symmetric.")
+    matrices = np.broadcast_to(matrices, (rows, d, d))
+    owned = np.ones(rows, dtype=np.int64) if sizes is None else counts(sizes, "sizes")
+    if owned.sum() != rows:
+        raise FedShuffleError(f"sizes add up to {owned.sum()} rows, but there are {rows} optima.")
+    request = ConstantsRequest(**options)
+    w_hat = normalised_weights(owned / owned.sum(), request.w_hat)
+    offsets = np.concatenate([[0], np.cumsum(owned)])
+
+    def client(i: int) -> _ClientLosses:
+        mine = slice(int(offsets[i]), int(offsets[i + 1]))
+        return _Quadratics(matrices[mine], points[mine])
+
+    reasons = {
+        "L": "the largest eigenvalue of any Hessian A_ij",
+        "mu": "the smallest eigenvalue of any Hessian A_ij",
+    }
+    return _constants(client, owned, d, w_hat, request, reasons)
+
+
+def linear_regression_constants(
+    federation: Federation,
+    *,
+    l2: float = 0.0,
+    bias: bool = False,
+    **options: Unpack[ConstantsOptions],
+) -> ExactConstants:
+    r"""The constants of ``f_ij(x) = 1/2 (a_ij' x - t_ij)^2 + l2/2 |x|^2``.
+
+    This is the loss of ``nn.Linear(d, 1)`` with :data:`fedshuffle.losses.squared_error`, and ``l2``
+    is :class:`~fedshuffle.LocalWork`'s ``weight_decay``. The data are read one client at a time.
+
+    Args:
+        federation: with two fields, features and targets.
+        l2: the regularisation.
+        bias: whether there is one; it comes last in ``x`` and is regularised too.
+        options: :class:`~fedshuffle.theory.exact.ConstantsOptions`.
+
+    >>> data = Federation.from_arrays([[1.0], [2.0], [1.0]], [1.0, 2.0, 2.0], sizes=[2, 1])
+    >>> found = linear_regression_constants(data, l2=1.0)
+    >>> found.L, found.mu, found.x_star.round(6).tolist()
+    (5.0, 2.0, [0.777778])
+    """
+    data = RegressionData(federation, bias)
+    l2 = number(l2, "l2", "[0, inf)")
+    request = ConstantsRequest(**options)
+    w_hat = normalised_weights(federation.weights, request.w_hat)
+
+    def client(i: int) -> _ClientLosses:
+        return _SquaredErrors(*data.client(i), l2)
+
+    reasons = {
+        "L": "max_ij |a_ij|^2 + l2",
+        "mu": "the smallest eigenvalue of any a_ij a_ij' + l2 I: l2, in more than one dimension",
+    }
+    return _constants(client, federation.sizes, data.width, w_hat, request, reasons)
+
+
+class _Quadratics:
+    """The losses of one client."""
+
+    def __init__(self, matrices: FloatArray, optima: FloatArray) -> None:
+        self._matrices, self._optima = matrices, optima
+        self.hessian: FloatArray = matrices.mean(axis=0)
+
+    def at(self, x: FloatArray) -> tuple[float, FloatArray]:
+        """The mean value and gradient."""
+        away = x - self._optima
+        gradients = self._gradients(x)
+        return 0.5 * float((away * gradients).sum(axis=1).mean()), gradients.mean(axis=0)
+
+    def variance(self, x: FloatArray, axes: FloatArray) -> QuadraticForm:
+        """``mean_j |grad f_ij - grad f_i|^2`` at ``x + axes y``, as a form in y."""
+        gradients = self._gradients(x)
+        rest = gradients - gradients.mean(axis=0)
+        slopes = (self._matrices - self.hessian) @ axes
+        m = len(slopes)
+        return QuadraticForm(
+            np.einsum("jab,jac->bc", slopes, slopes) / m,
+            np.einsum("jab,ja->b", slopes, rest) / m,
+            float((rest**2).sum() / m),
+        )
+
+    def curvatures(self) -> tuple[FloatArray, float]:
+        """The largest eigenvalue for each example, and the smallest for any."""
+        values: FloatArray = np.asarray(np.linalg.eigvalsh(self._matrices), dtype=np.float64)
+        if values.min() < -_EXACT * np.abs(values).max():
+            raise FedShuffleError(
+                f"a Hessian has the eigenvalue {values.min():g}: these losses are not convex, and"
+                " have no minimum. Use positive semidefinite ones."
+            )
+        return values[:, -1], max(0.0, float(values.min()))
+
+    def _gradients(self, x: FloatArray) -> FloatArray:
+        found: FloatArray = np.einsum("jab,jb->ja", self._matrices, x - self._optima)
+        return found
+
+
+class _SquaredErrors:
+    """The same for linear regression."""
+
+    def __init__(self, features: FloatArray, targets: FloatArray, l2: float) -> None:
+        self._a, self._t, self._l2 = features, targets, l2
+        self._squares: FloatArray = (features**2).sum(axis=1)
+        self._gram: FloatArray = features.T @ features / len(targets)
+        self.hessian = self._gram + l2 * np.eye(len(self._gram))
+
+    def at(self, x: FloatArray) -> tuple[float, FloatArray]:
+        rest = self._a @ x - self._t
+        value = 0.5 * float((rest**2).mean()) + 0.5 * self._l2 * float(x @ x)
+        return value, self._a.T @ rest / len(rest) + self._l2 * x
+
+    def variance(self, x: FloatArray, axes: FloatArray) -> QuadraticForm:
+        # grad f_ij - grad f_i = (a a' - gram) z + (a r - mean): the regularisation cancels.
+        m = len(self._t)
+        rest = self._a @ x - self._t
+        mean = self._a.T @ rest / m
+        along, slope = self._a @ axes, self._gram @ axes
+        return QuadraticForm(
+            along.T @ (self._squares[:, None] * along) / m - slope.T @ slope,
+            along.T @ (self._squares * rest) / m - slope.T @ mean,
+            float((((self._a * rest[:, None]) - mean) ** 2).sum() / m),
+        )
+
+    def curvatures(self) -> tuple[FloatArray, float]:
+        flat = float(self._squares.min()) if self._a.shape[1] == 1 else 0.0
+        return self._squares + self._l2, flat + self._l2
+
+
+_ClientLosses = _Quadratics | _SquaredErrors
+
+
+def _constants(
+    client: Callable[[int], _ClientLosses],
+    sizes: IntArray,
+    d: int,
+    w_hat: FloatArray,
+    request: ConstantsRequest,
+    reasons: dict[str, str],
+) -> ExactConstants:
+    """All constants, in four passes over the clients that hold matrices of one client only."""
+    n, radius = len(sizes), request.radius
+    given = None if request.P is None else _per_client(request.P, n)
+
+    def clients() -> Iterator[tuple[int, float, _ClientLosses]]:
+        for i, weight in enumerate(w_hat.tolist()):
+            yield i, weight, client(i)
+
+    hessian, gradient = np.zeros((d, d)), np.zeros(d)
+    for _, weight, losses in clients():
+        losses.curvatures()  # refuses losses that are not convex
+        hessian += weight * losses.hessian
+        gradient += weight * losses.at(gradient * 0.0)[1]
+    values, vectors = nonzero_axes(hessian)
+
+    def newton(gradient: FloatArray) -> FloatArray:
+        step: FloatArray = vectors @ ((vectors.T @ gradient) / values)
+        return step
+
+    x = -newton(gradient)
+    gradient = np.zeros(d)  # once more, for the digits that the first solution lost
+    for _, weight, losses in clients():
+        gradient += weight * losses.at(x)[1]
+    x = x - newton(gradient)
+
+    L_clients, L_steps, mu, delta, sigma, P = np.zeros((6, n))  # noqa: N806
+    f_star = 0.0
+    for i, weight, losses in clients():
+        f_star += weight * losses.at(x)[0]
+        each, flattest = losses.curvatures()
+        own = np.linalg.eigvalsh(losses.hessian)
+        L_clients[i] = own[-1]
+        L_steps[i] = request.batch_smoothness(each, float(own[-1]))
+        mu[i] = max(0.0, own[0]) if len(each) <= request.batch_size else flattest
+        delta[i] = np.abs(np.linalg.eigvalsh(losses.hessian - hessian)).max()
+        p = None if given is None else float(given[i])
+        sigma[i], P[i] = _variance(losses, x, len(each), request, p)
+        if math.isinf(sigma[i]):
+            raise FedShuffleError(
+                f"no sigma is enough for client {i} with P = {P[i]:g}: the variance among its"
+                " examples grows faster with the distance. Use a larger P, or a radius."
+            )
+    L = float(L_steps.max())  # noqa: N806
+
+    roots = values if request.form == "gradient" else np.sqrt(L * values)
+    scaled = vectors / roots if radius is None else np.eye(d)
+    square, c, s = np.zeros((scaled.shape[1],) * 2), np.zeros(scaled.shape[1]), 0.0
+    for _, weight, losses in clients():
+        slope, at_optimum = losses.hessian @ scaled, losses.at(x)[1]
+        square += weight * slope.T @ slope
+        c += weight * slope.T @ at_optimum
+        s += weight * float(at_optimum @ at_optimum)
+    if radius is None:
+        bounds = QuadraticBounds(QuadraticForm(square, c, s), np.zeros(len(c)))
+        b2 = max(1.0, bounds.default_b) if request.B is None else request.B**2
+        g2 = bounds.smallest_a(b2)
+        if math.isinf(g2):
+            raise FedShuffleError(
+                f"no G is enough with B = {math.sqrt(b2):g}: clients' gradients grow up to"
+                f" {math.sqrt(bounds.smallest_b):g} times as fast as the objective's. Use a larger"
+                " B, or a radius."
+            )
+        where = Validity("exact", "the smallest for this B (P_i): the maximum of a quadratic")
+    else:
+        b2 = 1.0 if request.B is None else request.B**2
+        bottom = hessian @ hessian if request.form == "gradient" else L * hessian
+        g2 = max(0.0, QuadraticForm(square - b2 * bottom, c, s).max_on_ball(radius))
+        where = Validity("on the ball", "the maximum of a quadratic on a ball")
+
+    exact = {
+        "L_clients": "the largest eigenvalue of each A_i",
+        "L_objective": "the largest eigenvalue of A",
+        "mu_objective": "the smallest eigenvalue of A",
+        "delta": "max_i |A_i - A|: the Hessians are the same everywhere",
+        "x_star": "the solution of A x = b",
+        "f_star": "f-hat(x*)",
+    }
+    minibatches = {
+        "L": "of a minibatch, at most the mean of its examples'",
+        "mu": "of a minibatch, at least that of its examples",
+    }
+    return ExactConstants(
+        L=L,
+        L_clients=L_clients,
+        L_objective=float(values.max(initial=0.0)),
+        mu=float(mu.min()),
+        mu_objective=float(values.min()) if len(values) == d else 0.0,
+        G=math.sqrt(g2),
+        B=math.sqrt(b2),
+        sigma=sigma,
+        P=P,
+        delta_clients=delta,
+        x_star=x,
+        f_star=f_star,
+        w_hat=w_hat,
+        form=request.form,
+        radius=radius,
+        validity={
+            **{k: request.step_validity(sizes, reasons[k], minibatches[k]) for k in reasons},
+            **{name: Validity("exact", reason) for name, reason in exact.items()},
+            **dict.fromkeys(("G", "B", "sigma", "P"), where),
+        },
+    )
+
+
+def _variance(
+    losses: _ClientLosses, x: FloatArray, m: int, request: ConstantsRequest, given: float | None
+) -> tuple[float, float]:
+    """Sigma_i and P_i of one client."""
+    factor = request.variance_factor(m)
+    if factor == 0.0:
+        return 0.0, given or 0.0
+    gradient, own = losses.at(x)[1], losses.hessian
+    if request.radius is None:
+        values, vectors = nonzero_axes(own)
+        variance = losses.variance(x, vectors / values).scaled(factor)
+        bounds = QuadraticBounds(variance, vectors.T @ gradient)
+        p2 = bounds.default_b if given is None else given**2
+        return math.sqrt(bounds.smallest_a(p2)), math.sqrt(p2)
+    p2 = 0.0 if given is None else given**2
+    top = losses.variance(x, np.eye(len(x))).scaled(factor)
+    rest = QuadraticForm(
+        top.Q - p2 * own @ own, top.c - p2 * own @ gradient, top.s - p2 * float(gradient @ gradient)
+    )
+    return math.sqrt(max(0.0, rest.max_on_ball(request.radius))), math.sqrt(p2)
+
+
+def _per_client(values: ArrayLike, n: int) -> FloatArray:
+    array = finite_array(values, "P")
+    if array.shape not in ((), (n,)) or (array < 0).any():
+        raise FedShuffleError(
+            f"P must be one number of at least 0, or one for each of {n} clients."
+        )
+    return np.broadcast_to(array, (n,))

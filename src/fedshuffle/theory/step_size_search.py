@@ -1,0 +1,123 @@
+"""Which step sizes are stable on the user's problem, measured in short runs. Needs torch."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Annotated, final
+
+from fedshuffle.engines import Problem, SequentialEngine
+from fedshuffle.errors import DivergedError
+from fedshuffle.evaluation import Evaluation
+from fedshuffle.theory.derivations import Derivation
+from fedshuffle.theory.problem import AdvisedRun
+from fedshuffle.training.divergence import has_diverged
+from fedshuffle.training.rounds import simulate
+
+MAX_STEPS_EACH_WAY = 6
+"""Largest number of step sizes to try above the first one, and below it."""
+
+_SPACING = math.sqrt(10)
+"""The factor from one step size to the next."""
+
+
+@final
+@dataclass(frozen=True)
+class TriedStepSize:
+    """The outcome of one short run."""
+
+    step_size: float
+    loss: Annotated[float, Derivation.MEASURED]
+    """After the last round; infinite if the run diverged."""
+    stable: bool
+    """Whether the loss is no higher than at the start."""
+
+
+@final
+@dataclass(frozen=True)
+class StepSizeSearch:
+    """The outcome of short runs with constant step sizes."""
+
+    rounds: int
+    clients: int
+    """The number of clients whose training data give the loss."""
+    local_steps: int
+    """The total cost."""
+    start: Annotated[float, Derivation.MEASURED]
+    """The loss before training."""
+    tried: tuple[TriedStepSize, ...]
+    """In the order of step sizes."""
+    largest_stable: Annotated[float | None, Derivation.MEASURED]
+    """The largest stable step size below all unstable ones; None if the smallest is unstable."""
+    best: Annotated[float | None, Derivation.MEASURED]
+    """The stable step size with the lowest loss."""
+    best_times_the_limit: Annotated[float | None, Derivation.MEASURED]
+    """The best step size over the largest proven one."""
+
+
+def search_step_sizes(run: AdvisedRun, *, rounds: int = 10, clients: int = 50) -> StepSizeSearch:
+    """Try step sizes in short runs, up and down from the run's first one.
+
+    It goes up until one is unstable, and down until one is stable and not the best, by a factor of
+    sqrt(10) at a time and at most :data:`MAX_STEPS_EACH_WAY` times each way. All runs share the
+    seed, so the result is a pure function of the arguments.
+
+    Args:
+        run: what to train; the model is not changed.
+        rounds: the rounds of each short run.
+        clients: largest number of clients whose training data give the loss.
+    """
+    sample = run.federation.sample(clients)
+    evaluate = Evaluation(sample, ["loss"], loss=run.loss, per_client=False)
+    problem = Problem(run.model, run.loss, run.method.clients(run.federation))
+    start, steps = evaluate(problem.load(problem.start))["loss"], 0
+    first, server_step_size = run.first_step_sizes
+
+    def after(size: float) -> float:
+        nonlocal steps
+        training, loss = run.settings(size, server_step_size), start
+        engine = SequentialEngine(Problem(problem.replica(), run.loss, training.federation))
+        try:
+            for (state,) in simulate(engine, [training], rounds):
+                steps += int(training.cohort(state.round - 1).done.sum())
+                loss = evaluate(problem.load(state.x))["loss"]
+                if has_diverged(loss, start):
+                    return math.inf
+        except DivergedError:
+            return math.inf
+        return loss
+
+    losses: dict[float, float] = {}
+    for k in range(MAX_STEPS_EACH_WAY + 1):
+        size = _spaced(first, k)
+        losses[size] = after(size)
+        if not losses[size] <= start:
+            break
+    for k in range(1, MAX_STEPS_EACH_WAY + 1):
+        smallest, best = min(losses), min(losses, key=losses.__getitem__)
+        if losses[smallest] <= start and best != smallest:
+            break
+        size = _spaced(first, -k)
+        losses[size] = after(size)
+    tried = tuple(TriedStepSize(size, loss, loss <= start) for size, loss in sorted(losses.items()))
+    stable = [one.step_size for one in tried if one.stable]
+    unstable = min((one.step_size for one in tried if not one.stable), default=math.inf)
+    return StepSizeSearch(
+        rounds=rounds,
+        clients=len(sample),
+        local_steps=steps,
+        start=start,
+        tried=tried,
+        largest_stable=max((size for size in stable if size < unstable), default=None),
+        best=min(stable, key=losses.__getitem__, default=None),
+        best_times_the_limit=None,
+    )
+
+
+def _spaced(size: float, k: int) -> float:
+    """The step size k spacings away, with two significant digits.
+
+    >>> _spaced(0.025, 0), _spaced(0.1, 1), _spaced(0.1, -2)
+    (0.025, 0.32, 0.01)
+    """
+    return size if k == 0 else float(f"{size * _SPACING**k:.2g}")

@@ -1,0 +1,345 @@
+"""Training a model: the rounds of a run, evaluated, shown, recorded and saved."""
+
+from __future__ import annotations
+
+import copy
+import math
+import os
+import signal
+import time
+import warnings
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import ExitStack, closing
+from dataclasses import dataclass, replace
+from typing import Any, final
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from fedshuffle import devices, engines, fingerprint, schedules
+from fedshuffle._arrays import count, number
+from fedshuffle._terminal import Console, signals, sigterm_as_interrupt
+from fedshuffle.engines import Engine, Loss, Problem, Ray
+from fedshuffle.engines.base import model_randomness
+from fedshuffle.engines.cpu_tuning import threads_for
+from fedshuffle.errors import FedShuffleError, error_context, user_error
+from fedshuffle.evaluation import ClientTable, Evaluation, Evaluations, evaluation_mode
+from fedshuffle.federation import Federation
+from fedshuffle.local_work import LocalWork
+from fedshuffle.methods import Method
+from fedshuffle.sampling import Sampling
+from fedshuffle.schedules import Schedule
+from fedshuffle.state import State
+from fedshuffle.training.divergence import DivergenceMonitor, monitored_loss
+from fedshuffle.training.history import RECORD_KEYS
+from fedshuffle.training.progress import TensorBoardLogger, TrainingProgress
+from fedshuffle.training.result import Result
+from fedshuffle.training.rounds import Run, simulate
+from fedshuffle.training.run_folder import RunFolder
+
+Evaluate = Evaluation | Evaluations | Callable[[nn.Module], Mapping[str, float]]
+
+_SAMPLE = 256
+"""Number of training examples for the loss where no evaluation gives one."""
+
+
+def train(
+    model: nn.Module,
+    federation: Federation,
+    *,
+    loss: Loss,
+    rounds: int,
+    method: str | Method = "fedshuffle",
+    sampling: str | Sampling = "full",
+    work: LocalWork | None = None,
+    step_size: Schedule | str = 0.1,
+    server_step_size: Schedule | str = 1.0,
+    seed: int = 0,
+    engine: str | Ray = "sequential",
+    device: str | torch.device | None = None,
+    evaluate: Evaluate | None = None,
+    evaluate_every: int = 1,
+    out: str | os.PathLike[str] | RunFolder | None = None,
+    resume: bool = False,
+    checkpoint_every: int = 10,
+    keep: int = 3,
+    record_cohorts: bool = False,
+    tensorboard: bool = False,
+    progress: bool = False,
+) -> Result:
+    """Train a model over a federation. The given model is not changed.
+
+    Every layer trains in the mode in which it is given: dropout in evaluation mode drops nothing.
+    A model with such layers that is in evaluation mode as a whole gets a warning.
+
+    Args:
+        model: any module, with its initial parameters.
+        federation: the clients and their examples.
+        loss: ``loss(model, *fields)``, the mean over a minibatch.
+        rounds: the total number of rounds.
+        method: a name or a :class:`~fedshuffle.methods.Method`.
+        sampling: a text or a :class:`~fedshuffle.sampling.Sampling`.
+        work: the local work of a sampled client; by default one epoch with batch size 1.
+        step_size: that of the client with the most local steps; methods scale it for the others.
+            A number, a function of the round, or the name of a schedule, such as
+            ``"warmup:10+cosine:0.1"`` (see :mod:`fedshuffle.schedules`).
+        server_step_size: the factor of the aggregated update, in the same form.
+        seed: determines everything random.
+        engine: ``"sequential"`` trains one client after another, ``"sequential:2"`` on two
+            threads, ``"vectorized"`` many small models at once; ``"auto"`` measures them and takes
+            the fastest; ``"reference"`` is the plain implementation; ``"ray:4"``, or
+            :class:`~fedshuffle.engines.Ray`, trains on a cluster. They differ in rounding only.
+        device: ``"cpu"``, ``"cuda"`` or ``"mps"``; by default that of the model.
+        evaluate: an :class:`~fedshuffle.Evaluation`, or a function that is called with a copy of
+            the model, in evaluation mode and without gradients, and returns numbers for the
+            history. It may change the copy, such as fine-tune it.
+        evaluate_every: evaluate after every this many rounds, and after the last.
+        out: a folder for metrics and checkpoints (see :mod:`fedshuffle.training.run_folder`), or a
+            ``RunFolder`` with its own ``keep`` and its own hint how to resume.
+        resume: whether to resume the run in ``out``; the result is that of a run never
+            interrupted. The model gives the architecture and what is frozen.
+        checkpoint_every: save after every this many rounds, and after the last.
+        keep: the number of checkpoints to keep.
+        record_cohorts: whether records list the clients of the round; they follow from the seed.
+        tensorboard: whether to write every record to ``out/tensorboard`` as well.
+        progress: whether to show a progress bar on the error stream.
+
+    >>> import torch
+    >>> from fedshuffle import Federation, losses
+    >>> points = torch.eye(6)
+    >>> model = torch.nn.Linear(1, 6, bias=False)
+    >>> federation = Federation.from_arrays(torch.ones(6, 1), points, sizes=[1, 2, 3])
+    >>> result = train(model, federation, loss=losses.squared_error, rounds=100, step_size=0.1)
+    >>> bool((result.model.weight.flatten() - 1 / 6).abs().max() < 0.05)
+    True
+    """
+    rounds = count(rounds, "rounds")
+    evaluate_every = count(evaluate_every, "evaluate_every")
+    checkpoint_every = count(checkpoint_every, "checkpoint_every")
+    keep = count(keep, "keep")
+    for name, wanted in {"resume": resume, "tensorboard": tensorboard}.items():
+        if wanted and out is None:
+            raise FedShuffleError(f"{name}=True needs the folder of the run: give it as out.")
+    engines.check(engine)
+    if tensorboard:
+        TensorBoardLogger.writer_class()  # fail before training if TensorBoard is missing
+    console = Console(stderr=True, markup=False, highlight=False, soft_wrap=True)
+    if not (out is None or isinstance(out, RunFolder)):
+        out = RunFolder(os.fspath(out), keep)
+    folder = out
+    first_rounds = folder.settings()["rounds"] if folder and resume else rounds
+    step_size = schedules.resolve(step_size, first_rounds)
+    server_step_size = schedules.resolve(server_step_size, first_rounds)
+    run = Run(federation, method, sampling, work, step_size, server_step_size, seed)
+    if (place := devices.check(device)) is not None:
+        model = copy.deepcopy(model).to(place)
+    problem = Problem(model, loss, run.federation)
+    _warn_of_evaluation_mode(model)
+    evaluator = None if evaluate is None else _evaluator(evaluate, loss)
+    if evaluator:
+        with error_context("evaluation before training"):
+            _check_names(evaluator.names)
+            evaluator.check(problem.copy(problem.start))
+
+    with ExitStack() as stack:
+        if folder:
+            folder.check(resume)
+            stack.enter_context(sigterm_as_interrupt())
+            stack.enter_context(folder.locked())
+            if resume:
+                engine = engines.resumed(engine, str(folder.settings().get("engine", "sequential")))
+        runner, why = _engine(engine, problem, run)
+        stack.enter_context(closing(runner))
+        if progress and why:
+            console.print(f"engine {runner.name} ({why})")
+        store = folder.client_store(len(problem.start), problem.dtype) if folder else None
+        state = run.start(problem.start, store)
+        history: list[dict[str, Any]] = []
+        clients: ClientTable | None = None
+        if folder:
+            settings = {
+                **run.settings(first_rounds),
+                "engine": runner.name,  # another engine rounds differently
+                "loss": fingerprint.function(loss),
+                "parameters": len(problem.start),
+                "dtype": str(problem.dtype),
+                "model_sha256": fingerprint.architecture(model),
+                "frozen_sha256": fingerprint.frozen(model),
+                "rounds": rounds,
+            }
+            state = _to_device(problem, folder.begin(settings, state, resume))
+
+        try:
+            start_known = not resume  # whether the given model is the initial one
+            if folder:
+                start_known = fingerprint.tensor(problem.start) == folder.settings()["start_sha256"]
+                history = folder.metrics()
+            monitor = DivergenceMonitor(_initial_loss(evaluator, problem) if start_known else None)
+            for record in history:
+                monitor.add(record, warn=False)
+            board = None
+            if folder and tensorboard:
+                board = TensorBoardLogger(folder.path / "tensorboard", history)
+                stack.enter_context(closing(board))
+            with TrainingProgress(progress, rounds, history) as bar:
+                begun = time.perf_counter()
+                for (after,) in simulate(runner, [run], max(0, rounds - state.round), [state]):
+                    last = after.round == rounds
+                    record = _costs(run, after, record_cohorts)
+                    record["seconds"] = time.perf_counter() - begun
+                    if evaluator and (last or after.round % evaluate_every == 0):
+                        metrics, clients = _metrics(evaluator, problem.copy(after.x), after.round)
+                        record |= metrics
+                    history.append(record)
+                    if folder:
+                        folder.record(record)
+                        if last or after.round % checkpoint_every == 0:
+                            folder.save(after)
+                    if board:
+                        board.add(record)
+                    bar.add(record)
+                    monitor.add(record)
+                    state = after
+                    begun = time.perf_counter()
+                if monitor.name is None and start_known:  # no loss was evaluated
+                    monitor = DivergenceMonitor(("loss", _sampled_loss(problem, problem.start)))
+                    monitor.add({"round": state.round, "loss": _sampled_loss(problem, state.x)})
+        except (KeyboardInterrupt, SystemExit, Exception) as error:
+            if folder:  # the unfinished round is abandoned; the state before it is intact
+                # A second signal must not interrupt the last save.
+                with signals(signal.SIG_IGN, signal.SIGINT, signal.SIGTERM):
+                    folder.save(state)
+                    console.print(
+                        f"Stopped after round {state.round}, which is saved. To resume,"
+                        f" {folder.resume_hint}."
+                    )
+            if isinstance(error, SystemExit):  # raised by the user's code
+                raise FedShuffleError(f"round {state.round}: {user_error(error)}.") from error
+            raise
+    if folder and clients is not None:
+        clients.to_csv(folder.path / "clients.csv")
+    path = folder.path if folder else None
+    return Result(problem.copy(state.x), history, path, runner.name, clients, monitor.diverged)
+
+
+@final
+@dataclass(frozen=True)
+class _CustomEvaluation:
+    """A user's function with the interface of an :class:`Evaluation`."""
+
+    function: Callable[[nn.Module], Mapping[str, float]]
+    names = ()
+
+    def check(self, model: nn.Module) -> None:
+        """Do nothing: the function is called only after rounds."""
+
+    def evaluate(self, model: nn.Module) -> tuple[Mapping[str, float], None]:
+        return self.function(model), None
+
+
+_Evaluator = Evaluation | Evaluations | _CustomEvaluation
+
+
+def _evaluator(evaluate: Evaluate, loss: Loss) -> _Evaluator:
+    if isinstance(evaluate, Evaluation | Evaluations):
+        return evaluate.with_loss(loss)
+    if not callable(evaluate):
+        raise FedShuffleError(
+            f"evaluate is {evaluate!r:.60}, but must be a function or Evaluation."
+        )
+    return _CustomEvaluation(evaluate)
+
+
+def _initial_loss(evaluator: _Evaluator | None, problem: Problem) -> tuple[str, float] | None:
+    name = monitored_loss(evaluator.names) if evaluator else None
+    if evaluator is None or name is None:
+        return None
+    with error_context("evaluation before training"):
+        return name, evaluator.evaluate(problem.copy(problem.start))[0][name]
+
+
+def _sampled_loss(problem: Problem, x: Tensor) -> float:
+    """The loss over training examples that are spread over the federation."""
+    rows = np.unique(np.linspace(0, problem.federation.offsets[-1] - 1, _SAMPLE).astype(np.int64))
+    one_thread = threads_for(problem, len(rows))
+    with error_context("loss after training"), one_thread, model_randomness(problem, seed=0):
+        return float(problem.loss(problem.copy(x), *problem.batch(rows)).detach())
+
+
+def _to_device(problem: Problem, state: State) -> State:
+    """The state on the model's device: a checkpoint does not record one."""
+    if (state.x.shape, state.x.dtype) != (problem.start.shape, problem.dtype):
+        raise FedShuffleError(
+            f"the checkpoint holds {len(state.x)} parameters of {state.x.dtype}, but the model has"
+            f" {len(problem.start)} of {problem.dtype}. Use the model that the run started with."
+        )
+    shared, optimiser = (
+        {name: tensor.to(problem.device) for name, tensor in tensors.items()}
+        for tensors in (state.method_state, state.optimiser_state)
+    )
+    x = state.x.to(problem.device)
+    return replace(state, x=x, method_state=shared, optimiser_state=optimiser)
+
+
+def _warn_of_evaluation_mode(model: nn.Module) -> None:
+    """Warn if a whole model is in evaluation mode and a layer would drop something."""
+    for name, module in () if model.training else model.named_modules():
+        share = getattr(module, "dropout", None)  # of attention and recurrent layers
+        drops = isinstance(share, float) and share > 0
+        drops |= "drop" in type(module).__name__.lower() and getattr(module, "p", 1) > 0
+        if drops and not module.training:
+            warnings.warn(
+                f"the model is in evaluation mode, so its layer {name!r} drops nothing in training."
+                " Call model.train() first; then put single layers into evaluation mode, if that"
+                " is what you want.",
+                stacklevel=3,
+            )
+            return
+
+
+def _engine(name: str | Ray, problem: Problem, run: Run) -> tuple[Engine, str]:
+    """The engine of that name; for ``"auto"`` the engine chosen, and why."""
+    if name != "auto":
+        return engines.make(name, problem), ""
+    for round in range(100):
+        request = run.local_training(replace(run.start(problem.start), round=round))
+        if request is not None:
+            return engines.choose(problem, request)
+    return engines.make("sequential", problem), "no client takes part in the first rounds"
+
+
+def _costs(run: Run, state: State, record_cohorts: bool) -> dict[str, Any]:
+    """The clients, steps and bytes of the round that led to this state."""
+    cohort = run.cohort(state.round - 1)
+    asked, number = len(cohort.clients), state.x.element_size()
+    sent = asked if state.sent is None else state.sent
+    norms = 0 if state.sent is None else asked * number  # all send the norm of their update
+    size = 0 if run.method.pooled else len(state.x) * number  # pooled data is not sent
+    direction = run.method.direction
+    costs = {
+        "round": state.round,
+        "clients": asked,
+        "steps": int(cohort.done.sum()),
+        "bytes_down": round(direction.down * size * asked),
+        "bytes_up": round(((direction.up - 1) * asked + sent) * size) + norms,
+    }
+    return costs | ({"cohort": cohort.clients.tolist()} if record_cohorts else {})
+
+
+def _metrics(
+    evaluator: _Evaluator, model: nn.Module, round: int
+) -> tuple[dict[str, float], ClientTable | None]:
+    """The metrics, where all that is not finite is NaN, the time, and the table of clients."""
+    begun = time.perf_counter()
+    with error_context(f"evaluation after round {round}"), evaluation_mode(model):
+        values, clients = evaluator.evaluate(model)
+        metrics = {name: number(value, f"metric {name!r}") for name, value in values.items()}
+        _check_names(metrics)
+    record = {name: v if math.isfinite(v) else math.nan for name, v in metrics.items()}
+    return record | {"evaluation_seconds": time.perf_counter() - begun}, clients
+
+
+def _check_names(names: Iterable[str]) -> None:
+    if taken := set(names) & set(RECORD_KEYS):
+        raise FedShuffleError(f"evaluate may not return {min(taken)!r}: rename that metric.")

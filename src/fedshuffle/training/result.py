@@ -1,0 +1,99 @@
+"""The result of training, and how a terminal and a notebook show it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, final
+
+from torch import nn
+
+from fedshuffle import _html
+from fedshuffle.errors import FedShuffleError, optional_import, unknown
+from fedshuffle.training.history import metrics_of
+
+if TYPE_CHECKING:
+    import pandas as pd
+    from matplotlib.axes import Axes
+
+    from fedshuffle.evaluation import ClientTable
+
+_OVER_CLIENTS = ("_mean", "_worst_decile", "_undefined")
+
+
+@final
+@dataclass(frozen=True, repr=False)
+class Result:
+    """The result of :func:`fedshuffle.train`: the model, and one record per round.
+
+    >>> Result(nn.Identity(), [{"round": 1, "loss": 2.0}, {"round": 2, "loss": 0.5}])
+    Result(2 rounds, engine sequential, loss 0.5)
+    """
+
+    model: nn.Module
+    history: list[dict[str, Any]]
+    out: Path | None = None
+    """The folder of the run, if it has one."""
+    engine: str = "sequential"
+    """The engine that did the training."""
+    clients: ClientTable | None = field(default=None, compare=False)
+    """Every client after the last round, if an :class:`~fedshuffle.Evaluation` measured them."""
+    diverged: str | None = None
+    """Why the run counts as diverged, with its loss; None otherwise."""
+
+    @property
+    def metrics(self) -> list[str]:
+        """The names of the metrics."""
+        return list(dict.fromkeys(name for record in self.history for name in metrics_of(record)))
+
+    def frame(self) -> pd.DataFrame:
+        """The history as a pandas data frame, one row per round; NaN where not evaluated."""
+        pandas = optional_import("pandas", "a data frame", "frame", "or read the history, a list")
+        frame: pd.DataFrame = pandas.DataFrame(self.history).set_index("round")
+        return frame
+
+    def plot(self, metric: str | None = None, axes: Axes | None = None) -> Axes:
+        """Draw a metric (by default the first) over the rounds, with its mean and worst decile over
+        clients if they were recorded; by default in a new figure.
+        """
+        known = self.metrics
+        if not known:
+            raise FedShuffleError("nothing was evaluated in this run: give train an Evaluation.")
+        if metric is None:
+            metric = known[0]
+        elif metric not in known:
+            raise unknown("metric", metric, known)
+        if axes is None:
+            from matplotlib import pyplot
+
+            axes = pyplot.subplots(layout="constrained")[1]
+        lines = {metric: "all examples", f"{metric}_mean": "mean over clients"}
+        lines[f"{metric}_worst_decile"] = "worst tenth of the clients"
+        for name, label in lines.items():
+            points = [(r["round"], r[name]) for r in self.history if name in r]
+            if points:
+                style = "-" if name == metric else "--"
+                axes.plot(*zip(*points, strict=True), style, label=label)
+        axes.set(xlabel="round", ylabel=metric)
+        axes.legend()
+        return axes
+
+    def __repr__(self) -> str:
+        words = [f"{len(self.history)} rounds", f"engine {self.engine}"]
+        words += [f"diverged: {self.diverged}"] if self.diverged else []
+        over_all = [end for end in self._ends() if not end[0].endswith(_OVER_CLIENTS)]
+        words += [f"{name} {last:.4g}" for name, _, last in over_all[:6]]
+        words += [f"out {str(self.out)!r}"] if self.out is not None else []
+        return f"Result({', '.join(words)})"
+
+    def _repr_html_(self) -> str:
+        rows = [[name, f"{first:.4g}", f"{last:.4g}"] for name, first, last in self._ends()]
+        head = f"{len(self.history)} rounds, engine {self.engine}"
+        head += f", in {self.out}" if self.out is not None else ""
+        head += f". Diverged: {self.diverged}" if self.diverged else ""
+        table = _html.table(["metric", "first evaluated", "last evaluated"], rows) if rows else ""
+        return _html.paragraph(head) + table
+
+    def _ends(self) -> list[tuple[str, float, float]]:
+        values = {m: [record[m] for record in self.history if m in record] for m in self.metrics}
+        return [(metric, found[0], found[-1]) for metric, found in values.items()]

@@ -1,0 +1,197 @@
+"""The rounds of a run: sample a cohort, plan its steps, train, aggregate."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Generator, Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING, Any, final
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fedshuffle import fingerprint, methods, schedules
+from fedshuffle._arrays import IntArray, expect
+from fedshuffle.federation import Federation
+from fedshuffle.kernel import FullGradient, LocalTraining, Request
+from fedshuffle.local_work import LocalWork, Workload
+from fedshuffle.methods import Cohort, Method
+from fedshuffle.randomness import check_seed
+from fedshuffle.sampling import Sampling, resolve
+from fedshuffle.sampling.base import check_cohort
+from fedshuffle.schedules import Schedule
+from fedshuffle.state import State
+from fedshuffle.training.client_state import ClientState, ClientStateStore
+
+if TYPE_CHECKING:
+    from fedshuffle.engines import Engine
+
+
+@final
+class Run:
+    """The settings of one training run, checked and bound to a federation."""
+
+    def __init__(
+        self,
+        federation: Federation,
+        method: str | Method,
+        sampling: str | Sampling = "full",
+        work: LocalWork | None = None,
+        step_size: Schedule = 0.1,
+        server_step_size: Schedule = 1.0,
+        seed: int = 0,
+    ) -> None:
+        expect(federation, Federation, "federation")
+        work = LocalWork() if work is None else work
+        expect(work, LocalWork, "work")
+        self.method = methods.get(method)
+        self.federation = self.method.clients(federation)
+        self.sampling = self.method.sampling(resolve(sampling, federation))
+        self.workload: Workload = self.method.local_work(work).on(self.federation.sizes)
+        self.method.check(self.workload, self.sampling)
+        self.step_size = step_size
+        self.server_step_size = server_step_size
+        self.seed = check_seed(seed)
+        schedules.value(step_size, 0, "step size")
+        schedules.value(server_step_size, 0, "server step size")
+
+    def settings(self, rounds: int) -> dict[str, Any]:
+        """What the trajectory over the rounds depends on besides the model, as plain data."""
+        cohorts = self.sampling.cohorts(0)
+        arrays = [self.federation.sizes, self.federation.weights, self.sampling.p]
+        if cohorts is not None:
+            arrays += [cohorts.members, cohorts.starts, cohorts.probabilities]
+        digest = hashlib.sha256(b"".join(array.tobytes() for array in arrays))
+        local, server = (
+            schedules.describe(getattr(self, name), rounds, name.replace("_", " "))
+            for name in ("step_size", "server_step_size")
+        )
+        return {
+            **self.method.describe(),
+            "direction": fingerprint.part(self.method.direction),
+            "server": fingerprint.part(self.method.server),
+            "sampling": fingerprint.part(self.sampling),
+            "work": fingerprint.work(self.workload.work),
+            "step_size": local,
+            "server_step_size": server,
+            "seed": self.seed,
+            "clients": len(self.federation),
+            "clients_sha256": digest.hexdigest(),
+            "data_sha256": fingerprint.data(self.federation),
+        }
+
+    def start(self, x: Tensor, store: ClientStateStore | None = None) -> State:
+        """The state before the first round; client state, if any, goes to the store."""
+        if not self.method.direction.client_state:
+            return State(x)
+        store = ClientStateStore(len(x), x.dtype) if store is None else store
+        return State(x, clients=ClientState.empty(len(self.federation), store))
+
+    def cohort(self, round: int, clients: IntArray | None = None) -> Cohort:
+        """The clients of a round, drawn unless given, and their steps: a pure function of (seed,
+        round).
+        """
+        if clients is None:
+            drawn = self.sampling.draw(self.seed, round)
+            clients = check_cohort(drawn, len(self.sampling), self.sampling)
+        steps = self.workload.plan(clients, self.seed, round)
+        return Cohort.of(self.federation, self.sampling, self.workload, clients, steps, round)
+
+    def step_scales(self) -> tuple[float, float]:
+        """The smallest and the largest step size of a client, as multiples of ``step_size``.
+
+        >>> Run(Federation.from_sizes([2, 88]), "fedshuffle").step_scales()
+        (1.0, 44.0)
+        """
+        steps, scales = self.workload.possible_steps[0], []
+        all_clients = self.federation, self.sampling, self.workload, np.arange(len(steps))
+        for planned in (steps[:, 0], steps[:, -1]):
+            cohort = Cohort.of(*all_clients, (planned, planned))
+            scales.append(self.method.averaging.step_scale(cohort))
+        return float(np.min(scales)), float(np.max(scales))
+
+    def local_training(self, state: State) -> LocalTraining | None:
+        """The local training of the next round, given zeros for full gradients; None if no client
+        takes part.
+        """
+        requests = self.round(state)
+        request = advance(requests)
+        while isinstance(request, FullGradient):
+            points = torch.stack(list(request.points))
+            request = advance(requests, points.new_zeros(request.weights.shape[1], *points.shape))
+        return request if isinstance(request, LocalTraining) else None
+
+    def round(self, state: State, cohort: Cohort | None = None) -> Requests:
+        """The next round as requests to an engine; returns the state after it.
+
+        The cohort is the one that is drawn, unless it is known better who takes part.
+        """
+        cohort = self.cohort(state.round) if cohort is None else cohort
+        if not len(cohort.clients):
+            return replace(state, round=state.round + 1, sent=None)
+        select = None
+        if self.sampling.two_phase:
+            select = partial(
+                self.sampling.select, seed=self.seed, round=state.round, clients=cohort.clients
+            )
+        after: State = yield from self.method.round(
+            state,
+            cohort,
+            self.workload,
+            self.seed,
+            schedules.value(self.step_size, state.round, "step size"),
+            schedules.value(self.server_step_size, state.round, "server step size"),
+            select,
+        )
+        return after
+
+
+Requests = Generator[Request, Any, State]
+"""A round of a run or of a method: requests, each to be sent its answer; then the next state."""
+
+
+def advance(requests: Requests, answer: Tensor | None = None) -> Request | State:
+    """The next request of a round, given the answer to the one before; at its end, the state."""
+    try:
+        return requests.send(answer)
+    except StopIteration as stop:
+        after: State = stop.value
+        return after
+
+
+def drive(requests: Requests, answer: Callable[[Request], Tensor]) -> State:
+    """The state after a round of which every request is answered by a function."""
+    request = advance(requests)
+    while not isinstance(request, State):
+        request = advance(requests, answer(request))
+    return request
+
+
+def run_round(engine: Engine, runs: Sequence[Run], states: Sequence[State]) -> list[State]:
+    """One round of every run, in lockstep: requests of the same kind go to the engine together."""
+    rounds = [run.round(state) for run, state in zip(runs, states, strict=True)]
+    current = [advance(requests) for requests in rounds]
+    while True:
+        # Local training waits for the last full gradient, so that all runs train together.
+        gradients = {k: r for k, r in enumerate(current) if isinstance(r, FullGradient)}
+        training = {k: r for k, r in enumerate(current) if isinstance(r, LocalTraining)}
+        if gradients:
+            answers = zip(gradients, engine.full_gradients(list(gradients.values())), strict=True)
+        elif training:
+            answers = zip(training, engine.local_training(list(training.values())), strict=True)
+        else:
+            return [state for state in current if isinstance(state, State)]
+        for k, answer in answers:
+            current[k] = advance(rounds[k], answer)
+
+
+def simulate(
+    engine: Engine, runs: Sequence[Run], rounds: int, states: Sequence[State] | None = None
+) -> Iterator[list[State]]:
+    """The states of all runs after each round, from the problem's start unless given."""
+    current = list(states or [run.start(engine.problem.start) for run in runs])
+    for _ in range(rounds):
+        current = run_round(engine, runs, current)
+        yield current

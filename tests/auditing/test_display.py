@@ -1,0 +1,143 @@
+"""Audits as JSON, in a notebook and as a picture."""
+
+from __future__ import annotations
+
+import json
+from html.parser import HTMLParser
+
+import numpy as np
+import pytest
+from matplotlib import pyplot
+
+from fedshuffle import Audit, Federation, Method, audit, methods
+from fedshuffle.auditing import audit_server
+from fedshuffle.methods import (
+    CohortMoments,
+    Direction,
+    LocalPlan,
+    RoundContext,
+    StepCoefficients,
+    Steps,
+)
+from tests.brute import Floats
+
+THREE = Federation.from_sizes([1, 2, 3])
+
+
+class Ignoring(Direction):
+    """Says that the first client does not count."""
+
+    def round(self, context: RoundContext) -> Steps:
+        yield LocalPlan(StepCoefficients())
+        return context.state
+
+    def effective_weights(self, moments: CohortMoments) -> Floats:
+        return moments.contribution * (np.arange(len(moments.contribution)) > 0)
+
+
+def ignoring() -> Audit:
+    method = Method("ignoring", "", methods.get("fedshuffle").averaging, Ignoring())
+    return audit(THREE, method)
+
+
+def strict(data: object) -> object:
+    """As JSON and back, without the words that JSON does not have."""
+    return json.loads(json.dumps(data, allow_nan=False))
+
+
+def test_what_is_infinite_is_null_in_json() -> None:
+    result = ignoring()
+    assert result.largest_ratio == np.inf
+    data = strict(result.to_dict())
+    assert isinstance(data, dict)
+    assert data["largest_ratio"] is None
+    assert data["client_ids"] == [0, 1, 2]
+    keys = {"method", "momentum", "sampling", "objective_weights", "effective_weights", "exact"}
+    assert keys <= data.keys()
+
+
+def test_a_black_box_audit_is_json_too() -> None:
+    def last(clients: object, sizes: object, updates: Floats) -> Floats:
+        return np.asarray(updates[-1])
+
+    assert strict(
+        audit_server(last, Federation.from_sizes([1] * 4), "uniform:2", draws=64).to_dict()
+    )
+
+
+@pytest.mark.parametrize("clients", [3, 5000])
+def test_an_audit_has_a_short_repr(clients: int) -> None:
+    text = repr(audit(Federation.from_sizes(np.arange(1, clients + 1)), "fedavg-rr", "uniform:2"))
+    assert len(text) < 300
+    assert "fedavg-rr" in text
+    assert "not consistent" in text
+
+
+class Reader(HTMLParser):
+    """The rows of a table, and every tag that was opened."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows: list[list[str]] = []
+        self.open: list[str] = []
+        self.tags: set[str] = set()
+
+    def handle_starttag(self, tag: str, attrs: object) -> None:
+        self.tags.add(tag)
+        if tag != "br":
+            self.open.append(tag)
+        if tag == "tr":
+            self.rows.append([])
+        if tag in ("td", "th"):
+            self.rows[-1].append("")
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        if {"td", "th"} & set(self.open):
+            self.rows[-1][-1] += data
+
+
+def test_a_notebook_shows_a_table_with_names_that_cannot_inject_anything() -> None:
+    ids = ["<script>x</script>", "a & b", "ünï"]
+    clients = Federation.from_arrays(np.zeros(6), client_ids=np.repeat(ids, [1, 2, 3]))
+    result = audit(clients, "fedavg-rr", "uniform:2")
+    reader = Reader()
+    reader.feed(result._repr_html_())
+    assert not reader.open
+    assert "script" not in reader.tags
+    assert [row[0] for row in reader.rows[1:]] == list(clients.ids)
+    column = reader.rows[0].index("really / meant")
+    found = [float(row[column]) for row in reader.rows[1:]]
+    np.testing.assert_allclose(found, result.ratios, atol=5e-4)
+    assert "color:" not in result._repr_html_().replace("background:", "")  # the theme's own
+
+
+def test_large_federations_are_shown_in_groups() -> None:
+    reader = Reader()
+    reader.feed(audit(Federation.from_sizes(np.arange(1, 1001)), "fedavg-rr")._repr_html_())
+    assert len(reader.rows) == 11
+
+
+def test_a_picture_shows_every_client() -> None:
+    result = audit(THREE, "fedavg-rr", "uniform:2")
+    axes = result.plot()
+    points = np.asarray(axes.lines[0].get_xydata())
+    np.testing.assert_allclose(points, np.column_stack([[1, 2, 3], result.ratios]))
+    assert result.plot(axes) is axes
+    assert ignoring().plot() is not axes
+    axes.figure.canvas.draw()
+    assert [figure for k in pyplot.get_fignums() if (figure := pyplot.figure(k)) is axes.figure]
+    pyplot.close("all")
+
+
+def test_the_representation_of_an_audit_shows_control_characters_of_names() -> None:
+    import torch
+
+    from fedshuffle import Federation, audit
+
+    names = ["\x1b[31mred"] * 2 + ["other"] * 6
+    shown = repr(audit(Federation.from_arrays(torch.zeros(8, 1), client_ids=names), "fedavg"))
+    assert "red counts" in shown
+    assert "\x1b" not in shown

@@ -1,0 +1,197 @@
+"""The command ``fedshuffle audit``: where clients come from, names, and the exit code."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from fedshuffle import Federation, audit
+from tests.cli.test_cli import audit as audited
+from tests.cli.test_cli import run
+
+Monkey = pytest.MonkeyPatch
+Printed = pytest.CaptureFixture[str]
+
+CONFIG = """
+rounds = 3
+method = "fedavg-rr"
+sampling = "uniform:2"
+loss = "squared_error"
+model = "torch.nn:Identity"
+
+[data]
+store = "people"
+
+[work]
+epochs = 2
+batch_size = 2
+interruption = "at-most:2"
+"""
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Path:
+    names = ["<b>zoe</b>", "ann", "ann", "bob", "bob", "bob", "bob"]
+    people = Federation.from_arrays(np.arange(7.0), client_ids=names, weights=[1, 1, 2])
+    people.save(tmp_path / "people")
+    (tmp_path / "run.toml").write_text(CONFIG)
+    return tmp_path / "people"
+
+
+def test_the_clients_of_a_store(store: Path, monkeypatch: Monkey, capsys: Printed) -> None:
+    clients = Federation.open(store)
+    result = audited(monkeypatch, capsys, "--data", str(store), "--method", "fedavg-rr")
+    want = audit(clients, "fedavg-rr")
+    assert result["effective_weights"] == want.effective_weights.tolist()
+    assert result["objective_weights"] == [0.25, 0.25, 0.5]
+    assert result["client_ids"] == ["<b>zoe</b>", "ann", "bob"]
+    words = ["--data", str(store), "--weights", "1,2,4"]
+    assert audited(monkeypatch, capsys, *words)["objective_weights"] == [1 / 7, 2 / 7, 4 / 7]
+
+
+def test_a_config_gives_data_method_sampling_and_work(
+    store: Path, monkeypatch: Monkey, capsys: Printed
+) -> None:
+    from fedshuffle import AtMost, LocalWork
+
+    config = str(store.parent / "run.toml")
+    work = LocalWork(epochs=2, batch_size=2, interruption=AtMost(2))
+    clients = Federation.open(store)
+    result = audited(monkeypatch, capsys, "--config", config)
+    assert result == audit(clients, "fedavg-rr", "uniform:2", work).to_dict()
+    other = audited(
+        monkeypatch, capsys, "--config", config, "--method", "fedshuffle", "--sampling", "full"
+    )
+    assert other == audit(clients, "fedshuffle", "full", work).to_dict()
+
+
+@pytest.mark.parametrize("more", [["--sizes", "1,2"], ["--epochs", "2"], ["--data", "people"]])
+def test_what_a_config_says_is_not_said_twice(
+    more: list[str], store: Path, monkeypatch: Monkey, capsys: Printed
+) -> None:
+    assert run(monkeypatch, "audit", "--config", str(store.parent / "run.toml"), *more) == 2
+    assert more[0] in capsys.readouterr().err
+
+
+def test_a_server_is_audited_with_the_clients_of_a_store_or_a_config(
+    store: Path, monkeypatch: Monkey, capsys: Printed
+) -> None:
+    (store.parent / "servers.py").write_text(
+        "def mean(clients, sizes, updates):\n    return updates.mean(axis=0)\n"
+    )
+    monkeypatch.chdir(store.parent)
+    by_data = audited(
+        monkeypatch, capsys, "--data", "people", "--callable", "servers:mean",
+        *["--sampling", "uniform:2", "--epochs", "1"],
+    )  # fmt: skip
+    by_config = audited(monkeypatch, capsys, "--config", "run.toml", "--callable", "servers:mean")
+    assert by_data["client_ids"] == by_config["client_ids"] == ["<b>zoe</b>", "ann", "bob"]
+    # Steps 1, 2 and 4; with the config's batches of two, two epochs and the limit: 2, 2 and 2.
+    np.testing.assert_allclose(by_data["effective_weights"], np.array([1, 2, 4]) / 7)
+    np.testing.assert_allclose(by_config["effective_weights"], np.full(3, 1 / 3))
+
+
+@pytest.mark.parametrize("words", [["--sizes", "1,2", "--data", "people"], []])
+def test_clients_come_from_one_place(
+    words: list[str], store: Path, monkeypatch: Monkey, capsys: Printed
+) -> None:
+    monkeypatch.chdir(store.parent)
+    assert run(monkeypatch, "audit", *words) == 2
+    assert "--data" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("method", "code"), [("fedavg-rr", 1), ("fedshuffle", 0)])
+def test_the_exit_code_of_a_check(
+    method: str, code: int, monkeypatch: Monkey, capsys: Printed
+) -> None:
+    words = ["--sizes", "1,2,3", "--method", method]
+    assert run(monkeypatch, "audit", *words) == 0
+    assert run(monkeypatch, "audit", *words, "--check") == code
+    capsys.readouterr()
+    assert run(monkeypatch, "audit", *words, "--check", "--json") == code
+    assert json.loads(capsys.readouterr().out)["consistent"] == (code == 0)
+
+
+@pytest.mark.parametrize("more", [[], ["--callable", "math:fsum"]])
+def test_no_draws_are_refused(more: list[str], monkeypatch: Monkey, capsys: Printed) -> None:
+    assert run(monkeypatch, "audit", "--sizes", "1,2,3", "--draws", "0", *more) == 2
+    assert "draws is 0" in capsys.readouterr().err
+
+
+def test_names_stand_in_the_table(store: Path, monkeypatch: Monkey, capsys: Printed) -> None:
+    assert run(monkeypatch, "audit", "--data", str(store)) == 0
+    text = capsys.readouterr().out
+    assert all(name in text for name in ["<b>zoe</b>", "ann", "bob"])
+
+
+def test_the_client_that_is_furthest_off_is_named_also_among_many(
+    tmp_path: Path, monkeypatch: Monkey, capsys: Printed
+) -> None:
+    names = np.repeat([f"site {i:03}" for i in range(100)], np.arange(1, 101))
+    Federation.from_arrays(np.zeros(len(names)), client_ids=names).save(tmp_path / "sites")
+    assert run(monkeypatch, "audit", "--data", str(tmp_path / "sites")) == 0
+    assert "client site 000 counts 0.0149 times" in " ".join(capsys.readouterr().out.split())
+
+
+def test_a_function_is_audited(monkeypatch: Monkey, capsys: Printed, tmp_path: Path) -> None:
+    (tmp_path / "my_server_under_audit.py").write_text(
+        "def mean(clients, sizes, updates):\n    return updates.mean(axis=0)\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    words = ["--callable", "my_server_under_audit:mean", "--sizes", "1,2,3", "--batch-size", "9"]
+    assert run(monkeypatch, "audit", *words, "--json") == 0
+    told = json.loads(capsys.readouterr().out)
+    np.testing.assert_allclose(told["effective_weights"], [1 / 3] * 3)
+    assert told["consistent"] is False
+    assert run(monkeypatch, "audit", *words, "--sampling", "uniform:2") == 0
+    text = capsys.readouterr().out
+    assert "weighed all alike" in text
+    assert "how many examples" in text
+
+
+def test_a_log_is_audited(monkeypatch: Monkey, capsys: Printed, tmp_path: Path) -> None:
+    path = tmp_path / "rounds.csv"
+    rows = [f"{r},{client},1,1,1" for r, client in enumerate("abab")]
+    path.write_text("\n".join(["round,client,size,steps,weight", *rows]))
+    assert run(monkeypatch, "audit", "--log", str(path)) == 0
+    text = capsys.readouterr().out
+    assert "a log of 4 rounds" in text
+    assert "±" in text
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--callable", "json:dumps"], "--sizes"),
+        (["--callable", "json:dumps", "--log", "x.csv"], "one of"),
+        (["--log", "x.csv", "--sizes", "1,2"], "--sizes"),
+        (["--log", "no-such.csv"], "no-such.csv"),
+        (["--callable", "json:dmps", "--sizes", "1,2"], "'dumps'"),
+        (["--callable", "json:dumps", "--sizes", "1", "--step-sizes", "x"], "step-sizes"),
+        (["--callable", "json:dumps", "--sizes", "1", "--method", "fedavg"], "--method"),
+        (["--log", "x.csv", "--sampling", "full"], "--sampling"),
+        (["--log", "x.csv", "--batch-size", "1"], "--batch-size"),
+        (["--sizes", "1,2", "--step-sizes", "scaled"], "--step-sizes"),
+        (["--flower", "", "--sizes", "1,2"], "import path"),
+        ([], "--sizes"),
+    ],
+)
+def test_unsuitable_options_are_refused(
+    monkeypatch: Monkey,
+    capsys: Printed,
+    words: list[str],
+    message: str,
+) -> None:
+    assert run(monkeypatch, "audit", *words) == 2
+    assert message in " ".join(capsys.readouterr().err.split())
+
+
+@pytest.mark.slow
+def test_a_flower_strategy_is_audited(monkeypatch: Monkey, capsys: Printed) -> None:
+    words = ["--flower", "flwr.serverapp.strategy:FedAvg", "--sizes", "1,2,3"]
+    assert run(monkeypatch, "audit", *words, "--json") == 0
+    told = json.loads(capsys.readouterr().out)
+    np.testing.assert_allclose(told["effective_weights"], np.array([1, 4, 9]) / 14)

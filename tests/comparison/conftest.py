@@ -1,0 +1,19 @@
+"""One comparison for all tests."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fedshuffle import comparison
+from tests.comparison.project import project
+
+
+@pytest.fixture(scope="package")
+def done(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
+    """A comparison that was not interrupted."""
+    file = project(tmp_path_factory.mktemp("done"))
+    results = comparison.load(file).run(jobs=2)
+    return file.parent / "out", results

@@ -1,0 +1,287 @@
+"""The file of a comparison, and those of the paper's experiments."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fedshuffle import FedShuffleError, comparison, methods
+from fedshuffle.comparison import GridPoint
+from fedshuffle.config import EvaluationSpec, ImportSpec
+from fedshuffle.config.loader import toml
+from fedshuffle.experiments import real
+from tests.cli.test_cli import run as command
+from tests.comparison.project import (
+    CONFIG,
+    MODULE,
+    project,
+)
+
+pytestmark = pytest.mark.xdist_group("comparison")  # they share one comparison
+
+
+def test_load(tmp_path: Path) -> None:
+    file = project(tmp_path)
+    compared = comparison.load(
+        file,
+        {
+            "compare.momentum": ["none", "global:0.1"],
+            "compare.weight_decay": [0, 1e-4],
+            "compare.clip": [5, "none"],
+            "compare.tune": {"data": {"use": "mine:data"}, "metric": "loss", "seed": 9},
+            "step_size": {"schedule": "drops", "step_size": 3.0},
+            "compare.step_sizes": [1],
+        },
+    )
+    assert compared.grid == tuple(
+        GridPoint(1.0, decay, clip) for decay in (0.0, 1e-4) for clip in (5.0, float("inf"))
+    )
+    assert len(compared.pairs) == 4
+    short = compared.trial(("fedavg-rr", "global:0.1"), compared.grid[2], None)
+    assert short.name == "tune_fedavg-rr_global-0.1_step1.0_decay0.0001_clip5.0"
+    config = short.config
+    assert (config.rounds, config.seed, config.momentum) == (2, 9, "global:0.1")
+    assert (config.work.weight_decay, config.work.clip) == (1e-4, 5.0)
+    assert config.evaluation == EvaluationSpec(ImportSpec("mine:data"), ("loss",), 1, False)
+    full = compared.trial(("fedavg-rr", "none"), compared.common_point(0.5), 1)
+    assert full.name == "fedavg-rr_none_step0.5_seed1"
+    assert full.config.evaluation == compared.base.evaluation
+    assert full.config.step_size.arguments["step_size"] == 0.5  # type: ignore[union-attr]
+    again = tmp_path / "again.toml"
+    again.write_text(toml(compared.tables))
+    assert comparison.load(again) == compared
+
+
+def test_the_default_step_size_is_that_of_the_run(tmp_path: Path) -> None:
+    tables = tomllib.loads(CONFIG)
+    tables["compare"] = {"methods": ["fedshuffle"]}
+    file = project(tmp_path, toml(tables))
+    compared = comparison.load(file, {"step_size": 0.3})
+    assert [setting.step_size for setting in compared.grid] == [0.3]
+    assert not compared.tuned
+    assert compared.seeds == (0,)
+    drops = {"schedule": "drops", "step_size": 0.7}
+    assert comparison.load(file, {"step_size": drops}).grid[0].step_size == 0.7
+    assert comparison.load(file, {"compare.common_step_sizes": [1]}).grid == ()
+
+
+def test_scales(tmp_path: Path) -> None:
+    scales = '[scale.small]\nrounds = 2\n[scale.small.compare]\nseeds = [5]\nclip = ["none"]\n'
+    file = project(tmp_path, CONFIG + scales)
+    assert comparison.load(file).base.rounds == 12
+    small = comparison.load(file, scale="small")
+    assert (small.base.rounds, small.seeds, len(small.grid)) == (2, (5,), 5)
+    with pytest.raises(FedShuffleError, match="'smal'"):
+        comparison.load(file, scale="smal")
+    with pytest.raises(FedShuffleError, match=r"write \[scale.NAME\]"):
+        comparison.load(project(tmp_path, "scale = 3\n" + CONFIG))
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [
+        ("compare.metods", ["fedavg"], "'compare.methods'"),
+        ("compare.methods", [], "compare.methods is"),
+        ("compare.methods", "fedavg", "compare.methods"),
+        ("compare.methods", ["fedavg", "fedavg"], "compare.methods"),
+        ("compare.methods", ["fedavgg"], "'fedavgg'"),
+        ("compare.methods", ["a:M", "b:M"], "'a:M' and 'b:M'"),
+        ("compare.momentum", ["mvr:2"], "compare.momentum: "),
+        ("compare.seeds", [-1], "compare.seeds: seed -1"),
+        ("compare.seeds", [0.5], "compare.seeds is 0.5"),
+        ("compare.step_sizes", [0.1, 0], "compare: step_size"),
+        ("compare.common_step_sizes", [-1], "compare: step_size: "),
+        ("compare.weight_decay", [-1], "compare: .*weight.decay"),
+        ("compare.clip", ["no"], "compare.clip is 'no'"),
+        ("compare.tune.rounds", 0, "compare.tune.rounds is 0"),
+        ("compare.tune.seed", -1, "compare.tune: seed -1"),
+        ("compare.tune.widen", 0.5, "widen"),
+        ("compare.tune.round", 3, "'compare.tune.rounds'"),
+        ("compare.tune.data", {"folder": "x"}, "compare.tune.data.use"),
+        ("compare", 3, "compare is 3"),
+        ("work.batch_size", 0, "work: batch size is 0"),
+    ],
+)
+def test_mistakes_are_reported_before_any_work(
+    tmp_path: Path, key: str, value: Any, message: str
+) -> None:
+    with pytest.raises(FedShuffleError, match=message):
+        comparison.load(project(tmp_path), {key: value})
+
+
+@pytest.mark.parametrize(
+    ("section", "message"),
+    [
+        ("[compare]", "fedshuffle run"),
+        ("[evaluation]", "evaluation"),
+    ],
+)
+def test_missing_sections(tmp_path: Path, section: str, message: str) -> None:
+    tables = tomllib.loads(CONFIG)
+    del tables[section[1:-1]]
+    with pytest.raises(FedShuffleError, match=message):
+        comparison.load(project(tmp_path, toml(tables)))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"compare.metric": "los"}, "'los'"),
+        ({"compare.tune.metric": "mine:loss"}, "compare.tune"),
+        ({"data.use": "mine:date"}, "'date'"),
+        ({"sampling": "uniform:9"}, "sampling: "),
+        ({"compare.methods": ["mine:MINE", "fedshuffle"]}, "are called 'fedshuffle'"),
+    ],
+)
+def test_mistakes_in_the_users_parts_are_reported_before_any_run(
+    tmp_path: Path, changes: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(FedShuffleError, match=message):
+        comparison.load(project(tmp_path), changes).run()
+    assert not (tmp_path / "out" / "runs").exists()
+
+
+FIXED = """
+FIXED = methods.Method("mine", "", MINE.averaging, work={"order": "replacement", "clip": 5.0})
+"""
+
+
+@pytest.mark.parametrize(
+    ("method", "changes", "message"),
+    [
+        ("fedavg", {"work.order": "once"}, "fedavg .*order"),
+        ("mine:FIXED", {"work.order": "once"}, "mine .*order"),
+        ("mine:FIXED", {"work.clip": 3}, "mine .*clip"),
+        ("mine:FIXED", {"compare.clip": ["none", 5]}, "mine .*clip"),
+    ],
+)
+def test_a_part_of_the_work_that_a_method_fixes_otherwise_is_refused_before_any_run(
+    tmp_path: Path, method: str, changes: dict[str, Any], message: str
+) -> None:
+    file = project(tmp_path)
+    (tmp_path / "mine.py").write_text(MODULE + FIXED)
+    changes = {"compare.methods": ["fedshuffle", method], **changes}
+    with pytest.raises(FedShuffleError, match=f"compare.methods: {message}"):
+        comparison.load(file, changes).run()
+    assert not (tmp_path / "out" / "runs").exists()
+
+
+@pytest.mark.parametrize("order", [None, "replacement"])
+def test_a_part_that_is_not_set_is_left_to_each_method(tmp_path: Path, order: str | None) -> None:
+    changes = {} if order is None else {"work.order": order}
+    compared = comparison.load(
+        project(tmp_path), {"compare.methods": ["fedavg", "fedshuffle"], **changes}
+    )
+    used = [
+        methods.get(method).local_work(
+            compared.trial((method, None), compared.grid[0], 0).config.work
+        )
+        for method in compared.methods
+    ]
+    assert [work.order for work in used] == ["replacement", order or "reshuffled"]
+
+
+def test_reading_a_comparison_needs_no_torch(tmp_path: Path) -> None:
+    code = (
+        "import sys; from fedshuffle import comparison; comparison.load(sys.argv[1]);"
+        " assert 'torch' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code, str(project(tmp_path))], check=True)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["compare"], "give either a file"),
+        (["compare", "{file}", "--resume", "x"], "give either a file"),
+        (["compare", "--resume", "{here}"], "holds no comparison"),
+        (["compare", "--resume", "{here}", "--set", "a=1"], "takes only --jobs"),
+        (["compare", "{file}", "--jobs", "0"], "jobs is 0"),
+        (["compare", "{file}", "--scale", "x"], "unknown scale 'x'"),
+        (["reproduce", "shakespeare", "--out", "{here}", "--scale", "x"], "unknown scale 'x'"),
+        (["reproduce", "shakespeare", "--out", "{here}", "--rounds", "3"], "--rounds changes"),
+        (["reproduce", "quadratic", "--out", "{here}", "--scale", "paper"], "--scale changes"),
+        (["reproduce", "quadratic", "--out", "{here}", "--jobs", "2"], "--jobs changes"),
+        (["reproduce", "theory", "--out", "{here}", "--rounds", "3"], "--rounds changes"),
+        (["reproduce", "theory", "--out", "{here}", "--data", "x"], "--data changes"),
+    ],
+)
+def test_options_that_exclude_each_other(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    words: list[str],
+    message: str,
+) -> None:
+    file = project(tmp_path)
+    places = {"file": str(file), "here": str(tmp_path / "nothing")}
+    assert command(monkeypatch, *(word.format(**places) for word in words)) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_out_is_required(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    file = project(tmp_path, CONFIG.replace('out = "out"\n', ""))
+    assert command(monkeypatch, "compare", str(file)) == 2
+    assert "out is missing" in capsys.readouterr().err
+    with pytest.raises(FedShuffleError, match="needs a folder"):
+        comparison.load(file).run()
+
+
+# The paper's experiments
+
+
+@pytest.mark.parametrize("scale", ["paper", "laptop", "smoke"])
+@pytest.mark.parametrize("experiment", ["shakespeare", "cifar100"])
+def test_load_experiments(tmp_path: Path, experiment: str, scale: str) -> None:
+    compared = real.load(experiment, scale, tmp_path / "out", tmp_path)
+    config = compared.trial(compared.pairs[0], compared.grid[0], 0).config
+    assert config.work.batch_size == 32
+    assert config.work.clip == 5
+    assert compared.momentum == ("none", "global:0.1")
+    assert compared.base.folder == tmp_path / "out"
+    assert compared.base.data.arguments["folder"] == str(tmp_path)  # type: ignore[union-attr]
+    if scale == "paper":
+        assert (config.rounds, config.sampling, len(compared.seeds)) == (1000, "uniform:16", 3)
+        assert {setting.step_size for setting in compared.grid} == {0.1, 0.01, 0.001}
+        assert len(compared.grid) == 12
+        assert not compared.common_step_sizes
+    with pytest.raises(FedShuffleError, match="unknown experiment"):
+        real.load("cubic", scale, tmp_path)
+
+
+def data_for(name: str) -> None:
+    folder = os.environ.get("FEDSHUFFLE_DATA")
+    if not folder or not (Path(folder) / name).is_dir():
+        pytest.skip(f"set FEDSHUFFLE_DATA to a folder that holds {name!r}")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("experiment", ["shakespeare", "cifar100"])
+def test_an_experiment_at_smoke_scale(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    experiment: str,
+) -> None:
+    data_for(experiment)
+    out = tmp_path / "out"
+    words = ["reproduce", experiment, "--scale", "smoke", "--out", str(out)]
+    assert command(monkeypatch, *words) == 0
+    results = json.loads((out / "results.json").read_text())
+    assert results["complete"] is True
+    assert results["command"].startswith(f"fedshuffle reproduce {experiment} --scale smoke")
+    assert len(results["curves"]) == 8
+    for curve in results["curves"]:
+        assert [run["diverged"] for run in curve["runs"]] == [False]
+        assert curve["runs"][0]["history"][-1].keys() >= {"accuracy", "loss", "train_loss"}
+    assert (out / "report.html").exists()
+    assert "FedShuffle" in capsys.readouterr().out

@@ -1,0 +1,179 @@
+"""Which runs a comparison needs: tuning, wider grids and the best point."""
+
+from __future__ import annotations
+
+import io
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fedshuffle import FedShuffleError, comparison
+from fedshuffle._terminal import Console
+from fedshuffle.comparison import GridPoint
+from fedshuffle.comparison.spec import Criterion, next_step_size
+from fedshuffle.comparison.study import Study
+from fedshuffle.reports.comparison.terminal import print_table
+from fedshuffle.reports.comparison.warnings import annotate
+from tests.comparison.project import (
+    CONFIG,
+    FLOOR,
+    project,
+    write_run,
+)
+
+pytestmark = pytest.mark.xdist_group("comparison")  # they share one comparison
+
+
+def tuned(folder: Path, sizes: list[float], **changes: Any) -> dict[str, Any]:
+    """The results of FedShuffle alone with this grid."""
+    changes = {
+        "compare.methods": ["fedshuffle"],
+        "compare.step_sizes": sizes,
+        "compare.seeds": [0],
+        **{key.replace("__", "."): value for key, value in changes.items()},
+    }
+    text = CONFIG.replace("common_step_sizes = [0.1, 4.0]\n", "")
+    return comparison.load(project(folder, text), changes).run(jobs=1, annotate=annotate)
+
+
+def trials_of(results: dict[str, Any]) -> dict[float, bool]:
+    """The step sizes that were tried, and whether each was added to the grid."""
+    [curve] = results["curves"]
+    return {entry["step_size"]: entry["added"] for entry in curve["tuning"]}
+
+
+@pytest.mark.parametrize(
+    ("sizes", "added"),
+    [
+        ([0.01, 0.1], [1.0, 10.0]),  # 1 arrives in one step, 10 diverges
+        ([16.0, 64.0], [4.0, 1.0, 0.25]),  # both diverge: below them is something better
+    ],
+)
+def test_the_grid_widens_until_the_best_is_inside(
+    tmp_path: Path, sizes: list[float], added: list[float]
+) -> None:
+    results = tuned(tmp_path, sizes)
+    [curve] = results["curves"]
+    assert curve["step_size"] == 1.0
+    assert trials_of(results) == dict.fromkeys(sizes, False) | dict.fromkeys(added, True)
+    assert curve["runs"][0]["history"][-1]["loss"] == pytest.approx(FLOOR, rel=1e-12)
+    assert results["warnings"] == []
+    stamps = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("outcome.json")}
+    again = comparison.load(tmp_path / "out" / "compare.toml").run(tmp_path / "out", jobs=1)
+    assert again["curves"] == results["curves"]  # all of it is read from the folders
+    assert {p: p.stat().st_mtime_ns for p in tmp_path.rglob("outcome.json")} == stamps
+
+
+@pytest.mark.slow
+def test_the_grid_widens_up_to_its_limit(tmp_path: Path) -> None:
+    results = tuned(tmp_path, [0.001, 0.002], compare__tune__widen=4)
+    assert list(trials_of(results)) == [0.001, 0.002, 0.004, 0.008]
+    [warning] = results["warnings"]
+    assert (warning["kind"], warning["method"]) == ("edge", "fedshuffle")
+    assert "0.008" in warning["text"]
+    shown = Console(record=True, width=100, file=io.StringIO())
+    print_table(shown, results)
+    said = shown.export_text()
+    assert said.index("edge") < said.index("own best step size")  # above the table
+    fixed = tuned(tmp_path / "fixed", [0.001, 0.002], compare__tune__widen=1)
+    assert list(trials_of(fixed)) == [0.001, 0.002]
+
+
+def test_a_wider_grid_varies_weight_decay_and_clip(tmp_path: Path) -> None:
+    compared = comparison.load(
+        project(tmp_path), {"compare.step_sizes": [1, 3], "compare.clip": [5, "none"]}
+    )
+    best = compared.grid[0]
+    healthy = dict.fromkeys(compared.grid, False)
+    assert compared.wider(healthy, best) == [
+        GridPoint(0.33, 0.0, 5.0),
+        GridPoint(0.33, 0.0, math.inf),
+    ]
+    alone = comparison.load(
+        project(tmp_path), {"compare.step_sizes": [1], "compare.clip": [5, "none"]}
+    )
+    assert alone.wider(dict.fromkeys(alone.grid, False), alone.grid[0]) == []  # it was meant
+
+
+def test_a_diverged_smallest_step_size_widens_the_grid_downwards(tmp_path: Path) -> None:
+    compared = comparison.load(project(tmp_path), {"compare.step_sizes": [1, 3, 9]})
+    low, middle, high = compared.grid
+    lost = {low: True, middle: False, high: True}
+    assert [setting.step_size for setting in compared.wider(lost, middle)] == [0.33]
+    assert compared.wider({**lost, low: False}, middle) == []
+
+
+@given(
+    st.lists(st.floats(1e-6, 1e3), min_size=2, max_size=6, unique=True),
+    st.floats(1, 1e6),
+    st.booleans(),
+)
+def test_the_grid_grows_outwards_a_finite_number_of_times(
+    sizes: list[float], widen: float, down: bool
+) -> None:
+    grid = set(sizes)
+    tried, end = set(grid), min if down else max
+    while (new := next_step_size(grid, tried, end(tried), widen)) is not None:
+        assert (new < min(tried)) if down else (new > max(tried))
+        ratio = min(grid) / new if down else new / max(grid)
+        assert ratio <= 1.06 * widen  # two significant digits
+        tried.add(new)
+    assert len(tried - grid) <= math.log2(widen) + 1e-6
+    assert len(grid) < 3 or next_step_size(grid, tried, sorted(tried)[1], widen) is None
+
+
+def test_a_failed_run_does_not_widen_the_grid(tmp_path: Path) -> None:
+    compared = comparison.load(project(tmp_path), {"compare.step_sizes": [1, 2]})
+    study = Study(compared, tmp_path / "out", Criterion("accuracy", True))
+    pair = compared.pairs[0]
+    for trial in study.tuning(pair):
+        study.prepare(trial)
+        study.fail(trial, "out of memory")
+    assert len(study.tuning(pair)) == 2
+
+
+# The choice, from folders made by hand
+
+
+@pytest.mark.parametrize(
+    ("found", "higher", "want"),
+    [
+        ([0.1, 0.3, 0.2], True, 2.0),
+        ([0.1, 0.3, 0.2], False, 1.0),
+        ([0.3, 0.3, 0.2], True, 1.0),  # of equals the first
+        ([None, "diverged", 0.2], True, 3.0),
+        (["diverged", "diverged", None], False, 1.0),  # the smallest, if none is any good
+    ],
+)
+def test_the_best_point_is_chosen(
+    tmp_path: Path, found: list[Any], higher: bool, want: float
+) -> None:
+    sizes = {"compare.step_sizes": [1, 2, 3], "compare.tune.metric": "accuracy"}
+    compared = comparison.load(project(tmp_path), {**sizes, "compare.tune.widen": 1})
+    pair = compared.pairs[0]
+    study = Study(compared, tmp_path / "out", Criterion("accuracy", higher))
+    for trial, value in zip(study.tuning(pair), found, strict=True):
+        assert study.best(pair) is None
+        lost = value == "diverged"
+        write_run(study, trial, "diverged" if lost else "finished", None if lost else value)
+        study.update(trial)
+    again = Study(compared, tmp_path / "out", Criterion("accuracy", higher))  # all from the folders
+    chosen = again.best(pair)
+    assert chosen is not None
+    assert chosen.step_size == want
+    assert len([curve for curve in again.replicates() if curve.group == "own"]) == 1
+    assert again.undecided() == 2  # those of the other method
+
+
+def test_a_damaged_folder(tmp_path: Path) -> None:
+    compared = comparison.load(project(tmp_path))
+    study = Study(compared, tmp_path / "out", Criterion("loss", False))
+    trial = study.trials()[0]
+    study.prepare(trial)
+    (study.folder(trial) / "outcome.json").write_text("{")
+    with pytest.raises(FedShuffleError, match="is damaged"):
+        Study(compared, tmp_path / "out", Criterion("loss", False))

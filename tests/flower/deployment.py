@@ -1,0 +1,33 @@
+"""One Flower deployment for all tests of a process: it takes seconds to bring up."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from fedshuffle.flower.local import Deployment
+
+CLIENTS = 3
+
+
+@pytest.fixture(scope="session")
+def deployment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
+    """A SuperLink and three SuperNodes, up until the tests are done.
+
+    A test that kills a node restarts it, and waits until all are online again.
+    """
+    with Deployment(CLIENTS, tmp_path_factory.mktemp("flower") / "deployment") as up:
+        yield up
+
+
+def restart_killed_node(deployment: Deployment, client: int) -> None:
+    """Kill a client's node, as when its machine fails, and start it again with the same key.
+
+    Flower believes a killed node to be online for about a minute, and refuses a second one: this
+    waits as long.
+    """
+    deployment.nodes.pop(client).kill()
+    gone = f"client {client} to be gone"
+    deployment._await(gone, lambda: client not in deployment.online(), poll=2.0)
+    deployment._start_node(client)

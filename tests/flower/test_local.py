@@ -1,0 +1,386 @@
+"""A real SuperLink and real SuperNodes on this machine: what they let in, and what they leave."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import os
+import re
+import signal
+import socket
+import ssl
+import stat
+import subprocess
+import sys
+import tomllib
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from fedshuffle import FedShuffleError
+from fedshuffle.flower import certificates as certs
+from fedshuffle.flower.local import Deployment
+from fedshuffle.flower.new_app import app_config, new_app
+from fedshuffle.flower.processes import MARK, Process, Watcher, marked
+from tests.cli.test_cli import run as command
+from tests.processes import LOOPBACK, PATIENCE, listening, wait_for
+
+# Certificates
+
+
+def mode(path: Path) -> int:
+    return stat.S_IMODE(path.stat().st_mode)
+
+
+def test_private_files_are_private(tmp_path: Path) -> None:
+    made = certs.certificates(tmp_path / "keys", 2)
+    assert mode(tmp_path / "keys") == 0o700
+    private = [made.key, *(node.private for node in made.nodes)]
+    assert [mode(path) for path in private] == [0o600] * 3
+    text = b"".join(path.read_bytes() for path in (tmp_path / "keys").iterdir())
+    assert text.count(b"PRIVATE KEY-----\n") == 2 * 3  # the authority's key is nowhere
+
+
+def test_valid_certificates_are_reused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def content() -> dict[str, bytes]:
+        return {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+
+    certs.certificates(tmp_path, 2)
+    first = content()
+    certs.certificates(tmp_path, 2)
+    assert content() == first
+    certs.certificates(tmp_path, 3, ["flower.example", "10.0.0.7"])
+    second = content()
+    kept = {name for name in first if first[name] == second[name]}
+    assert kept == {"node-0.key", "node-0.pub", "node-1.key", "node-1.pub"}
+    monkeypatch.setattr(certs, "_MARGIN", datetime.timedelta(days=31))  # all ends too soon
+    certs.certificates(tmp_path, 3, ["flower.example"])
+    assert content()["server.crt"] != second["server.crt"]
+
+
+@pytest.mark.parametrize(("host", "welcome"), [("10.0.0.7", True), ("other.example", False)])
+def test_clients_trust_named_hosts_only(tmp_path: Path, host: str, welcome: bool) -> None:
+    made = certs.certificates(tmp_path, 1, ["10.0.0.7"])
+    server = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    server.load_cert_chain(made.certificate, made.key)
+    client = ssl.create_default_context(cafile=str(made.authority))
+    ends = [ssl.MemoryBIO() for _ in range(2)]
+    here = client.wrap_bio(ends[0], ends[1], server_hostname=host)
+    there = server.wrap_bio(ends[1], ends[0], server_side=True)
+
+    def handshake() -> None:
+        for _ in range(4):
+            for side in (here, there):
+                try:
+                    side.do_handshake()
+                except ssl.SSLWantReadError:
+                    continue
+
+    if welcome:
+        handshake()
+        assert here.version() == "TLSv1.3"
+    else:
+        with pytest.raises(ssl.SSLCertVerificationError):
+            handshake()
+
+
+def test_invalid_key_file_is_named(tmp_path: Path) -> None:
+    (tmp_path / "node-0.key").write_text("nonsense")
+    with pytest.raises(FedShuffleError, match=r"node-0\.key"):
+        certs.certificates(tmp_path, 1)
+
+
+# New apps
+
+
+@pytest.mark.parametrize("name", ["3x", "a b", "class", "torch", "json", "fedshuffle", "ä"])
+def test_invalid_package_names_are_refused(tmp_path: Path, name: str) -> None:
+    with pytest.raises(FedShuffleError, match=re.escape(repr(name))):
+        new_app(tmp_path / name)
+    assert not (tmp_path / name).exists()
+
+
+def test_new_app_overwrites_nothing(tmp_path: Path) -> None:
+    (tmp_path / "my_app").mkdir()
+    (tmp_path / "my_app" / "thesis.tex").touch()
+    (tmp_path / "file").touch()
+    for name in ("my_app", "file"):
+        with pytest.raises(FedShuffleError, match="empty"):
+            new_app(tmp_path / name)
+
+
+def test_new_app_is_named_as_its_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert command(monkeypatch, "new", "flower-app", "My-first_app") == 0
+    assert "flower up --clients 3 --app My-first_app" in capsys.readouterr().out
+    made = tmp_path / "My-first_app"
+    files = {str(path.relative_to(made)) for path in made.rglob("*") if path.is_file()}
+    modules = {"__init__", "client_app", "data", "model", "server_app"}
+    assert files == {"README.md", "pyproject.toml"} | {f"my_first_app/{m}.py" for m in modules}
+    found = tomllib.loads((made / "pyproject.toml").read_text())
+    assert found["project"]["name"] == "my-first-app"
+    app = found["tool"]["flwr"]["app"]
+    assert app["components"]["clientapp"] == "my_first_app.client_app:app"
+    assert {"num-rounds", "method", "sampling", "step-size", "batch-size"} <= app["config"].keys()
+    text = "".join(path.read_text() for path in made.rglob("*.*"))
+    assert not re.search("flower_app|flower-app", text)
+    assert app_config(made, {"seed": 1}) == app["config"]
+    with pytest.raises(FedShuffleError, match="num-rounds"):
+        app_config(made, {"rounds": 1})
+
+
+def test_flower_builds_the_new_app(tmp_path: Path) -> None:
+    made = new_app(tmp_path / "mine")
+    words = [str(Path(sys.executable).parent / "flwr"), "build", "--app", str(made)]
+    env = os.environ | {"FLWR_HOME": str(tmp_path / "home"), "FLWR_DISABLE_UPDATE_CHECK": "1"}
+    subprocess.run(words, check=True, cwd=tmp_path, env=env, capture_output=True)
+    assert list(tmp_path.glob("*.fab"))
+
+
+# Refused before anything starts
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--clients", "0"], "clients"),
+        (["--app", "nowhere"], "nowhere"),
+        (["--set", "a=1"], "--app"),
+        (["--port", "70000"], "70000"),
+        (["--dir", "full"], "full"),
+    ],
+)
+def test_invalid_options_are_refused(
+    words: list[str],
+    said: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "thesis.tex").touch()
+    assert command(monkeypatch, "flower", "up", *words) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_proxies_are_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("https_proxy", "http://127.0.0.1:9")
+    monkeypatch.setenv("no_proxy", "corp.example")
+    monkeypatch.delenv("NO_PROXY", raising=False)
+    found = Deployment(1, tmp_path)._environment("flower")
+    assert found["no_proxy"] == found["NO_PROXY"] == "127.0.0.1,localhost,corp.example"
+
+
+def test_used_port_is_refused(tmp_path: Path) -> None:
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        port = other.getsockname()[1]
+        with pytest.raises(FedShuffleError, match=f"port {port}"):
+            Deployment(1, tmp_path / "deployment", port=port)
+
+
+def test_app_without_components_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "pyproject.toml").write_text("[project]\nname = 'x'\n")
+    with pytest.raises(FedShuffleError, match="components"):
+        app_config(tmp_path, {})
+
+
+def test_missing_flower_names_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(FedShuffleError, match=r"pip install 'fedshuffle\[flower\]'"):
+        Deployment(1, tmp_path / "deployment")
+
+
+def test_ended_process_is_named_with_its_log(tmp_path: Path) -> None:
+    words = [sys.executable, "-c", "import sys; print('the reason'); sys.exit(3)"]
+    process = Process("superlink", words, tmp_path / "a.log", os.environ)
+    wait_for(lambda: process.exit_code is not None, "its end")
+    with pytest.raises(FedShuffleError, match=r"superlink .*3(.|\n)*the reason"):
+        process.check()
+
+
+# A real deployment
+
+
+@pytest.mark.slow
+@pytest.mark.xdist_group("flower")
+def test_new_app_trains_on_real_clients(deployment: Deployment, tmp_path: Path) -> None:
+    app, out = new_app(tmp_path / "my_app"), tmp_path / "results"
+    shown: list[str] = []
+    config = {"num-rounds": 2, "out": str(out)}
+    run = deployment.run(app, config, seconds=PATIENCE, show=shown.append)
+    assert run.completed, run.log
+    assert "".join(shown) == run.log
+    assert f"the model is in {out / 'model.safetensors'}" in run.log
+    model = load_file(out / "model.safetensors")
+    shapes = {name: array.shape for name, array in model.items()}
+    assert shapes == {"0.weight": (32, 64), "0.bias": (32,), "2.weight": (10, 32), "2.bias": (10,)}
+    assert all(np.isfinite(array).all() for array in model.values())
+    lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    assert [line["round"] for line in lines] == [1, 2]
+    assert lines[-1]["accuracy"] > 0.3  # a tenth by chance
+
+
+def invalid_nodes(deployment: Deployment) -> dict[str, tuple[list[str], str]]:
+    """Commands of nodes that must not get in, and the error of each."""
+
+    def node(without: Sequence[str] = (), *instead: str) -> list[str]:
+        command = deployment._node_command(0)  # each with its own port
+        for option in without:
+            at = command.index(option)
+            del command[at : at + 2]
+        return [*command, *instead]
+
+    authority, key = "--root-certificates", "--auth-supernode-private-key"
+    other = str(certs.node_key(deployment.folder / "keys" / "other.key").private)
+    return {
+        "unregistered": (node([key], key, other), "Failed to activate SuperNode"),
+        "keyless": (node([key]), "must be registered"),
+        "plaintext": (node([authority, key], "--insecure"), "Connection reset|disconnected"),
+        "without-authority": (node([authority]), "CERTIFICATE_VERIFY_FAILED"),
+        "twin": (node(), "Failed to activate SuperNode"),
+    }
+
+
+@pytest.mark.slow
+@pytest.mark.xdist_group("flower")
+def test_invalid_nodes_are_refused(deployment: Deployment) -> None:
+    tried = {
+        name: (deployment._process(name, [*words, "--max-retries", "1"]), error)
+        for name, (words, error) in invalid_nodes(deployment).items()
+    }
+    for name, (process, error) in tried.items():
+        wait_for(lambda process=process: process.exit_code is not None, f"{name} to end")  # type: ignore[misc]
+        assert process.exit_code != 0
+        assert re.search(error, process.output()), process.output()
+    assert deployment.online() == list(range(deployment.clients))
+    listed = deployment.flwr("supernode", "list", "local")["nodes"]
+    assert {node["node-id"] for node in listed} == set(deployment.node_ids)
+
+
+@pytest.mark.slow
+@pytest.mark.xdist_group("flower")
+@pytest.mark.skipif(not Path("/proc/net/tcp").exists(), reason="looks into Linux's /proc")
+def test_processes_listen_on_this_machine_only(deployment: Deployment) -> None:
+    heard = listening(marked(deployment.folder))
+    assert int(deployment.address.split(":")[1]) in {port for _, port in heard}
+    assert len(heard) == 1 + deployment.clients
+    assert {address for address, _ in heard} <= LOOPBACK
+
+
+@pytest.mark.slow
+@pytest.mark.xdist_group("flower")
+@pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="looks into Linux's /proc")
+@pytest.mark.parametrize(
+    ("line", "number", "codes"),
+    [
+        ("SuperNodes", signal.SIGINT, {130, 0}),  # while it starts, unless this test is late
+        ("Ctrl-C ends it", signal.SIGTERM, {128 + signal.SIGTERM}),
+        ("Ctrl-C ends it", signal.SIGINT, {0}),
+    ],
+)
+def test_no_process_is_left(
+    line: str, number: signal.Signals, codes: set[int], tmp_path: Path
+) -> None:
+    folder = tmp_path / "deployment"
+    words = [sys.executable, "-m", "fedshuffle.cli", "flower", "up", "--clients", "1"]
+    with subprocess.Popen(
+        [*words, "--dir", str(folder)], stdout=subprocess.PIPE, text=True, start_new_session=True
+    ) as up:
+        assert up.stdout is not None
+        said = ""
+        while line not in said:
+            more = up.stdout.readline()
+            assert more, f"it ended early: {said}"
+            said += more
+        assert marked(folder)
+        up.send_signal(number)
+        said += up.communicate(timeout=PATIENCE)[0]
+    assert up.returncode in codes, said
+    assert not marked(folder)
+    assert not [path for path in Path("/proc").glob("[0-9]*") if str(folder) in commanded(path)]
+    assert (folder / "logs" / "superlink.log").exists()
+    assert f"FLWR_HOME={folder / 'flower'}" in said or number == signal.SIGINT
+
+
+@pytest.mark.slow
+@pytest.mark.xdist_group("flower")
+@pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="looks into Linux's /proc")
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_killed_deployment_leaves_no_process_and_no_key(
+    number: signal.Signals, tmp_path: Path
+) -> None:
+    words = [sys.executable, "-m", "fedshuffle.cli", "flower", "up", "--clients", "1"]
+    environment = os.environ | {"TMPDIR": str(tmp_path)}
+    with subprocess.Popen(words, stdout=subprocess.PIPE, text=True, env=environment) as up:
+        assert up.stdout is not None
+        while "Ctrl-C ends it" not in (line := up.stdout.readline()):
+            assert line, "it ended early"
+        (folder,) = tmp_path.glob("fedshuffle-flower-*")
+        assert marked(folder)
+        assert list(folder.glob("keys/*.key"))
+        up.send_signal(number)
+        up.wait()
+        wait_for(lambda: not marked(folder), "the processes to end")
+        wait_for(lambda: not list(folder.rglob("*.key")), "the keys to go")
+    assert (folder / "logs" / "superlink.log").exists()
+
+
+@pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="looks into Linux's /proc")
+@pytest.mark.parametrize("temporary", [False, True])
+@pytest.mark.parametrize("in_order", [False, True])
+def test_watcher_acts_only_if_not_dismissed(
+    in_order: bool, temporary: bool, tmp_path: Path
+) -> None:
+    """Communicate without input closes its stdin, as when the program is killed."""
+    key = tmp_path / "keys" / "node-0.key"
+    key.parent.mkdir()
+    key.touch()
+    with subprocess.Popen(["sleep", "1000"], env={MARK: str(tmp_path)}) as process:
+        watcher = Watcher(tmp_path, temporary)
+        if in_order:
+            watcher.dismiss()
+            assert process.poll() is None
+            process.kill()
+        else:
+            watcher._popen.communicate()
+            assert process.wait() == -signal.SIGKILL
+    assert key.exists() == (in_order or not temporary)
+
+
+def test_unwritable_folder_is_a_one_line_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").touch()
+    place = str(tmp_path / "file" / "app")
+    for words in (["new", "flower-app", place], ["flower", "up", "--dir", place]):
+        assert command(monkeypatch, *words) == 2
+        (line,) = capsys.readouterr().err.strip().split("\n")
+        assert "cannot write to" in line
+        assert place in line
+
+
+def test_ctrl_c_works_as_soon_as_it_is_announced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def impatient(text: str) -> None:
+        assert text.endswith("Ctrl-C ends it.\n")
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Deployment, "_start", lambda deployment: None)
+    monkeypatch.setattr("fedshuffle.cli.flower._show", impatient)
+    assert command(monkeypatch, "flower", "up", "--dir", str(tmp_path)) == 0
+
+
+def commanded(process: Path) -> str:
+    try:
+        return (process / "cmdline").read_bytes().decode(errors="replace")
+    except OSError:
+        return ""

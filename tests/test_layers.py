@@ -1,0 +1,70 @@
+"""The layers of docs/architecture.md are true: no module imports one of a higher layer."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import fedshuffle
+
+ROOT = Path(fedshuffle.__file__).parent
+PAGE = Path(__file__).parents[1] / "docs" / "architecture.md"
+
+
+def _layers() -> dict[str, int]:
+    """The rank of each package or module, as the table of the page gives it from the ground up."""
+    table = PAGE.read_text(encoding="utf-8").split("## Layers")[1].split("\n## ")[0]
+    rows = [row.split("|")[1] for row in table.splitlines() if row.startswith("| `")]
+    return {name: rank for rank, row in enumerate(rows) for name in re.findall(r"`([\w.]+)`", row)}
+
+
+LAYERS = _layers()
+MODULES = [
+    path
+    for path in sorted(ROOT.rglob("*.py"))
+    if path != ROOT / "__init__.py" and not {"template", "run"} & set(path.parent.parts)
+]
+
+
+def _layer(module: str) -> str:
+    """The longest name of the table that a module's name begins with."""
+    parts = module.split(".")[1:]
+    names = [".".join(parts[:n]) for n in range(len(parts), 0, -1)]
+    return next((name for name in names if name in LAYERS), "")
+
+
+def _name(path: Path) -> str:
+    parts = path.relative_to(ROOT.parent).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def _imports(path: Path) -> Iterator[str]:
+    """All modules of the package that a file imports, also late and for types."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names if alias.name.startswith("fedshuffle."))
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "fedshuffle":
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def test_every_module_has_a_layer() -> None:
+    assert [_name(path) for path in MODULES if not _layer(_name(path))] == []
+
+
+@pytest.mark.parametrize("path", MODULES, ids=lambda path: _name(path))
+def test_a_module_imports_lower_layers_only(path: Path) -> None:
+    own = _layer(_name(path))
+    for module in _imports(path):
+        other = _layer(module)
+        allowed = not other or LAYERS[other] <= LAYERS[own]
+        assert allowed, f"{own} imports {module}, which is of a higher layer"
+
+
+def test_only_the_command_line_imports_experiments() -> None:
+    for path in MODULES:
+        if _layer(_name(path)) not in ("experiments", "cli"):
+            assert not any(_layer(module) == "experiments" for module in _imports(path)), path
