@@ -68,3 +68,32 @@ def test_only_the_command_line_imports_experiments() -> None:
     for path in MODULES:
         if _layer(_name(path)) not in ("experiments", "cli"):
             assert not any(_layer(module) == "experiments" for module in _imports(path)), path
+
+
+def test_classes_are_abstract_or_final() -> None:
+    """Composition over inheritance: nothing derives from a class that can be used as it is."""
+    classes: dict[str, ast.ClassDef] = {}
+    for path in MODULES:
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ClassDef):
+                classes[node.name] = node
+
+    def bases(name: str) -> set[str]:
+        found = {ast.unparse(base).split("[")[0] for base in classes[name].bases}
+        return found if name not in found else set()  # a class of a library with the same name
+
+    def abstract(name: str) -> set[str]:
+        """The methods that a class leaves to others."""
+        if name not in classes:
+            return set()
+        own = [part for part in classes[name].body if isinstance(part, ast.FunctionDef)]
+        marked = {part.name for part in own if "abstractmethod" in ast.unparse(part)}
+        inherited = set().union(*map(abstract, bases(name)))
+        return marked | inherited - {part.name for part in own}
+
+    for name in classes:
+        for base in bases(name) & classes.keys():
+            kinds = bases(base) & {"Exception", "FedShuffleError", "Protocol"}
+            methods = [part for part in classes[base].body if isinstance(part, ast.FunctionDef)]
+            mixin = all(method.name.startswith("__") for method in methods)
+            assert kinds or mixin or abstract(base), f"{name} derives from {base}"

@@ -5,8 +5,8 @@ from __future__ import annotations
 import signal
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager
-from typing import Any, final
+from contextlib import contextmanager
+from typing import Any
 
 import rich.console
 from rich.console import ConsoleOptions, RenderableType
@@ -17,7 +17,6 @@ from rich.table import Table
 from fedshuffle.errors import visible
 
 
-@final
 class Console(rich.console.Console):
     """Rich's console, but control characters in names from data are shown and not obeyed."""
 
@@ -80,7 +79,30 @@ def signals(handler: Handler, *numbers: int) -> Iterator[None]:
             signal.signal(number, old)
 
 
-def sigterm_as_interrupt() -> AbstractContextManager[None]:
-    """Let SIGTERM raise KeyboardInterrupt, unless the program handles it itself."""
-    own = signal.getsignal(signal.SIGTERM) != signal.SIG_DFL
-    return signals(signal.default_int_handler, *([] if own else [signal.SIGTERM]))
+@contextmanager
+def interrupted_once(*, ends: bool = False) -> Iterator[None]:
+    """Let the first SIGINT or SIGTERM raise KeyboardInterrupt, and later ones do nothing.
+
+    So nothing interrupts what is done about the first, such as a save. Signals that the program
+    handles itself are left alone. With ``ends`` the program is about to end: once interrupted, it
+    ignores signals to the end.
+    """
+    interrupted = False
+
+    def interrupt(number: int, frame: object) -> None:
+        nonlocal interrupted
+        if not interrupted:
+            interrupted = True
+            raise KeyboardInterrupt
+
+    usual = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.SIG_DFL}
+    main = threading.current_thread() is threading.main_thread()
+    mine = {k: old for k, old in usual.items() if main and signal.getsignal(k) == old}
+    for number in mine:
+        signal.signal(number, interrupt)
+    try:
+        yield
+    finally:
+        if not (ends and interrupted):
+            for number, handler in mine.items():
+                signal.signal(number, handler)

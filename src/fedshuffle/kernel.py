@@ -17,7 +17,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, final
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -29,7 +29,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-@final
 @dataclass(frozen=True, slots=True)
 class StepCoefficients:
     """The constants of the kernel in one round."""
@@ -42,7 +41,6 @@ class StepCoefficients:
     """The diagonal of D, one positive number per parameter; None for ones."""
 
 
-@final
 @dataclass(frozen=True, slots=True)
 class ClientTask:
     """What one client does in one round, and the weight of its update in each of the sums."""
@@ -55,7 +53,6 @@ class ClientTask:
     weight_decay: float = 0.0
 
 
-@final
 @dataclass(frozen=True, slots=True)
 class LocalTraining:
     """Train every client from ``start``; the answer has a row ``sum_i weights_i[k] (y_i - start)``
@@ -67,7 +64,6 @@ class LocalTraining:
     sums: int
 
 
-@final
 @dataclass(frozen=True, slots=True)
 class FullGradient:
     """Full gradients over the clients' data. The answer has for every k and every point a row

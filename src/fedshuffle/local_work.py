@@ -9,7 +9,7 @@ import math
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, final, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 import numpy as np
 
@@ -29,7 +29,6 @@ _MAX_STEPS = 2.0**52
 """Above this number, steps are not exact as floats."""
 
 
-@final
 @dataclass(frozen=True)
 class EpochRange:
     """A number of epochs drawn uniformly from ``low..high`` for every client and round.
@@ -60,7 +59,6 @@ class Interruption(abc.ABC):
         """Steps done, from 1 to ``planned``, for each of the clients."""
 
 
-@final
 @dataclass(frozen=True)
 class MissLast(Interruption):
     """Every client misses its last steps, but does at least one.
@@ -79,7 +77,6 @@ class MissLast(Interruption):
         return np.maximum(planned - self.steps, 1)
 
 
-@final
 @dataclass(frozen=True)
 class AtMost(Interruption):
     """A time limit: no client does more than this number of steps.
@@ -98,7 +95,6 @@ class AtMost(Interruption):
         return np.minimum(planned, self.steps)
 
 
-@final
 @dataclass(frozen=True)
 class RandomStop(Interruption):
     """With this probability a client stops early, after a uniform number of its planned steps.
@@ -123,7 +119,6 @@ class RandomStop(Interruption):
         return result
 
 
-@final
 @dataclass(frozen=True)
 class LocalWork:
     """What a sampled client is asked to do.
@@ -209,7 +204,6 @@ class StepCounts(NamedTuple):
     done: IntArray
 
 
-@final
 class Workload:
     """Local work for given client sizes."""
 
@@ -296,7 +290,6 @@ class Workload:
         return Minibatches(client, size, steps, batch_size, self.work.order, seed, round)
 
 
-@final
 @dataclass(frozen=True, slots=True)
 class Minibatches:
     """The minibatches of a client in a round, as positions among its own examples.

@@ -17,7 +17,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, final
+from typing import Any
 
 from torch import Tensor, nn
 from torch.nn import functional
@@ -31,7 +31,6 @@ per token; or a pair of such values and their weights, which must not depend on 
 """
 
 
-@final
 @dataclass(frozen=True)
 class MeanLoss:
     """The mean over a minibatch of a function of the model's outputs and the targets.

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import final
 
 from torch import Tensor, nn
 from torch.nn import functional
 
 
-@final
 class CharLSTM(nn.Module):
     """Next-character model: embedding, LSTM, and a linear layer over the vocabulary.
 
@@ -35,7 +33,6 @@ class CharLSTM(nn.Module):
         return logits.transpose(1, 2)
 
 
-@final
 class ResNet(nn.Module):
     """A residual network for small images: 3x3 stem, group normalisation, two blocks a stage.
 

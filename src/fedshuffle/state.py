@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol, Self, final
+from typing import TYPE_CHECKING, Protocol, Self
 
 if TYPE_CHECKING:
     import torch
@@ -25,7 +25,6 @@ class ClientRows(Protocol):
         """The same with new vectors for some clients."""
 
 
-@final
 @dataclass(frozen=True)
 class State:
     """The model, the state of the server and the clients, and the number of rounds done."""

@@ -1,9 +1,11 @@
-"""Names from data cannot steer the terminal that they are printed to."""
+"""Names from data cannot steer the terminal that they are printed to; signals interrupt once."""
 
 from __future__ import annotations
 
 import io
 import re
+import signal
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,7 @@ from rich.table import Table
 
 import fedshuffle
 from fedshuffle import Federation, FedShuffleError, cli
-from fedshuffle._terminal import Console
+from fedshuffle._terminal import Console, interrupted_once
 from fedshuffle.data import import_chunks
 from fedshuffle.errors import DivergedError, TrainingError
 
@@ -110,3 +112,47 @@ def test_every_console_is_of_this_kind() -> None:
         text = path.read_text(encoding="utf-8")
         if re.search(r"\bConsole\(", text) and path.name != "_terminal.py":
             assert "from fedshuffle._terminal import Console" in text, path
+
+
+@pytest.fixture
+def usual_handlers() -> Iterator[None]:
+    numbers = (signal.SIGINT, signal.SIGTERM)
+    before = [signal.getsignal(number) for number in numbers]
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    yield
+    for number, handler in zip(numbers, before, strict=True):
+        signal.signal(number, handler)
+
+
+@pytest.mark.parametrize("first", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("ends", [False, True])
+def test_a_second_signal_does_not_interrupt_the_cleanup(
+    usual_handlers: None, first: signal.Signals, ends: bool
+) -> None:
+    cleaned = False
+
+    def work() -> None:
+        nonlocal cleaned
+        with interrupted_once(ends=ends), interrupted_once():
+            try:
+                signal.raise_signal(first)
+            finally:
+                signal.raise_signal(signal.SIGINT)
+                signal.raise_signal(signal.SIGTERM)
+                cleaned = True
+
+    with pytest.raises(KeyboardInterrupt):
+        work()
+    assert cleaned
+    if ends:  # nor what follows
+        signal.raise_signal(signal.SIGINT)
+    assert (signal.getsignal(signal.SIGTERM) == signal.SIG_DFL) is not ends
+
+
+def test_signals_that_the_program_handles_are_left_alone(usual_handlers: None) -> None:
+    seen: list[int] = []
+    signal.signal(signal.SIGTERM, lambda number, _: seen.append(number))
+    with interrupted_once():
+        signal.raise_signal(signal.SIGTERM)
+    assert seen == [signal.SIGTERM]

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import final
 
 import numpy as np
 
@@ -28,7 +27,6 @@ _EXPLAINED = 1e-9  # relative differences up to this are rounding
 _FITS = 1000  # most iterations to fit proportions; ten to a hundred are usual
 
 
-@final
 @dataclass(frozen=True, eq=False)
 class Observations:
     """Which client moved the model how far in which round: entries of equal length."""
@@ -40,7 +38,6 @@ class Observations:
     distance: FloatArray | None = None  # contribution over this is the aggregation weight
 
 
-@final
 @dataclass(frozen=True, eq=False)
 class WeightEstimate:
     """Effective weights, their standard errors and degrees of freedom."""
@@ -60,7 +57,6 @@ class WeightEstimate:
         return reach
 
 
-@final
 @dataclass(frozen=True, eq=False)
 class Control:
     """A control variate: a number for every observation, with a known expectation."""

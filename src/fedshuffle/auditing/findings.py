@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import final
 
 import numpy as np
 
@@ -33,7 +32,6 @@ def differ(objective: FloatArray, effective: FloatArray, errors: FloatArray | No
     return bool((np.abs(effective - objective) > slack).any())
 
 
-@final
 @dataclass(frozen=True)
 class Finding:
     """One cause of a bias."""

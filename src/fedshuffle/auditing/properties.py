@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import final
 
 import numpy as np
 
@@ -16,7 +15,6 @@ CLOSE = 1e-5
 """Answers within this relative distance count as equal: servers may compute in single precision."""
 
 
-@final
 @dataclass(frozen=True)
 class ServerProperties:
     """How a server behaves; None for what was not, or could not be, tested."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, final
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -26,7 +26,6 @@ _ROUNDING = 1e-8  # the smallest relative width of an interval: servers and expe
 _SURE = 5.0  # standard errors needed to call a weight wrong; corrects for testing many clients
 
 
-@final
 @dataclass(frozen=True, eq=False, repr=False, kw_only=True)
 class Audit:
     """The objective that a method or a server really minimises, and the one you meant.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import final
 
 import numpy as np
 
@@ -22,7 +21,6 @@ _NUMBERS = 1 << 22  # most numbers that are sent in one round; larger cohorts co
 _SMALL = 2.0**-10  # the relative size of the differences around a common update
 
 
-@final
 @dataclass(frozen=True)
 class QueryCohort:
     """A cohort to query a server with: the clients in order of arrival, and the steps they did."""
@@ -39,7 +37,6 @@ class QueryCohort:
         return QueryCohort(self.round, clients, steps, distance, self.share)
 
 
-@final
 @dataclass(eq=False)
 class ServerQueries:
     """A server, and the cohorts it is tested with."""

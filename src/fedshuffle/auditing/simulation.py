@@ -14,7 +14,6 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable
-from typing import final
 
 import numpy as np
 import torch
@@ -32,7 +31,6 @@ from fedshuffle.training.rounds import Run, drive
 _STEP_SIZE = 2.0**-20  # only effects of first order are seen; a power of two rounds nothing
 
 
-@final
 class QuadraticClients:
     """Answers the requests of a run by formula.
 

@@ -13,7 +13,7 @@ import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, final
+from typing import Any
 
 import numpy as np
 
@@ -32,7 +32,6 @@ _MIXES = 8  # most alternatives of random epochs that rules are shown
 _FIELDS = frozenset(field.name for field in dataclasses.fields(Cohort))
 
 
-@final
 @dataclass(frozen=True)
 class Dependencies:
     """What a client's contribution depends on besides its own weight, probability and steps."""
@@ -45,7 +44,6 @@ class Dependencies:
     window: int  # the rounds to draw from if an interruption of the user's is random
 
 
-@final
 @dataclass(frozen=True)
 class Subject:
     """A method with the clients, the sampling and the local work to audit it on."""

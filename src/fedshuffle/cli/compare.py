@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from fedshuffle._terminal import interrupted_once
 from fedshuffle.cli.shared import AsJson, Jobs, Settings, alone, console, overrides
 from fedshuffle.errors import FedShuffleError
 
@@ -58,7 +59,7 @@ def run_comparison(
     from fedshuffle.reports.comparison.warnings import annotate
 
     try:
-        with alone(as_json):
+        with interrupted_once(ends=True), alone(as_json):
             results = found.run(
                 out, jobs=jobs, progress=not as_json, command=command, annotate=annotate
             )

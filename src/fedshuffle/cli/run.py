@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import signal
 import sys
 import warnings
 from collections.abc import Iterator
@@ -15,7 +14,7 @@ import typer
 from rich.markup import escape
 
 from fedshuffle._arrays import jsonable
-from fedshuffle._terminal import Console
+from fedshuffle._terminal import Console, interrupted_once
 from fedshuffle.cli.shared import AsJson, Settings, alone, console, overrides
 from fedshuffle.errors import FedShuffleError, user_error
 
@@ -84,13 +83,12 @@ def _interruptible(folder: Path) -> Iterator[None]:
     from fedshuffle.config.runner import begun
 
     try:
-        with warnings.catch_warnings():
+        with interrupted_once(ends=True), warnings.catch_warnings():
             warnings.showwarning = _show_warning
             yield
     except SystemExit as error:  # by the user's code: it is not a success
         raise FedShuffleError(f"{user_error(error)}.") from error
     except KeyboardInterrupt:
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # a second one has no effect
         if not begun(folder):
             print("Interrupted before the first round: nothing was saved.", file=sys.stderr)
         raise typer.Exit(130) from None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from contextlib import AbstractContextManager, nullcontext, redirect_stdout
 from pathlib import Path
-from typing import Annotated, Any, final
+from typing import Annotated, Any
 
 import click
 import typer
@@ -56,7 +56,6 @@ def refuse_unused(context: typer.Context, names: list[str], under: str) -> None:
             raise FedShuffleError(f"{option} changes nothing under {under}: leave it out.")
 
 
-@final
 class Group(TyperGroup):
     """A group of commands, with hints for commands that do not exist."""
 
@@ -72,7 +71,6 @@ class Group(TyperGroup):
             raise click.UsageError(f"No such command {args[0]!r}.{hint}", ctx) from error
 
 
-@final
 class Command(TyperCommand):
     """A command, with hints for options that do not exist and for keys of a config."""
 

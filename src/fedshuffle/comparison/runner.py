@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from pathlib import Path
-from typing import Any, final
+from typing import Any
 
 from rich.progress import TaskID, TimeElapsedColumn, TimeRemainingColumn
 from rich.text import Text
@@ -23,7 +23,7 @@ from rich.text import Text
 from fedshuffle import _files
 from fedshuffle._arrays import count
 from fedshuffle._files import one_writer, results_folder
-from fedshuffle._terminal import Console, progress_bar, sigterm_as_interrupt
+from fedshuffle._terminal import Console, interrupted_once, progress_bar
 from fedshuffle.comparison import results
 from fedshuffle.comparison.spec import Comparison, Trial
 from fedshuffle.comparison.study import Study
@@ -75,7 +75,7 @@ def run(
     jobs = available_cores() if jobs is None else count(jobs, "jobs")
     folder = results_folder(place)
     console = Console(stderr=True, markup=False, highlight=False, soft_wrap=True)
-    with one_writer(folder), sigterm_as_interrupt():
+    with one_writer(folder), interrupted_once():
         if progress:
             console.print("Loading the data and auditing the methods.")
         try:
@@ -92,7 +92,6 @@ def resuming(folder: Path) -> str:
     return f"fedshuffle compare --resume {shlex.quote(str(folder))}"
 
 
-@final
 class _Session:
     """One call of :func:`run`, which starts a comparison or resumes it."""
 
@@ -175,7 +174,6 @@ def _save(comparison: Comparison, folder: Path) -> None:
         _files.write_file(folder / "compare.toml", loader.toml(tables))
 
 
-@final
 class Progress:
     """Finished and current runs, with rounds, losses and the time left.
 

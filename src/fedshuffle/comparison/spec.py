@@ -9,7 +9,7 @@ import re
 from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple, final
+from typing import Annotated, Any, Literal, NamedTuple
 
 from fedshuffle import methods
 from fedshuffle._arrays import number
@@ -41,7 +41,6 @@ class Criterion(NamedTuple):
     higher_is_better: bool
 
 
-@final
 @dataclass(frozen=True)
 class GridPoint:
     """One point of the grid that tuning searches."""
@@ -51,7 +50,6 @@ class GridPoint:
     clip: float
 
 
-@final
 @dataclass(frozen=True)
 class Tuning:
     """The short runs that choose a point of the grid for each method: ``[compare.tune]``."""
@@ -80,7 +78,6 @@ class Tuning:
             check_seed(self.seed)
 
 
-@final
 @dataclass(frozen=True)
 class Trial:
     """One run of a comparison, in the folder of its name."""
@@ -90,7 +87,6 @@ class Trial:
     point: GridPoint
 
 
-@final
 @dataclass(frozen=True)
 class Comparison:
     """Methods with and without momentum, over seeds, each at the grid point that suits it best.

@@ -11,7 +11,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple, final
+from typing import Any, NamedTuple
 
 from fedshuffle import _files
 from fedshuffle.comparison.spec import Comparison, Criterion, GridPoint, Pair, Trial
@@ -23,7 +23,6 @@ from fedshuffle.training.run_folder import RunFolder
 OUTCOME = "outcome.json"
 
 
-@final
 @dataclass(frozen=True)
 class TrialResult:
     """How a run ended, and its evaluations."""
@@ -52,7 +51,6 @@ def write_outcome(folder: Path, outcome: str, reason: str = "") -> None:
     _files.write_file(folder / OUTCOME, text)
 
 
-@final
 class Study:
     """The runs of a comparison in a folder, as far as they are known; ``judge`` ranks tuning."""
 

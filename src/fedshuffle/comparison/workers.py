@@ -22,7 +22,7 @@ from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
-from typing import Self, final
+from typing import Self
 
 import torch
 from torch import nn
@@ -46,7 +46,6 @@ Answer = str | None
 # In the parent ------------------------------------------------------------------------------------
 
 
-@final
 class WorkerPool:
     """A number of worker processes, each served by a thread; one that dies is replaced."""
 

@@ -16,7 +16,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import final
 
 import numpy as np
 import safetensors.torch
@@ -39,7 +38,6 @@ from fedshuffle.training import Evaluate, Result, train
 from fedshuffle.training.run_folder import RunFolder
 
 
-@final
 @dataclass(frozen=True)
 class RunInputs:
     """The parts that runs with different settings can share: data, loss and evaluation."""

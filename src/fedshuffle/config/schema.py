@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from types import NoneType
-from typing import TYPE_CHECKING, Annotated, Any, Literal, final, get_args, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args, get_type_hints
 
 from fedshuffle import methods, schedules
 from fedshuffle._arrays import count, expect
@@ -36,7 +36,6 @@ Count = Annotated[int, count]
 """A whole number of at least 1."""
 
 
-@final
 @dataclass(frozen=True)
 class ImportSpec:
     """An object of the user's: an import path ``package.module:attribute``, and arguments."""
@@ -45,7 +44,6 @@ class ImportSpec:
     arguments: Mapping[str, Any] = field(default_factory=dict)
 
 
-@final
 @dataclass(frozen=True)
 class StorePath:
     """A federation stored in a folder."""
@@ -56,7 +54,6 @@ class StorePath:
 DataSpec = ImportSpec | StorePath
 
 
-@final
 @dataclass(frozen=True)
 class ScheduleSpec:
     """A step size that depends on the round: a function of :mod:`fedshuffle.schedules`.
@@ -82,7 +79,6 @@ class ScheduleSpec:
 StepSize = float | ScheduleSpec
 
 
-@final
 @dataclass(frozen=True)
 class EvaluationSpec:
     """The data, metrics and frequency of evaluation."""
@@ -103,7 +99,6 @@ class EvaluationSpec:
         check_counts(self)
 
 
-@final
 @dataclass(frozen=True)
 class Checkpoints:
     """How often the state is saved, and how many checkpoints are kept."""
@@ -115,7 +110,6 @@ class Checkpoints:
         check_counts(self)
 
 
-@final
 @dataclass(frozen=True)
 class Config:
     """One run. Vary it with :func:`dataclasses.replace` or :meth:`override`.

@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import replace
-from typing import NamedTuple, final
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -26,7 +26,6 @@ _GAIN = 1.1
 """A more elaborate engine is chosen only if it is faster by this factor."""
 
 
-@final
 class Choice(NamedTuple):
     """The engine chosen, and why."""
 

@@ -25,7 +25,6 @@ import weakref
 from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
 from multiprocessing.reduction import recv_handle, send_handle
-from typing import final
 
 from fedshuffle.errors import FedShuffleError
 
@@ -60,7 +59,6 @@ def _forget_server() -> None:
     _server, _lock = None, threading.Lock()
 
 
-@final
 class ForkServer:
     """The fork server, seen from the program."""
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from itertools import count
-from typing import Any, NamedTuple, final
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -75,7 +75,6 @@ class _Layer(NamedTuple):
     activation: _Activation = _NONE
 
 
-@final
 class LinearStack:
     """The gradient of a problem whose model is a stack of linear layers."""
 

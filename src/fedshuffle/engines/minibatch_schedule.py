@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from typing import final
 
 import numpy as np
 
@@ -18,7 +17,6 @@ Step = tuple[slice | list[int], IntArray, FloatArray]
 mean of its minibatch."""
 
 
-@final
 class PackedMinibatches:
     """The minibatches of a group of clients, of which the longest come first.
 

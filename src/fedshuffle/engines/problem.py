@@ -6,7 +6,7 @@ import copy
 import functools
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, NamedTuple, final
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -35,7 +35,6 @@ class Fault(NamedTuple):
     """Whether it gives other gradients than the reference, or none at all."""
 
 
-@final
 class Problem:
     """A module and a loss over a federation, with the model's parameters as one flat vector.
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import final
 
 import torch
 from torch import Tensor
@@ -16,7 +15,6 @@ from fedshuffle.engines.problem import GRADIENT_ROWS, Problem
 from fedshuffle.kernel import ClientTask, FullGradient, LocalTraining
 
 
-@final
 class ReferenceEngine(base.OneWorker):
     """Runs the kernel for any module and any loss. Other engines are tested to equal this one."""
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, final
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +17,6 @@ from fedshuffle.engines.problem import Problem
 from fedshuffle.losses import MeanLoss
 
 
-@final
 class Layout:
     """The order of numbers in a flat vector of parameters: each parameter's axes may be permuted.
 
@@ -67,7 +66,6 @@ class Layout:
         return torch.cat([view.reshape(*lead, -1) for view in self.views(arranged)], dim=-1)
 
 
-@final
 class Replica:
     """A copy of the model with its parameters in one flat vector, ``flat``, differentiated by hand
     if it is a linear stack; images may run with channels last.

@@ -10,7 +10,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from itertools import chain
-from typing import final
 
 import torch
 from torch import Tensor
@@ -27,7 +26,6 @@ _GATHERED_ROWS = 4096
 """A client's minibatches are gathered in portions of about this many examples."""
 
 
-@final
 class SequentialEngine(base.OneWorker):
     """Trains clients one by one, in place, into one running sum.
 

@@ -17,7 +17,7 @@ import tempfile
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import IO, Any, NamedTuple, final
+from typing import IO, Any, NamedTuple
 
 import cloudpickle
 import numpy as np
@@ -137,7 +137,6 @@ def _stamp(federation: Federation) -> str:
     return f"{fingerprint.data(federation)} {sizes}"
 
 
-@final
 class Packed(NamedTuple):
     """The requests of one worker, and the tensors that only it needs."""
 

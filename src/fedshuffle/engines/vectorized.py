@@ -11,7 +11,7 @@ import math
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
-from typing import NamedTuple, final
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -39,7 +39,6 @@ _FEW_SUMS = 16
 """Requests with more sums than this may have clients that contribute to few of them."""
 
 
-@final
 class VectorizedEngine(base.OneWorker):
     """Trains up to ``width`` clients at once, each in one row.
 

@@ -22,7 +22,7 @@ from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import replace
 from multiprocessing.connection import Connection
 from multiprocessing.reduction import recv_handle, send_handle
-from typing import IO, Any, NamedTuple, Protocol, final
+from typing import IO, Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -158,7 +158,6 @@ class RequestContext(NamedTuple):
         return TrainingError(message, client=self.clients, round=self.round, stage=self.stage)
 
 
-@final
 class ThreadsEngine(Workers):
     """Workers as threads of this process, each with one thread of torch."""
 
@@ -190,7 +189,6 @@ class ThreadsEngine(Workers):
             raise
 
 
-@final
 class ProcessesEngine(Workers):
     """Workers as separate processes, which share the data."""
 

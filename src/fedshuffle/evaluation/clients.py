@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, final
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -23,7 +23,6 @@ _SHOWN = 20
 """Largest number of rows that a terminal or a notebook shows."""
 
 
-@final
 @dataclass(frozen=True, eq=False, repr=False)
 class ClientTable:
     """One row per client, in the order of the federation: its name, its examples, each metric.

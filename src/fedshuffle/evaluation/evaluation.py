@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import KW_ONLY, dataclass, replace
-from typing import Any, NamedTuple, final
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -32,7 +32,6 @@ class _Values(NamedTuple):
     """The clients for which the metric is undefined, and why."""
 
 
-@final
 @dataclass(eq=False, repr=False)
 class Evaluation:
     """Metrics of a model on a federation, batch by batch, so that the data may exceed memory.
@@ -293,7 +292,6 @@ class Evaluation:
         return batch
 
 
-@final
 class Evaluations:
     """Several evaluations as one, such as of held-out data and of a part of the training data.
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, final
+from typing import Any
 
 import numpy as np
 import torch
@@ -19,7 +19,6 @@ from fedshuffle.evaluation.set_metrics import SetMetric, check_metric
 from fedshuffle.losses import Each, MeanLoss, cross_entropy
 
 
-@final
 @dataclass(frozen=True)
 class Metric:
     """A metric that is a mean over examples: its name, a value per example, and its direction.
@@ -82,7 +81,6 @@ def missing_loss(outputs: Tensor, targets: Tensor) -> Tensor:
     )
 
 
-@final
 @dataclass(frozen=True)
 class Top:
     """Whether the target is among the k classes with the largest outputs.

@@ -11,7 +11,7 @@ import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, final
+from typing import Any
 
 import numpy as np
 import torch
@@ -27,7 +27,6 @@ Where there is a class per token, the tokens are the examples, and those of clas
 """
 
 
-@final
 @dataclass(frozen=True)
 class SetMetric:
     """A metric that needs all examples of a client, or of all clients, at once.

@@ -7,14 +7,13 @@ import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, final
+from typing import Any
 
 from fedshuffle._arrays import jsonable
 from fedshuffle._files import write_file
 from fedshuffle._terminal import Console, plain_table
 
 
-@final
 @dataclass(frozen=True)
 class Claim:
     """A sentence about a panel of a figure, whether it was seen, and the numbers that show it."""

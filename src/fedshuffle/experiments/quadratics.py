@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import final
 
 import numpy as np
 import torch
@@ -23,7 +22,6 @@ from fedshuffle.theory import ExactConstants, quadratic_constants
 from fedshuffle.training.rounds import Run, simulate
 
 
-@final
 @dataclass(frozen=True, eq=False)
 class Quadratics:
     """Clients with quadratic losses: curvatures and an optimum for each example."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, final
+from typing import Any
 
 import numpy as np
 from flwr.app import Context, Message, MetricRecord, RecordDict
@@ -28,7 +28,6 @@ Data = Any
 """A client's examples: arrays or tensors with a row per example, or a map-style torch dataset."""
 
 
-@final
 class Client:
     """One client: its number, its model and its data. Handles every message of the strategy.
 

@@ -6,7 +6,6 @@ import logging
 import math
 import time
 from collections.abc import Mapping, Sequence
-from typing import final
 
 import numpy as np
 from flwr.app import Message, RecordDict
@@ -28,7 +27,6 @@ _RETRY = 60.0
 """Seconds after which a node with an invalid reply is asked again."""
 
 
-@final
 class ClientRegistry:
     """The clients that have introduced themselves, and the node of each.
 

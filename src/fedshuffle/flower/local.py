@@ -26,7 +26,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, final
+from typing import Any
 
 from fedshuffle._arrays import count
 from fedshuffle.errors import FedShuffleError, one_line
@@ -54,7 +54,6 @@ _POLL = 0.2
 _POLL_COMMAND = 2.0  # a flwr command takes a second of computing
 
 
-@final
 @dataclass(frozen=True)
 class AppRun:
     """A finished run of an app: how Flower says it ended, and what its server printed."""
@@ -69,7 +68,6 @@ class AppRun:
         return self.status == "finished:completed"
 
 
-@final
 class Deployment:
     """A SuperLink and a SuperNode for each client on this machine, while the ``with`` block runs.
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import final
-
 import numpy as np
 import torch
 from flwr.app import ArrayRecord, Message
@@ -20,7 +18,6 @@ MAX_NORM = 1e18
 """Larger updates and gradients are refused: their squares overflow float32."""
 
 
-@final
 class PendingRequest:
     """One exchange with the cohort: the messages to send, and the replies received so far."""
 

@@ -14,7 +14,6 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
-from typing import final
 
 from fedshuffle._terminal import signals
 from fedshuffle.errors import FedShuffleError
@@ -34,7 +33,6 @@ watch(Path(sys.argv[1]), bool(sys.argv[2]))
 _STOP = 15.0  # seconds between asking a process to end and killing it
 
 
-@final
 class Process:
     """A process of a deployment, in its own session, with a log."""
 
@@ -93,7 +91,6 @@ class Process:
         self._popen.wait()
 
 
-@final
 class Watcher:
     """A watchdog process that stops a deployment if this program is killed."""
 

@@ -16,7 +16,7 @@ import dataclasses
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeVar, final
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -36,7 +36,6 @@ _FIELDS, _ARRAYS = "fedshuffle", "arrays"
 _FLOATS = (np.float16, np.float32, np.float64)
 
 
-@final
 @dataclass(frozen=True, slots=True)
 class ClientInfo:
     """How a client introduces itself."""
@@ -54,7 +53,6 @@ class ClientInfo:
     """Its number of examples; None if withheld."""
 
 
-@final
 @dataclass(frozen=True, slots=True)
 class TrainRequest:
     """Local training for one client; comes with the arrays ``x``, ``v`` and ``scale``."""
@@ -78,7 +76,6 @@ class TrainRequest:
     """The number of examples for which the steps were planned; None if sizes are withheld."""
 
 
-@final
 @dataclass(frozen=True, slots=True)
 class Query:
     """A request for full gradients, with the array ``points``, or for an evaluation, with ``x``."""
@@ -87,7 +84,6 @@ class Query:
     round: int
 
 
-@final
 @dataclass(frozen=True, slots=True)
 class Reply:
     """The reply, with the array ``update`` or ``gradients``."""

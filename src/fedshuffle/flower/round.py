@@ -8,7 +8,6 @@ replied, and with the steps it really did. So the method's rules alone decide th
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import final
 
 import numpy as np
 
@@ -20,7 +19,6 @@ from fedshuffle.state import State
 from fedshuffle.training.rounds import Run, advance
 
 
-@final
 class ClientRound:
     """A round of a run, exchange by exchange.
 

@@ -6,7 +6,6 @@ import hashlib
 import json
 import math
 from collections.abc import Mapping, Sequence
-from typing import final
 
 import numpy as np
 import torch
@@ -17,7 +16,6 @@ from fedshuffle import fingerprint
 from fedshuffle.errors import FedShuffleError
 
 
-@final
 class Model:
     """Which of the arrays are trained, in which order, and what the others are.
 

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, final
+from typing import Any
 
 import numpy as np
 from flwr.app import ArrayRecord, Message, MetricRecord
@@ -36,7 +36,6 @@ BY_CHANCE = 1e-6
 """unless that has at least this probability under the stated response probabilities."""
 
 
-@final
 @dataclass(frozen=True)
 class DropoutModel:
     """How often clients reply, and how long and how often the server asks."""
@@ -50,7 +49,6 @@ class DropoutModel:
     retries: int
 
 
-@final
 class Session:
     """The rounds of a run on a grid."""
 

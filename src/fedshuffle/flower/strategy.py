@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any, Literal, final
+from typing import Any, Literal
 
 import numpy as np
 from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord
@@ -43,7 +43,6 @@ _log = logging.getLogger("flwr.fedshuffle")
 EvaluateOnServer = Callable[[int, ArrayRecord], MetricRecord | None]
 
 
-@final
 class FedShuffleStrategy(Strategy):  # type: ignore[misc]  # Flower is untyped here
     r"""Any method of this library without client state, on Flower's clients.
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 import tempfile
 import weakref
 from contextlib import AbstractContextManager
-from typing import final
 
 import numpy as np
 import torch
@@ -25,7 +24,6 @@ MAX_BYTES = 256 * 2**20
 """Bytes held in memory; the rest goes to disk."""
 
 
-@final
 class UpdateBuffer:
     """One array of a fixed shape per client that replied.
 

@@ -18,7 +18,6 @@ from __future__ import annotations
 import abc
 from collections.abc import Callable
 from dataclasses import dataclass, is_dataclass
-from typing import final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,7 +29,6 @@ from fedshuffle.local_work import Workload
 from fedshuffle.sampling import Sampling
 
 
-@final
 @dataclass(frozen=True, slots=True)
 class Cohort:
     """What the rules know of clients: arrays of equal shape, one entry per client."""
@@ -138,7 +136,6 @@ class Normaliser(abc.ABC):
         return None
 
 
-@final
 class InclusionProbability(Normaliser):
     """``q_i^S = p_i``: in expectation every client counts by its weight."""
 
@@ -146,7 +143,6 @@ class InclusionProbability(Normaliser):
         return weights / cohort.probability
 
 
-@final
 class SumOne(Normaliser):
     """``q^S`` = the sum of w-tilde over S, so that the aggregation weights sum to one."""
 
@@ -157,7 +153,6 @@ class SumOne(Normaliser):
         return RatioOfSums(u=weights)
 
 
-@final
 class EffectiveSteps(Normaliser):
     """The original FedNova: ``a_i = (w_i / W_S) / tau_i * tau_eff``, where ``W_S`` is the sum of w
     over S and ``tau_eff`` the w-weighted mean of the steps done in S.
@@ -173,7 +168,6 @@ class EffectiveSteps(Normaliser):
         return RatioOfSums(u=clients.weight, v=clients.weight * clients.done, power=2)
 
 
-@final
 @dataclass(frozen=True)
 class Custom(Normaliser):
     """The user's own q: a function of (w-tilde, cohort) that returns one number per client."""
@@ -184,7 +178,6 @@ class Custom(Normaliser):
         return weights / self.q(weights, cohort)
 
 
-@final
 @dataclass(frozen=True)
 class FedShuffleGen:
     """The averaging rule (c, w-tilde, q); the paper's Algorithm "FedShuffleGen".

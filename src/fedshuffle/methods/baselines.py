@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
-from typing import final
 
 from fedshuffle._arrays import FloatArray
 from fedshuffle.kernel import StepCoefficients
@@ -31,7 +30,6 @@ _FULL_GRADIENT = {
 }
 
 
-@final
 @dataclass(frozen=True)
 class NonLocalMVR(Direction):
     """The MVR momentum itself; no gradient of a minibatch is computed."""

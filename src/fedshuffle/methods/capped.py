@@ -13,7 +13,6 @@ Reference: FedShuffleGen, Horvath et al. 2022, allows it.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import final
 
 import numpy as np
 
@@ -22,7 +21,6 @@ from fedshuffle.methods.averaging import Cohort, FedShuffleGen, InclusionProbabi
 from fedshuffle.methods.method import Family, Method
 
 
-@final
 @dataclass(frozen=True)
 class CappedSteps:
     """``c_i = max(tau_i, tau_max / rho)``: no step is more than rho times that of the longest."""
@@ -36,7 +34,6 @@ class CappedSteps:
         return np.maximum(own_steps(clients), clients.longest / self.rho)
 
 
-@final
 @dataclass(frozen=True)
 class WeightPerDistance:
     """``w-tilde_i = w_i c_i / done`` with the c of :class:`CappedSteps`: the weight corrects for

@@ -9,7 +9,7 @@ from __future__ import annotations
 import abc
 from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, final
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-@final
 @dataclass(frozen=True, slots=True)
 class MethodState:
     """What a direction keeps between rounds."""
@@ -39,7 +38,6 @@ class MethodState:
         check_tensors(self.shared, "MethodState.shared")
 
 
-@final
 @dataclass(frozen=True, slots=True)
 class LocalPlan:
     """How clients train in a round, and which further sums of their updates the direction wants."""
@@ -61,7 +59,6 @@ class LocalPlan:
         return [self.coefficients] * n if same else self.coefficients  # type: ignore[list-item,return-value]
 
 
-@final
 @dataclass(frozen=True, slots=True)
 class RoundContext:
     """What is known when a round starts."""
@@ -80,7 +77,6 @@ class RoundContext:
         return FullGradient(points, cohort.clients, weights, cohort.round)
 
 
-@final
 @dataclass(frozen=True, slots=True)
 class CohortMoments:
     """What the audit knows of a method's cohorts S, where client i moves the model by
@@ -141,7 +137,6 @@ class Direction(abc.ABC):
         return None
 
 
-@final
 @dataclass(frozen=True)
 class Plain(Direction):
     """The gradient itself."""

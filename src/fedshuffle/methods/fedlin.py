@@ -17,7 +17,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, final
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -38,7 +38,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-@final
 @dataclass(frozen=True)
 class GradientExchange(Direction):
     """The gradient, with the client's own at x replaced by the cohort's."""

@@ -11,7 +11,6 @@ Reference: Li et al., Federated Optimization in Heterogeneous Networks, 2020.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import final
 
 from fedshuffle._arrays import FloatArray, number
 from fedshuffle.errors import FedShuffleError
@@ -21,7 +20,6 @@ from fedshuffle.methods.directions import CohortMoments, Direction, LocalPlan, R
 from fedshuffle.methods.method import Family, Method
 
 
-@final
 @dataclass(frozen=True)
 class Proximal(Direction):
     """The gradient and a proximal term of strength mu."""

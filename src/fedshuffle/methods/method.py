@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple, final
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -52,7 +52,6 @@ class Family(NamedTuple):
     """By the name of a method: its label and its colour in text and figures."""
 
 
-@final
 @dataclass(frozen=True)
 class Method:
     """A federated method over the one kernel.

@@ -21,7 +21,6 @@ Learning, 2020.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import final
 
 from fedshuffle._arrays import FloatArray, number
 from fedshuffle.errors import unknown
@@ -41,7 +40,6 @@ from fedshuffle.methods.scaffold import RULE
 _BASES = ("sgd", "momentum", "adam")
 
 
-@final
 @dataclass(frozen=True)
 class Mimic(Direction):
     """The step of a base optimiser (sgd, momentum, adam) with its statistics held fixed."""

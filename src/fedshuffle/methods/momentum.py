@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import final
 
 from fedshuffle._arrays import FloatArray, number
 from fedshuffle.kernel import StepCoefficients
@@ -18,7 +17,6 @@ from fedshuffle.methods.directions import (
 )
 
 
-@final
 @dataclass(frozen=True)
 class MVR(Direction):
     r"""Exact momentum variance reduction (the paper's equations for FedShuffleMVR).
@@ -70,7 +68,6 @@ def updated_mvr(a: float, context: RoundContext) -> Steps:
     return MethodState({"momentum": m, "previous": x})
 
 
-@final
 @dataclass(frozen=True)
 class GlobalMomentum(Direction):
     r"""The cheap momentum: no full gradient, no extra message.

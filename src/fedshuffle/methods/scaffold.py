@@ -19,7 +19,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
-from typing import final
 
 import numpy as np
 
@@ -46,7 +45,6 @@ RULE = FedShuffleGen(steps_of_the_longest, objective_weight, InclusionProbabilit
 """One step size for all, and weights w/p."""
 
 
-@final
 @dataclass(frozen=True)
 class ControlVariates(Direction):
     """The gradient, corrected by control variates."""

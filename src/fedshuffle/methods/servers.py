@@ -9,7 +9,7 @@ from __future__ import annotations
 import abc
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, final
+from typing import TYPE_CHECKING, Any
 
 from fedshuffle._arrays import number
 
@@ -30,7 +30,6 @@ class ServerOptimiser(abc.ABC):
         """The next model and the next state; no argument is changed."""
 
 
-@final
 @dataclass(frozen=True)
 class Average(ServerOptimiser):
     r"""The update itself: :math:`x \leftarrow x + \eta_g \Delta`."""
@@ -66,7 +65,6 @@ class FromTorch(ServerOptimiser):
         return parameter.detach(), dict(optimiser.state[parameter])
 
 
-@final
 @dataclass(frozen=True)
 class Momentum(FromTorch):
     r"""SGD with momentum: :math:`m \leftarrow b m + \Delta, \; x \leftarrow x + \eta_g m`."""
@@ -80,7 +78,6 @@ class Momentum(FromTorch):
         return "SGD", {"momentum": self.b}
 
 
-@final
 @dataclass(frozen=True)
 class Adagrad(FromTorch):
     r"""Adagrad: :math:`v \leftarrow v + \Delta^2, \; x \leftarrow x + \eta_g \Delta / (\sqrt v +
@@ -110,7 +107,6 @@ class _TwoMoments:
         number(self.epsilon, "the server's epsilon", within="(0, inf)")
 
 
-@final
 @dataclass(frozen=True)
 class Adam(_TwoMoments, FromTorch):
     r"""Adam with its correction for the first rounds, as in torch.optim:
@@ -122,7 +118,6 @@ class Adam(_TwoMoments, FromTorch):
         return "Adam", {"betas": (self.b1, self.b2), "eps": self.epsilon}
 
 
-@final
 @dataclass(frozen=True)
 class Yogi(_TwoMoments, ServerOptimiser):
     r"""Yogi: like Adam, but the size of v's step does not depend on v itself,

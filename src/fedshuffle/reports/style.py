@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, final
+from typing import Any
 
 import numpy as np
 
@@ -11,7 +11,6 @@ from fedshuffle._arrays import FloatArray
 from fedshuffle.methods import Method, colour
 
 
-@final
 @dataclass(frozen=True)
 class Theme:
     """The colours of a figure, for a light or a dark page."""

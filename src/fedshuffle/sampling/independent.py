@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator
-from typing import final
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -21,7 +20,6 @@ from fedshuffle.sampling.base import (
 )
 
 
-@final
 class Independent(EqualPairCorrelation):
     """Client i takes part with probability p_i, independently of all others: ``s = 1 - p``.
 
@@ -51,7 +49,6 @@ class Independent(EqualPairCorrelation):
         return Cohorts.of([(tuple(sorted([*always, *some])), q) for some, q in subsets])
 
 
-@final
 class ApproximateIndependent(EqualPairCorrelation):
     """Invite ``k >= n max p`` clients uniformly; an invited one stays with probability n p_i / k.
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterable, Sequence
-from typing import final
 
 import numpy as np
 
@@ -14,7 +13,6 @@ from fedshuffle.randomness import Purpose, generator
 from fedshuffle.sampling.base import Cohorts, Sampling, check_probabilities
 
 
-@final
 class Listed(Sampling):
     """Any sampling, given as (cohort, probability) rows.
 

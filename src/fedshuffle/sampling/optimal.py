@@ -6,7 +6,7 @@ Chen, Horvath and Richtarik, Optimal Client Sampling for Federated Learning, 202
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal, final
+from typing import Literal
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -29,7 +29,6 @@ _NEGLIGIBLE = 1e-200
 """A norm smaller than the largest by this factor counts as zero."""
 
 
-@final
 class Optimal(Sampling):
     r"""A pool of clients is drawn and trains; about b of them then send their updates.
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-from typing import final
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -15,7 +14,6 @@ from fedshuffle.randomness import Purpose, generator
 from fedshuffle.sampling.base import Cohorts, Sampling, check_cohort_size, check_pairs
 
 
-@final
 class Stratified(Sampling):
     """b clients in all, ``b_k`` of the ``n_k`` of stratum k, independently between the strata.
 

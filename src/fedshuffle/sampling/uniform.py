@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import final
-
 import numpy as np
 from numpy.typing import ArrayLike
 
@@ -18,7 +16,6 @@ from fedshuffle.sampling.base import (
 )
 
 
-@final
 class Full(EqualPairCorrelation):
     """Every client takes part in every round.
 
@@ -41,7 +38,6 @@ class Full(EqualPairCorrelation):
         return Cohorts(np.arange(len(self)), np.array([0, len(self)]), np.ones(1))
 
 
-@final
 class Uniform(EqualPairCorrelation):
     """b of n clients, every subset of size b equally likely: ``p = b/n``, ``s = (n-b)/(n-1)``.
 
@@ -65,7 +61,6 @@ class Uniform(EqualPairCorrelation):
         return Cohorts.of_strata([range(len(self))], np.array([self.b]), limit)
 
 
-@final
 class One(EqualPairCorrelation):
     """Exactly one client, client i with probability p_i; the p_i sum to one. ``s = 1``, a bound.
 

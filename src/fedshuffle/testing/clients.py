@@ -12,7 +12,7 @@ import copy
 import dataclasses
 import math
 from dataclasses import dataclass
-from typing import Any, final
+from typing import Any
 
 import numpy as np
 import torch
@@ -89,7 +89,6 @@ class NotAffineError(Exception):
     """A round is not an affine map of the state."""
 
 
-@final
 @dataclass(frozen=True)
 class MeanMap:
     """The mean over all cohorts of the map from (model, server state, client state) to the next."""

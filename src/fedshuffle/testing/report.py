@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, final
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -31,7 +31,6 @@ class CheckResult(NamedTuple):
     """What was expected and found, or why the check does not apply; empty if it passed."""
 
 
-@final
 @dataclass(frozen=True)
 class Report:
     """The results of all checks of a method or a sampling.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from dataclasses import dataclass
-from typing import Annotated, Any, final
+from typing import Annotated, Any
 
 from fedshuffle._arrays import count, number
 from fedshuffle.auditing import audit
@@ -34,7 +34,6 @@ _DRAWS = 4000
 """Cohorts to draw in a Monte Carlo audit."""
 
 
-@final
 @dataclass(frozen=True)
 class AdvisedSetting:
     """The run that the advice is for."""
@@ -49,7 +48,6 @@ class AdvisedSetting:
     target: float
 
 
-@final
 @dataclass(frozen=True)
 class ProblemSummary:
     """The constants of the losses, and how they were found."""
@@ -64,7 +62,6 @@ class ProblemSummary:
     notes: tuple[str, ...]
 
 
-@final
 @dataclass(frozen=True)
 class MVRSteps:
     """The largest step of FedShuffleMVR, and the best for the run's rounds."""
@@ -73,7 +70,6 @@ class MVRSteps:
     tuned: MVRStep | None
 
 
-@final
 @dataclass(frozen=True)
 class MVRAdvice:
     """Step size and momentum for FedShuffleMVR."""
@@ -84,7 +80,6 @@ class MVRAdvice:
     covered: bool = True
 
 
-@final
 @dataclass(frozen=True)
 class NotCovered:
     """A case that no theorem covers, and why."""
@@ -95,7 +90,6 @@ class NotCovered:
     covered: bool = False
 
 
-@final
 @dataclass(frozen=True)
 class OwnStepSize:
     """The run's step size, and its ratio to the proven limit."""
@@ -104,7 +98,6 @@ class OwnStepSize:
     times_the_limit: ReportedNumber | None
 
 
-@final
 @dataclass(frozen=True)
 class ObjectiveSummary:
     """Whether the run's method minimises the intended objective."""
@@ -114,7 +107,6 @@ class ObjectiveSummary:
     total_variation: Annotated[float | None, Derivation.AUDIT]
 
 
-@final
 @dataclass(frozen=True, eq=False)
 class Advice:
     """The results of short runs and of the theory for a run; every number has a derivation."""

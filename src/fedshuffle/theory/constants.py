@@ -14,7 +14,7 @@ With :math:`q_i^S = p_i` these have closed forms: :math:`q_i = 1`, :math:`H_{ij}
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, final
+from typing import Literal
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -45,7 +45,6 @@ def finite_array(values: ArrayLike, what: str) -> FloatArray:
     return array
 
 
-@final
 @dataclass(frozen=True, eq=False)
 class ProblemConstants:
     """What the theorem assumes of the losses.
@@ -90,7 +89,6 @@ class ProblemConstants:
         return np.broadcast_to(values, (n,))
 
 
-@final
 @dataclass(frozen=True, eq=False)
 class MethodConstants:
     """The constants of the theorem on FedShuffleGen for a method, a sampling and a federation.

@@ -5,14 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass, is_dataclass
 from enum import Enum
 from functools import cache
-from typing import Any, final, get_type_hints
+from typing import Any, get_type_hints
 
 from fedshuffle._arrays import jsonable
 
 _THEORY = "docs/theory.md"
 
 
-@final
 class Derivation(Enum):
     """A heading in the docs, and the theorem or lemma behind it."""
 
@@ -37,7 +36,6 @@ class Derivation(Enum):
         self.anchor, self.statement = anchor, statement
 
 
-@final
 @dataclass(frozen=True)
 class ReportedNumber:
     """A number with what else is known about it."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from typing import Any, final
+from typing import Any
 
 import numpy as np
 import torch
@@ -33,7 +33,6 @@ _MAX_CLIENTS = 50
 """Default of the largest number of clients to sample."""
 
 
-@final
 @dataclass(frozen=True, eq=False)
 class EstimatedConstants:
     """The constants of a problem at the points where they were estimated."""

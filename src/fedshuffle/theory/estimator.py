@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import final
 
 import numpy as np
 import torch
@@ -22,7 +21,6 @@ from fedshuffle.errors import FedShuffleError
 from fedshuffle.randomness import Purpose, generator
 
 
-@final
 @dataclass(frozen=True)
 class ConstantEstimate:
     """An estimated constant and its uncertainty."""
@@ -44,7 +42,6 @@ class ConstantEstimate:
         return f"{self.value:.4g} +- {self.uncertainty:.2g}{note}"
 
 
-@final
 @dataclass(frozen=True)
 class SpectrumEnd:
     """One end of a spectrum: the Ritz value, its residual, its vector."""
@@ -54,7 +51,6 @@ class SpectrumEnd:
     vector: Tensor
 
 
-@final
 @dataclass(eq=False)
 class Estimator:
     """Gradients and curvatures of sampled clients, at one model after another."""

@@ -16,7 +16,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, TypedDict, final, get_args
+from typing import Any, Literal, TypedDict, get_args
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -30,7 +30,6 @@ SimilarityForm = Literal["gradient", "convex"]
 Status = Literal["exact", "bound", "on the ball"]
 
 
-@final
 @dataclass(frozen=True)
 class Validity:
     """Where a constant holds, and why."""
@@ -45,7 +44,6 @@ class Validity:
         return f"{self.status}: {self.reason}"
 
 
-@final
 @dataclass(frozen=True, eq=False)
 class ExactConstants:
     """The constants of a problem with losses in closed form.
@@ -119,7 +117,6 @@ class ConstantsOptions(TypedDict, total=False):
     """Find constants for the ball of this radius around the optimum only."""
 
 
-@final
 @dataclass(frozen=True)
 class ConstantsRequest:
     """The options, checked."""
@@ -183,7 +180,6 @@ def normalised_weights(default: FloatArray, w_hat: ArrayLike | None) -> FloatArr
     return checked / float(checked.sum())
 
 
-@final
 class RegressionData:
     """Features and targets of the clients, read one client at a time."""
 

@@ -13,7 +13,7 @@ With :math:`\kappa` the curvature, :math:`\Sigma_i` the mean of :math:`a a^T` ov
 from __future__ import annotations
 
 import math
-from typing import NamedTuple, Unpack, final
+from typing import NamedTuple, Unpack
 
 import numpy as np
 
@@ -171,7 +171,6 @@ class _LossesAt(NamedTuple):
     """``mean_j |grad f_ij - grad f_i|^2``."""
 
 
-@final
 class _LogisticModel:
     """The losses, with parameters in the order (logit, feature)."""
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
-from typing import Annotated, final
+from typing import Annotated
 
 import numpy as np
 
@@ -30,7 +30,6 @@ from fedshuffle.theory.sampling_advice import MAX_EIGENVALUE_CLIENTS, best_proba
 from fedshuffle.theory.step_sizes import StepLimit, largest_step_size
 
 
-@final
 @dataclass(frozen=True, eq=False)
 class NearestConstants:
     """The constants of a method, in the nearest case that the theorem covers."""
@@ -42,7 +41,6 @@ class NearestConstants:
     """How the cases differ."""
 
 
-@final
 @dataclass(frozen=True, eq=False)
 class StepAdvice:
     """The step sizes of one method in one regime."""
@@ -64,7 +62,6 @@ class StepAdvice:
     """The fewest rounds to a target, if given."""
 
 
-@final
 @dataclass(frozen=True)
 class StepComparison:
     """How many times as large FedShuffle's steps may be as another method's, by the proof."""

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any, NamedTuple, final
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -42,7 +42,6 @@ class Coefficients(NamedTuple):
     s: FloatArray
 
 
-@final
 @dataclass(frozen=True)
 class MVRStep:
     """A step size and its momentum parameter, with the bound that is proven for both."""
@@ -61,7 +60,6 @@ class MVRStep:
     """p."""
 
 
-@final
 class MVRRate:
     """The bounds of FedShuffleMVR on a problem.
 

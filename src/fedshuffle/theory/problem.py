@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import partial
-from typing import final
 
 import numpy as np
 import torch
@@ -44,7 +43,6 @@ _RADIUS = 2.0
 """Radius, in starting distances, of the ball for constants that do not hold everywhere."""
 
 
-@final
 @dataclass(frozen=True, eq=False)
 class AdvisedRun:
     """The run to advise on: the model at its start and the settings of training."""
@@ -72,7 +70,6 @@ class AdvisedRun:
         return Run(*parts, step_size, server_step_size, self.seed)
 
 
-@final
 @dataclass(frozen=True)
 class StartingPoint:
     """The start of training, in the quantities of the bounds."""
@@ -91,7 +88,6 @@ class StartingPoint:
         return self.distance, self.gap
 
 
-@final
 @dataclass(frozen=True)
 class RegressionKind:
     """A model and a loss with exact constants."""
@@ -102,7 +98,6 @@ class RegressionKind:
     bias: bool
 
 
-@final
 class ExactProblem:
     """A problem with exact constants, for any objective f-hat."""
 
@@ -166,7 +161,6 @@ class ExactProblem:
         return StartingPoint(float(away @ away), max(0.0, gap), self.gradient)
 
 
-@final
 @dataclass(frozen=True, eq=False)
 class EstimatedProblem:
     """A problem with constants estimated at some models."""

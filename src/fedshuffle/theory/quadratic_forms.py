@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import NamedTuple, final
+from typing import NamedTuple
 
 import numpy as np
 
@@ -56,7 +56,6 @@ class QuadraticForm(NamedTuple):
         return self.s + high * radius**2 + inverse(high, 1)
 
 
-@final
 class QuadraticBounds:
     """Bounds ``t(y) <= a + b |y + shift|^2`` on a quadratic form t.
 

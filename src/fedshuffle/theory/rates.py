@@ -19,7 +19,7 @@ import copy
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Literal, NamedTuple, final, get_args
+from typing import Literal, NamedTuple, get_args
 
 import numpy as np
 
@@ -45,7 +45,6 @@ class RoundInequality(NamedTuple):
     noise: FloatArray
 
 
-@final
 @dataclass(frozen=True)
 class TunedStep:
     """A step size, and the bound that is proven for it."""
@@ -61,7 +60,6 @@ class TunedStep:
     """``W eta_g eta_l``."""
 
 
-@final
 class ConvergenceRate:
     """The bounds of a method on a problem, from the proof's inequality for one round.
 

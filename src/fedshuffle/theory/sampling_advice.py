@@ -7,7 +7,7 @@ For methods that weight by inclusion probability the sampling enters the bound o
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated, final
+from typing import Annotated
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -28,7 +28,6 @@ MAX_EIGENVALUE_CLIENTS = 400
 """Largest number of clients for which M of uniform sampling is an eigenvalue, not a formula."""
 
 
-@final
 @dataclass(frozen=True)
 class SamplingOption:
     """A sampling with its M, and the rounds that are proven with it."""
@@ -44,7 +43,6 @@ class SamplingOption:
     """With which it does."""
 
 
-@final
 @dataclass(frozen=True)
 class SamplingAdvice:
     """Samplings and cohort sizes, compared by what is proven."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Annotated, final
+from typing import Annotated
 
 from fedshuffle.engines import Problem, SequentialEngine
 from fedshuffle.errors import DivergedError
@@ -21,7 +21,6 @@ _SPACING = math.sqrt(10)
 """The factor from one step size to the next."""
 
 
-@final
 @dataclass(frozen=True)
 class TriedStepSize:
     """The outcome of one short run."""
@@ -33,7 +32,6 @@ class TriedStepSize:
     """Whether the loss is no higher than at the start."""
 
 
-@final
 @dataclass(frozen=True)
 class StepSizeSearch:
     """The outcome of short runs with constant step sizes."""

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal, final, get_args
+from typing import Literal, get_args
 
 import numpy as np
 
@@ -30,7 +30,6 @@ from fedshuffle.theory.constants import MethodConstants, ProblemConstants
 Bound = Literal["theorem", "proof"]
 
 
-@final
 @dataclass(frozen=True)
 class StepLimit:
     """The largest step sizes that a bound allows, in each parametrisation."""

@@ -18,7 +18,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from io import FileIO
 from pathlib import Path
-from typing import Any, final
+from typing import Any
 
 import numpy as np
 import torch
@@ -37,7 +37,6 @@ _GROWTH = 2**30
 _REMEDY = "Put back a copy of it, or start a new run in another folder"
 
 
-@final
 class ClientStateStore:
     """The rows of clients in one file, opened or created with the first access, for one thread.
 
@@ -172,7 +171,6 @@ class ClientStateStore:
         )
 
 
-@final
 @dataclass(frozen=True, eq=False)
 class ClientState:
     """Which row of a store belongs to which client, and the row's CRC-32; immutable.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Collection, Mapping
-from typing import Any, final
+from typing import Any
 
 FACTOR = 10.0
 """A loss this many times that of the start counts as divergence."""
@@ -31,7 +31,6 @@ def monitored_loss(names: Collection[str]) -> str | None:
     return next((name for name in ("train_loss", "loss") if name in names), None)
 
 
-@final
 class DivergenceMonitor:
     """Compares the loss of each record with that of the start, and warns once.
 

@@ -7,7 +7,7 @@ import math
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, final
+from typing import Any
 
 from fedshuffle import _files
 from fedshuffle._arrays import jsonable
@@ -27,7 +27,6 @@ def metrics_of(record: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in record.items() if name not in RECORD_KEYS}
 
 
-@final
 class MetricsFile:
     """A file with one record per line. JSON has no NaN: it is null in the file, NaN in Python."""
 

@@ -5,13 +5,12 @@ from __future__ import annotations
 import copy
 import math
 import os
-import signal
 import time
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
-from typing import Any, final
+from typing import Any
 
 import numpy as np
 import torch
@@ -19,7 +18,7 @@ from torch import Tensor, nn
 
 from fedshuffle import devices, engines, fingerprint, schedules
 from fedshuffle._arrays import count, number
-from fedshuffle._terminal import Console, signals, sigterm_as_interrupt
+from fedshuffle._terminal import Console, interrupted_once
 from fedshuffle.engines import Engine, Loss, Problem, Ray
 from fedshuffle.engines.base import model_randomness
 from fedshuffle.engines.cpu_tuning import threads_for
@@ -145,7 +144,7 @@ def train(
     with ExitStack() as stack:
         if folder:
             folder.check(resume)
-            stack.enter_context(sigterm_as_interrupt())
+            stack.enter_context(interrupted_once())
             stack.enter_context(folder.locked())
             if resume:
                 engine = engines.resumed(engine, str(folder.settings().get("engine", "sequential")))
@@ -207,13 +206,11 @@ def train(
                     monitor.add({"round": state.round, "loss": _sampled_loss(problem, state.x)})
         except (KeyboardInterrupt, SystemExit, Exception) as error:
             if folder:  # the unfinished round is abandoned; the state before it is intact
-                # A second signal must not interrupt the last save.
-                with signals(signal.SIG_IGN, signal.SIGINT, signal.SIGTERM):
-                    folder.save(state)
-                    console.print(
-                        f"Stopped after round {state.round}, which is saved. To resume,"
-                        f" {folder.resume_hint}."
-                    )
+                folder.save(state)
+                console.print(
+                    f"Stopped after round {state.round}, which is saved. To resume,"
+                    f" {folder.resume_hint}."
+                )
             if isinstance(error, SystemExit):  # raised by the user's code
                 raise FedShuffleError(f"round {state.round}: {user_error(error)}.") from error
             raise
@@ -223,7 +220,6 @@ def train(
     return Result(problem.copy(state.x), history, path, runner.name, clients, monitor.diverged)
 
 
-@final
 @dataclass(frozen=True)
 class _CustomEvaluation:
     """A user's function with the interface of an :class:`Evaluation`."""

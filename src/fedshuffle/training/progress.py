@@ -6,7 +6,7 @@ import time
 from collections.abc import Mapping, Sequence
 from html import escape
 from pathlib import Path
-from typing import Any, Self, final
+from typing import Any, Self
 
 from rich.progress import Progress, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Column
@@ -16,7 +16,6 @@ from fedshuffle.errors import optional_import
 from fedshuffle.training.history import metrics_of
 
 
-@final
 class TrainingProgress:
     """Rounds done, the last known loss, local steps per second, time elapsed and remaining.
 
@@ -64,7 +63,6 @@ class TrainingProgress:
             self._metric = f"{name} {metrics[name]:.4g}  "
 
 
-@final
 class _NotebookBar:
     """The part of rich's ``Progress`` used here, as HTML: rich itself would need ipywidgets."""
 
@@ -96,7 +94,6 @@ class _NotebookBar:
         )
 
 
-@final
 class TensorBoardLogger:
     """Writes records as scalars to a folder for TensorBoard.
 

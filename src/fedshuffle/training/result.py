@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, final
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
@@ -21,7 +21,6 @@ if TYPE_CHECKING:
 _OVER_CLIENTS = ("_mean", "_worst_decile", "_undefined")
 
 
-@final
 @dataclass(frozen=True, repr=False)
 class Result:
     """The result of :func:`fedshuffle.train`: the model, and one record per round.

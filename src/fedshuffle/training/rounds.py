@@ -6,7 +6,7 @@ import hashlib
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, final
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -29,7 +29,6 @@ if TYPE_CHECKING:
     from fedshuffle.engines import Engine
 
 
-@final
 class Run:
     """The settings of one training run, checked and bound to a federation."""
 

@@ -28,7 +28,7 @@ from contextvars import ContextVar
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, final
+from typing import Any
 
 import torch
 
@@ -56,7 +56,6 @@ _TYPES: dict[str, type] = {"run": str, "start_sha256": str, "rounds": int, "vers
 """Entries of ``run.json`` that the resume check does not compare."""
 
 
-@final
 class RunFolder:
     """Reads and writes the folder of one run, with this number of checkpoints.
 

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import abc
 from dataclasses import dataclass
-from typing import final
 
 from fedshuffle._arrays import FloatArray, IntArray
 
 
-@final
 @dataclass(frozen=True, slots=True, eq=False)
 class Replies:
     """What reaches the server in one round: an entry, or a row, per client in order of arrival."""

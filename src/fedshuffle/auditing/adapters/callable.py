@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Any, final
+from typing import Any
 
 import numpy as np
 
@@ -16,7 +16,6 @@ from fedshuffle.errors import FedShuffleError, error_context, user_error
 _OPTIONAL = ("steps", "probabilities", "round")  # given to functions with such parameters
 
 
-@final
 class FunctionAggregator(Aggregator):
     """``aggregate(clients, sizes, updates) -> step``, with ``updates`` a row per client.
 

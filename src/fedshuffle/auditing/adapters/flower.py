@@ -13,7 +13,7 @@ import functools
 import importlib
 import logging
 from collections.abc import Iterator
-from typing import Any, final
+from typing import Any
 
 import numpy as np
 
@@ -24,7 +24,6 @@ from fedshuffle.errors import FedShuffleError, error_context, optional_import, u
 _ASKED = 4  # a strategy that asks for the nodes more often in a round waits for more of them
 
 
-@final
 class FlowerAggregator(Aggregator):
     """A Flower strategy, or a class or function that makes one when called without arguments.
 

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from typing import final
-
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
 
-@final
 class Augment(nn.Module):
     """Moves every image by up to ``padding`` pixels and mirrors every other one, in training.
 

@@ -17,7 +17,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path, PurePosixPath
-from typing import Any, final
+from typing import Any
 from urllib.error import HTTPError
 from urllib.request import Request, urlopen
 
@@ -38,7 +38,6 @@ _TIMEOUT = 30.0
 """Seconds without a byte after which a connection counts as broken."""
 
 
-@final
 @dataclass(frozen=True)
 class Archive:
     """An archive to download, and the files in it that matter."""

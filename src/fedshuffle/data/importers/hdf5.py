@@ -11,7 +11,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
-from typing import Any, final
+from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, DTypeLike, NDArray
@@ -64,7 +64,6 @@ class _RefusedError(Exception):
     """Why something in a file is not read."""
 
 
-@final
 class Clients:
     """The names of the clients in a file, the fields of the first, and the data of each."""
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, BinaryIO, final
+from typing import Any, BinaryIO
 
 import ijson
 import numpy as np
@@ -113,7 +113,6 @@ def _items(path: Path, key: str) -> Iterator[Any]:
         yield from parse(_DepthLimit(file, path), key, use_float=True)
 
 
-@final
 class _DepthLimit:
     """A JSON file that may not nest deeply: ijson's memory grows with the square of the depth."""
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self, final
+from typing import Any, Self
 
 import numpy as np
 import pyarrow as pa
@@ -96,7 +96,6 @@ def import_table(
             store.add_rows(clients, owners, *arrays)
 
 
-@final
 class _Files:
     def __init__(self, source: Path, format: str) -> None:
         self._paths = find_files(source, FORMATS[format])
@@ -267,7 +266,6 @@ def _flat(columns: Columns) -> list[str]:
     return [name for names in nested for name in names]
 
 
-@final
 @dataclass(frozen=True, eq=False)
 class Scaling:
     """Standardises columns by ``(x - mean) / deviation``; a constant column becomes 0.

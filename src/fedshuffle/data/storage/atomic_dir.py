@@ -14,7 +14,7 @@ import os
 import shutil
 from collections.abc import Hashable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, BinaryIO, Self, final
+from typing import Any, BinaryIO, Self
 
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
@@ -30,7 +30,6 @@ _SCRAP = f"{FACTS}.draft"
 """What a killed writer may leave of :func:`fedshuffle._files.atomic_write`."""
 
 
-@final
 class AtomicDir:
     """A new folder of arrays, ``path``, that :meth:`publish` makes the content of the store."""
 

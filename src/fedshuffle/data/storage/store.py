@@ -28,7 +28,7 @@ from collections.abc import Hashable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, final
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -55,7 +55,6 @@ class Field(NamedTuple):
         return math.prod(self.shape) * self.dtype.itemsize
 
 
-@final
 @dataclass(frozen=True, eq=False)
 class Store:
     """An opened store. Its fields are memory-mapped; writing to them never changes the files."""
@@ -78,7 +77,6 @@ class Store:
         return sum(file.stat().st_size for file in (self.path / FACTS, *self.arrays.iterdir()))
 
 
-@final
 class StoredIds(Sequence[Hashable]):
     """Client ids that are read from disk one by one: whole numbers, or text with offsets.
 

@@ -15,7 +15,7 @@ import re
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, BinaryIO, Self, final
+from typing import Any, BinaryIO, Self
 
 import numpy as np
 from numpy.typing import ArrayLike, DTypeLike, NDArray
@@ -37,7 +37,6 @@ _CONVERT = "Convert it to numbers first (in Python, a function read can), or dro
 _SAME = "Give the same fields for every client."
 
 
-@final
 class StoreWriter:
     """Packs examples into a store, which exists once the ``with`` block has ended.
 

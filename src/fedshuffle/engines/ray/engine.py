@@ -14,7 +14,7 @@ import time
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, final
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -64,7 +64,6 @@ class _Member:
     """Where it is, once it was heard of."""
 
 
-@final
 class RayEngine(Workers):
     """Divides every request among the workers of a Ray cluster."""
 
@@ -235,7 +234,6 @@ class RayEngine(Workers):
         )
 
 
-@final
 class _Worker:
     """A worker process somewhere in the cluster.
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 from dataclasses import dataclass
-from typing import Any, final
+from typing import Any
 
 from fedshuffle._arrays import count, expect, number
 from fedshuffle.engines.sequential import SequentialEngine
@@ -20,7 +20,6 @@ KINDS: dict[str, MakeEngine] = {
 }
 
 
-@final
 @dataclass(frozen=True)
 class Ray:
     """Workers on a Ray cluster, as an engine: ``train(..., engine=Ray(workers=4))``.

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from itertools import chain
 from pathlib import Path
-from typing import Any, final
+from typing import Any
 
 import numpy as np
 import torch
@@ -34,7 +34,6 @@ METHODS = ("fedavg-rr", "fednova-rr", "fedshuffle")
 ROUNDS = 400
 
 
-@final
 @dataclass(frozen=True)
 class Settings:
     """What the demo does; the same for every method."""
@@ -189,7 +188,6 @@ def _watch(
     return np.array(columns).T, x
 
 
-@final
 @dataclass(frozen=True)
 class Spread:
     """Mean and standard deviation over runs."""
@@ -202,7 +200,6 @@ class Spread:
         return cls(float(values.mean()), float(values.std(ddof=1)) if len(values) > 1 else 0.0)
 
 
-@final
 @dataclass(frozen=True)
 class MethodSummary:
     """One method in numbers."""
@@ -236,7 +233,6 @@ class MethodSummary:
         return label(self.method)
 
 
-@final
 @dataclass(frozen=True)
 class Files:
     """The files that the demo writes."""
@@ -250,7 +246,6 @@ class Files:
         return cls(out / "report.html", out / "picture.png", out / "results.json")
 
 
-@final
 @dataclass(frozen=True)
 class Summary:
     """The demo in numbers."""

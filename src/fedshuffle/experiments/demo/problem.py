@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import final
 
 import numpy as np
 import torch
@@ -33,7 +32,6 @@ _MIXING = 1.5
 """How far labels stray between clients: 0 sorts the digits strictly, large numbers mix them all."""
 
 
-@final
 @dataclass(frozen=True, eq=False)
 class Digits:
     """The digits, split over clients, with a part held out."""
@@ -99,7 +97,6 @@ def split(seed: int) -> Digits:
     )
 
 
-@final
 class Objective:
     r"""Multinomial logistic regression on a federation, with a quadratic penalty.
 

@@ -16,7 +16,7 @@ import textwrap
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, final
+from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -51,7 +51,6 @@ GREY = {"fedavg-rr": "#b5b5b5", "fedshuffle": "#707070"}
 """Drawn in every picture, to compare with."""
 
 
-@final
 @dataclass(frozen=True)
 class PlottedMethod:
     """A method in a picture. ``step`` is a factor on its step size."""
@@ -94,7 +93,6 @@ class PlottedMethod:
         return f"{self.label}: {' and '.join(parts)}" if parts else ""
 
 
-@final
 @dataclass(frozen=True)
 class Picture:
     """The methods of a page, and the toy problem they run on."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import final
 
 import numpy as np
 
@@ -34,7 +33,6 @@ def reading(claims: Sequence[Claim], rounds: int) -> str:
     )
 
 
-@final
 class Panel:
     """The curves of one panel, and the questions that claims ask about them."""
 

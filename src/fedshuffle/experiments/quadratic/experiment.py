@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
-from typing import final
 
 import numpy as np
 from rich.progress import MofNCompleteColumn, TimeRemainingColumn
@@ -34,7 +33,6 @@ Results = dict[str, dict[str, dict[str, list[float]]]]
 """``{panel: {method: {"mean": [...], "std": [...]}}}`` with one value per round."""
 
 
-@final
 @dataclass(frozen=True)
 class Scenario:
     """What one curve shows. ``eta`` is the paper's eta_l: the steps of a client sum to it."""

@@ -22,7 +22,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
-from typing import Any, final
+from typing import Any
 
 import numpy as np
 import torch
@@ -86,7 +86,6 @@ COHORT = 8
 """``sampling``: this many of the hundred clients take part in a round."""
 
 
-@final
 @dataclass(frozen=True)
 class Scale:
     """How much is measured."""
@@ -107,7 +106,6 @@ class Scale:
     """``distance``, ``sampling`` and ``gradient``: the number of rounds."""
 
 
-@final
 class Bench:
     """A problem with its engine, its exact constants, and runs on it."""
 

@@ -7,7 +7,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, final
+from typing import Any
 
 import numpy as np
 
@@ -20,7 +20,6 @@ _POINTS = 600
 """The largest number of dots per method; more cannot be told apart."""
 
 
-@final
 @dataclass(frozen=True)
 class Audited:
     """The audit of a method, for all momenta under which it is the same."""
@@ -99,7 +98,6 @@ def ratio_limits(found: Sequence[Audited]) -> tuple[float, float]:
 # The search for step sizes ----------------------------------------------------------------------
 
 
-@final
 @dataclass(frozen=True)
 class Tuned:
     """The search for a method's step size."""
@@ -183,7 +181,6 @@ def histogram(sizes: Sequence[int], most: int = 24) -> list[tuple[int, int, int]
     return list(zip(edges[:-1].tolist(), (edges[1:] - 1).tolist(), counts, strict=True))
 
 
-@final
 @dataclass(frozen=True)
 class Gains:
     """Who gains and who loses with a method against the first one; means over the seeds."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, final
+from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -41,7 +41,6 @@ MARKERS = {
 """Matplotlib's name of a marker, and the same as an SVG path of radius one."""
 
 
-@final
 @dataclass(frozen=True)
 class Look:
     """How a method looks in all figures."""

@@ -11,7 +11,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import Any, final
+from typing import Any
 
 import numpy as np
 
@@ -21,7 +21,6 @@ from fedshuffle.reports.comparison.text import higher_is_better, metric_title, m
 from fedshuffle.training.history import metrics_of
 
 
-@final
 @dataclass(frozen=True)
 class ComparedMethod:
     """A method of the comparison."""
@@ -33,7 +32,6 @@ class ComparedMethod:
     """The registered method."""
 
 
-@final
 @dataclass(frozen=True)
 class Band:
     """A curve over the rounds in which at least one run has a value."""
@@ -46,7 +44,6 @@ class Band:
     """The number of runs that each mean is over."""
 
 
-@final
 @dataclass(frozen=True)
 class Cell:
     """How a curve ends."""
@@ -75,7 +72,6 @@ class Cell:
         return self.planned - self.finished - self.diverged
 
 
-@final
 @dataclass(frozen=True)
 class Line:
     """A method under one momentum in one group: its curve, and how it ends."""
@@ -93,7 +89,6 @@ class Line:
         return f"{self.method.label}, {momentum_title(self.momentum)}"
 
 
-@final
 class Compared:
     """The results of a comparison, checked, and what is computed from them."""
 

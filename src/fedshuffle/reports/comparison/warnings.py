@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, final
+from typing import Any
 
 from fedshuffle.reports.comparison.model import Compared, Line
 from fedshuffle.reports.comparison.text import group_title, value_text
@@ -20,7 +20,6 @@ _TITLES = {
 }
 
 
-@final
 @dataclass(frozen=True)
 class ResultWarning:
     """A warning about one method in one column of the results."""
