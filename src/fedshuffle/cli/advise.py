@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
-from functools import reduce
+from collections.abc import Iterable, Sequence
+from dataclasses import astuple, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.markup import escape
 from rich.padding import Padding
-from rich.table import Table
 
+from fedshuffle._terminal import plain_table
 from fedshuffle.cli.shared import AsJson, Settings, alone, console, overrides
 
 if TYPE_CHECKING:
@@ -23,6 +22,8 @@ if TYPE_CHECKING:
     from fedshuffle.theory.problem import AdvisedRun
     from fedshuffle.theory.sampling_advice import SamplingAdvice
     from fedshuffle.theory.step_size_search import StepSizeSearch
+
+Cell = str | float | None
 
 _MANY = 10**7
 """Larger counts are shown as a power of ten."""
@@ -83,9 +84,7 @@ def _advised_run(config: Config) -> AdvisedRun:
 
 
 def _print_advice(advice: Advice) -> None:
-    from fedshuffle.theory.advice import MVRAdvice, NotCovered
-
-    setting, problem, mvr = advice.setting, advice.problem, advice.mvr
+    setting, problem, proven = advice.setting, advice.problem, advice.largest_proven
     momentum = "" if setting.momentum == "none" else f", momentum {setting.momentum}"
     _line(
         f"[bold]{escape(setting.method)}[/]{momentum} on {setting.clients} clients with"
@@ -93,63 +92,88 @@ def _print_advice(advice: Advice) -> None:
         f" {setting.rounds} rounds"
     )
     if advice.step_size_search is not None:
-        _print_search(advice.step_size_search)
+        _print_search(advice.step_size_search, proven)
         _line("\n[bold underline]What is proven[/]")
-    rows = [(name, f"{one.value:.4g}", str(one)) for name, one in problem.constants.items()]
-    _section(f"The problem: {problem.what}", "PROBLEM")
-    _table(["constant", "value", ""], rows)
+
+    _section(f"The problem: {problem.what}", "problem")
+    constants = []
+    for name, one in problem.constants.items():
+        error = f"+- {one.uncertainty:.2g}" if one.uncertainty else ""
+        remark = "; ".join(filter(None, (error, one.note)))
+        constants.append((name, f"{one.value:.4g}", remark))
+    _table(["constant", "value", ""], constants)
     _notes(problem.notes)
-    _print_steps(advice)
-    if advice.step_ratios:
-        _section("How many times as large FedShuffle's steps may be", "LARGER")
-        columns = {
-            "than": "than",
-            "regime": "regime",
-            "step_size": "step_size",
-            "largest client step": "largest_client_step",
-            "distance per round": "effective",
-        }
-        _table(columns, advice.step_ratios)
-        _notes(["short clients may take larger steps; this is not proven to be faster"])
-        _notes(
-            ["FedNova with the weights w_i tau_max / (tau_i p_i) has FedShuffle's limit and rate"]
+
+    _section("Step sizes (the key step_size of the config)", "steps.proof")
+    rounds = f"for {setting.rounds} rounds"
+    columns = ["method", "regime", "covered", "theorem", "proof", rounds]
+    rows: list[tuple[Cell, ...]] = []
+    for row in advice.steps:
+        limits = row.theorem, row.proof, row.tuned
+        sizes = (None if one is None else one.step_size for one in limits)
+        target = None if row.target is None else row.target.rounds
+        largest = row.proof.largest_client_step
+        rows.append((row.method, row.regime, row.covered, *sizes, largest, target))
+    if rows:
+        _table([*columns, "client's largest", "rounds to target"], rows)
+        _notes([f"{rounds}: {_anchor('steps.tuned')}"])
+        _notes([f"rounds to target: {_anchor('steps.target')}"])
+    _notes(f"{row.method}: {note}" for row in advice.steps for note in row.notes)
+    _notes(f"{name}: {reason}" for name, reason in advice.not_covered.items())
+    if proven is not None:
+        _line(
+            f"  Your step_size {setting.step_size:g} is {setting.step_size / proven:.3g} times the"
+            " largest that the proof allows. What is proven holds for the worst case: larger steps"
+            " often work, but nothing is promised for them."
         )
-    _section("FedShuffleMVR", "MVR_PROOF")
-    if isinstance(mvr, MVRAdvice):
-        bounds = "theorem", "proof"
-        columns = {
-            "largest step_size": "limit.step_size",
-            f"step_size for {setting.rounds} rounds": "tuned.step_size",
-            "a for these": "tuned.a",
-        }
-        rows = [
-            (name, *(_value(mvr, f"{b}.{path}") for b in bounds)) for name, path in columns.items()
-        ]
-        _table(["", *bounds], rows)
-    _notes(mvr.notes)
-    _section(f"Sampling: proven rounds until {setting.target:g} of the start", "SAMPLING", "COHORT")
-    if not isinstance(advice.sampling, NotCovered):
+
+    if advice.step_ratios:
+        _section("How many times as large FedShuffle's steps may be", "step_ratios")
+        columns = ["than", "regime", "step_size", "largest client step", "distance per round"]
+        _table(columns, map(astuple, advice.step_ratios))
+        _notes(
+            [
+                "short clients may take larger steps; this is not proven to be faster",
+                "FedNova with weights w_i tau_max / (tau_i p_i) has FedShuffle's limit and rate",
+            ]
+        )
+
+    _section("FedShuffleMVR", "mvr.proof")
+    if advice.mvr:
+        _table(
+            ["by the", "largest step_size", f"step_size {rounds}", "a for these"],
+            [
+                (bound, one.limit.step_size, one.tuned.step_size, one.tuned.a)
+                for bound, one in advice.mvr.items()
+            ],
+        )
+    _notes(advice.mvr_notes)
+
+    title = f"Sampling: proven rounds until {setting.target:g} of the start"
+    _section(title, "sampling", "sampling.rounds")
+    if isinstance(advice.sampling, str):
+        _notes([advice.sampling])
+    else:
         _print_sampling(advice.sampling)
-    _notes(advice.sampling.notes)
-    _section("Objective", "AUDIT")
-    _line(f"{escape(setting.method)} is {advice.audit.conclusion}.")
+
+    _section("Objective", "objective")
+    _line(f"{escape(setting.method)} is {advice.objective.conclusion}.")
 
 
-def _print_search(search: StepSizeSearch) -> None:
-    _section("What can be measured: step sizes tried in short runs", "MEASURED")
+def _print_search(search: StepSizeSearch, proven: float | None) -> None:
+    _section("What can be measured: step sizes tried in short runs", "step_size_search")
     rows = []
-    for row in search.tried:
-        words = [] if row.stable else ["not stable"]
-        words += ["best"] * (row.step_size == search.best)
-        words += ["largest stable"] * (row.step_size == search.largest_stable)
-        loss = f"{row.loss:.4g}" if math.isfinite(row.loss) else "diverged"
-        rows.append((f"{row.step_size:g}", loss, ", ".join(words)))
+    for size, loss in search.tried:
+        words = [] if loss <= search.start else ["not stable"]
+        words += ["best"] * (size == search.best)
+        words += ["largest stable"] * (size == search.largest_stable)
+        shown = f"{loss:.4g}" if math.isfinite(loss) else "diverged"
+        rows.append((f"{size:g}", shown, ", ".join(words)))
     _table(["step_size", f"loss after {search.rounds} rounds", ""], rows)
     if search.best is None:
         _line("  None of these step sizes lowers the loss: try smaller ones.")
     else:
-        ratio = search.best_times_the_limit
-        times = "" if ratio is None else f", {ratio:.3g} times the largest that is proven"
+        times = f", {search.best / proven:.3g} times the largest that is proven" if proven else ""
         _line(
             f"  Try step_size {search.best:g}{times}. They differ because a proof holds for the"
             f" worst problem with the same constants and for every round, and these are"
@@ -165,72 +189,33 @@ def _print_search(search: StepSizeSearch) -> None:
     )
 
 
-def _print_steps(advice: Advice) -> None:
-    from fedshuffle.theory import StepAdvice
-
-    _section("Step sizes (the key step_size of the config)", "PROOF")
-    rounds, yours = f"for {advice.setting.rounds} rounds", advice.your_step_size
-    covered = [row for row in advice.steps if isinstance(row, StepAdvice)]
-    if covered:
-        columns = {
-            "method": "method",
-            "regime": "regime",
-            "covered": "covered",
-            "theorem": "theorem.step_size",
-            "proof": "proof.step_size",
-            "client's largest": "proof.largest_client_step",
-            rounds: "tuned.step_size",
-            "rounds to target": "target.rounds",
-        }
-        _table(columns, covered)
-        _notes([f"{rounds}: {_anchor('ROUNDS')}", f"rounds to target: {_anchor('TARGET')}"])
-    _notes(f"{row.method}: {note}" for row in advice.steps for note in row.notes)
-    if yours.times_the_limit is not None:
-        _line(
-            f"  Your step_size {yours.step_size:g} is {yours.times_the_limit.value:.3g} times the"
-            " largest that the proof allows. What is proven holds for the worst case: larger steps"
-            " often work, but nothing is promised for them."
-        )
-
-
 def _print_sampling(sampling: SamplingAdvice) -> None:
-    kinds = [option.sampling for option in sampling.options]
     sizes = {row[0].cohort: row for row in sampling.sizes} | {sampling.cohort: sampling.options}
-    rows: list[list[Any]] = [
-        [
-            f"{cohort}{' (yours)' * (cohort == sampling.cohort)}",
-            *(f"{option.M:.3g}, {_cell(option.rounds)}" for option in options),
-        ]
-        for cohort, options in sorted(sizes.items())
-    ]
-    rows.append(["pays until", *(sampling.pays_until[kind] for kind in kinds)])
-    _table(["clients per round", *(f"{kind}: M, rounds" for kind in kinds)], rows)
+    rows: list[tuple[Cell, ...]] = []
+    for cohort, options in sorted(sizes.items()):
+        yours = " (yours)" if cohort == sampling.cohort else ""
+        cells = (f"{option.M:.3g}, {_cell(option.rounds)}" for option in options)
+        rows.append((f"{cohort}{yours}", *cells))
+    rows.append(("pays until", *sampling.pays_until.values()))
+    _table(["clients per round", *(f"{kind}: M, rounds" for kind in sampling.pays_until)], rows)
     _notes(
         [
             f"for {sampling.regime} losses",
             "a cohort pays while it is at least half as fast as a linear speed-up over one client",
+            "for fedshuffle; the numbers for best also hold for optimal:B",
         ]
     )
 
 
-def _table(columns: Sequence[str] | Mapping[str, str], rows: Iterable[Any]) -> None:
-    """Print rows of values, or of objects with a column for each of the dotted attributes."""
-    table = Table(box=None, pad_edge=False, header_style="dim")
-    for k, column in enumerate(columns):
-        table.add_column(column, justify="right" if k and column else "left", overflow="fold")
+def _table(columns: Sequence[str], rows: Iterable[Sequence[Cell]]) -> None:
+    align = "l" + "".join("r" if column else "l" for column in columns[1:])
+    table = plain_table(*columns, align=align, overflow="fold")
     for row in rows:
-        if isinstance(columns, Mapping):
-            row = [_value(row, path) for path in columns.values()]
         table.add_row(*map(_cell, row))
     console.print(Padding(table, (0, 0, 0, 2)))
 
 
-def _value(part: Any, path: str) -> Any:
-    """An attribute of an attribute, or None where a part is missing."""
-    return reduce(lambda found, name: found and getattr(found, name), path.split("."), part)
-
-
-def _cell(value: str | float | None) -> str:
+def _cell(value: Cell) -> str:
     if value is None or isinstance(value, str):
         return "-" if value is None else escape(value)
     if isinstance(value, bool):
@@ -238,15 +223,14 @@ def _cell(value: str | float | None) -> str:
     return f"{value:,}" if isinstance(value, int) and value < _MANY else f"{value:.3g}"
 
 
-def _section(title: str, *derivations: str) -> None:
-    anchors = ", ".join(map(_anchor, derivations))
-    _line(f"\n[bold]{escape(title)}[/]  [dim]{anchors}[/]")
+def _section(title: str, *parts: str) -> None:
+    _line(f"\n[bold]{escape(title)}[/]  [dim]{', '.join(map(_anchor, parts))}[/]")
 
 
-def _anchor(derivation: str) -> str:
-    from fedshuffle.theory.derivations import Derivation
+def _anchor(part: str) -> str:
+    from fedshuffle.theory.advice import SOURCES
 
-    return Derivation[derivation].anchor
+    return SOURCES[part][0]
 
 
 def _notes(notes: Iterable[str]) -> None:

@@ -8,7 +8,6 @@ from fedshuffle._lazy import attach
 from fedshuffle.theory.constants import (
     MethodConstants,
     ProblemConstants,
-    is_valid_s,
     method_constants,
     smallest_s,
 )
@@ -51,7 +50,6 @@ __all__ = [
     "best_probabilities",
     "compare_steps",
     "drift_noise",
-    "is_valid_s",
     "largest_step_size",
     "linear_regression_constants",
     "logistic_regression_constants",

@@ -5,14 +5,13 @@ from __future__ import annotations
 import dataclasses
 import math
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Any
 
-from fedshuffle._arrays import count, number
+from fedshuffle._arrays import FloatArray, count, jsonable, number
 from fedshuffle.auditing import audit
 from fedshuffle.errors import FedShuffleError, error_context
 from fedshuffle.local_work import EpochRange
 from fedshuffle.methods import MVR, Method
-from fedshuffle.theory.derivations import Derivation, ReportedNumber, to_dict
 from fedshuffle.theory.method_advice import (
     StepAdvice,
     StepComparison,
@@ -21,7 +20,13 @@ from fedshuffle.theory.method_advice import (
     step_advice,
 )
 from fedshuffle.theory.mvr import MVRRate, MVRStep
-from fedshuffle.theory.problem import AdvisedRun, EstimatedProblem, ExactProblem, find_problem
+from fedshuffle.theory.problem import (
+    AdvisedRun,
+    EstimatedProblem,
+    ExactProblem,
+    ProblemSummary,
+    find_problem,
+)
 from fedshuffle.theory.rates import ConvergenceRate, Regime
 from fedshuffle.theory.sampling_advice import SamplingAdvice, sampling_advice
 from fedshuffle.theory.step_size_search import StepSizeSearch, search_step_sizes
@@ -29,6 +34,41 @@ from fedshuffle.theory.step_sizes import Bound
 
 METHODS = ("fedavg-rr", "fednova-rr", "fedshuffle")
 """The methods to advise on for every run, besides FedShuffleMVR."""
+
+SOURCES = {
+    "step_size_search": ("docs/theory.md#what-can-be-measured", "short runs, no theorem"),
+    "problem": ("docs/theory.md#the-constants-of-a-problem", "assumptions on the losses"),
+    "steps.constants": ("docs/theory.md#the-constants", "general theorem, definitions"),
+    "steps.theorem": ("docs/theory.md#the-step-size-limit", "general theorem"),
+    "steps.proof": (
+        "docs/theory.md#the-step-size-limit",
+        "general theorem, lemmas on one round and on drift",
+    ),
+    "steps.tuned": (
+        "docs/theory.md#over-many-rounds",
+        "general theorem, recursion with its constants",
+    ),
+    "steps.target": (
+        "docs/theory.md#rounds-to-a-target",
+        "general theorem, recursion with its constants",
+    ),
+    "step_ratios": (
+        "docs/theory.md#how-much-larger-are-fedshuffles-steps",
+        "general theorem, step-size limits",
+    ),
+    "mvr.theorem": ("docs/theory.md#fedshufflemvr", "theorem on FedShuffleMVR"),
+    "mvr.proof": ("docs/theory.md#fedshufflemvr", "theorem on FedShuffleMVR, its proof redone"),
+    "largest_proven": ("docs/theory.md#the-step-size-limit", "steps.proof, or mvr.proof for MVR"),
+    "sampling": ("docs/theory.md#which-sampling", "sampling variance lemma"),
+    "sampling.rounds": (
+        "docs/theory.md#when-a-larger-cohort-stops-paying",
+        "general theorem, recursion over M",
+    ),
+    "objective": ("docs/audit.md", "general theorem, definition of w-hat"),
+}
+"""For each part of the advice the place that derives its numbers, and the statement."""
+
+_AT_OPTIMUM = "training starts at the optimum"
 
 _DRAWS = 4000
 """Cohorts to draw in a Monte Carlo audit."""
@@ -44,22 +84,9 @@ class AdvisedSetting:
     momentum: str
     sampling: str
     rounds: int
+    step_size: float
     server_step_size: float
     target: float
-
-
-@dataclass(frozen=True)
-class ProblemSummary:
-    """The constants of the losses, and how they were found."""
-
-    how: str
-    """exact or estimated."""
-    what: str
-    regimes: tuple[Regime, ...]
-    constants: Annotated[dict[str, ReportedNumber], Derivation.PROBLEM]
-    start: Annotated[dict[str, float], Derivation.PROBLEM]
-    """The quantities of the bounds at the start of training."""
-    notes: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -67,35 +94,7 @@ class MVRSteps:
     """The largest step of FedShuffleMVR, and the best for the run's rounds."""
 
     limit: MVRStep
-    tuned: MVRStep | None
-
-
-@dataclass(frozen=True)
-class MVRAdvice:
-    """Step size and momentum for FedShuffleMVR."""
-
-    notes: tuple[str, ...]
-    theorem: Annotated[MVRSteps, Derivation.MVR_THEOREM]
-    proof: Annotated[MVRSteps, Derivation.MVR_PROOF]
-    covered: bool = True
-
-
-@dataclass(frozen=True)
-class NotCovered:
-    """A case that no theorem covers, and why."""
-
-    method: str
-    notes: tuple[str, ...]
-    regime: None = None
-    covered: bool = False
-
-
-@dataclass(frozen=True)
-class OwnStepSize:
-    """The run's step size, and its ratio to the proven limit."""
-
-    step_size: float
-    times_the_limit: ReportedNumber | None
+    tuned: MVRStep
 
 
 @dataclass(frozen=True)
@@ -104,30 +103,39 @@ class ObjectiveSummary:
 
     consistent: bool | None
     conclusion: str
-    total_variation: Annotated[float | None, Derivation.AUDIT]
+    total_variation: float | None
 
 
 @dataclass(frozen=True, eq=False)
 class Advice:
-    """The results of short runs and of the theory for a run; every number has a derivation."""
+    """The results of short runs and of the theory for a run; :data:`SOURCES` derives each part."""
 
     setting: AdvisedSetting
     step_size_search: StepSizeSearch | None
     """Step sizes tried in short runs; None if not asked for."""
     problem: ProblemSummary
-    steps: tuple[StepAdvice | NotCovered, ...]
+    steps: tuple[StepAdvice, ...]
     """For each method and regime: constants, limits, the tuned step, rounds to the target."""
     step_ratios: tuple[StepComparison, ...]
     """How many times as large FedShuffle's steps may be as each other method's."""
-    mvr: MVRAdvice | NotCovered
-    your_step_size: OwnStepSize
-    sampling: SamplingAdvice | NotCovered
-    audit: ObjectiveSummary
+    not_covered: dict[str, str]
+    """The methods without step sizes, each with the reason."""
+    mvr: dict[Bound, MVRSteps]
+    """Step sizes and momentum for FedShuffleMVR; empty if its theorem does not cover the run."""
+    mvr_notes: tuple[str, ...]
+    largest_proven: float | None
+    """The largest step size that is proven for the run's method."""
+    sampling: SamplingAdvice | str
+    """Samplings compared, or why not."""
+    objective: ObjectiveSummary
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data, ready for JSON."""
-        plain: dict[str, Any] = to_dict(self)
-        return plain
+        """Plain data, ready for JSON, with the sources of the numbers."""
+        sources = {
+            part: {"source": anchor, "statement": statement}
+            for part, (anchor, statement) in SOURCES.items()
+        }
+        return {**jsonable(dataclasses.asdict(self)), "sources": sources}
 
 
 def advise(
@@ -156,7 +164,7 @@ def advise(
     >>> method, model = methods.get("fedshuffle"), torch.nn.Linear(3, 1)
     >>> parts = losses.squared_error, data, method, sampling.parse("full", data), LocalWork()
     >>> found = advise(AdvisedRun(model, *parts, rounds=10, step_size=0.1), search_rounds=3)
-    >>> found.problem.what, found.audit.consistent
+    >>> found.problem.what, found.objective.consistent
     ('linear regression', True)
     """
     count(clients, "clients")
@@ -169,15 +177,15 @@ def advise(
             search = search_step_sizes(run, rounds=rounds, clients=clients)
     with error_context("measuring the problem"):
         problem = find_problem(run, clients=clients, points=points, progress=progress)
-    steps = _step_sizes(run, problem, target)
-    covered = [row for row in steps if isinstance(row, StepAdvice)]
-    mine = {row.regime: row for row in covered if row.method == "fedshuffle"}
-    mvr = _mvr(run, problem)
-    yours = _your_step_size(run, covered, mvr)
-    times = yours.times_the_limit
-    if search is not None and search.best is not None and times is not None:
-        ratio = times.value * search.best / yours.step_size
-        search = dataclasses.replace(search, best_times_the_limit=ratio)
+    step_size, server_step_size = run.first_step_sizes
+    steps, not_covered = _step_sizes(run, problem, target)
+    mine = {row.regime: row for row in steps if row.method == "fedshuffle"}
+    mvr, mvr_notes = _mvr(run, problem)
+    limits = list[float]()
+    if isinstance(run.method.direction, MVR):
+        limits = [mvr["proof"].limit.step_size] if mvr else []
+    elif run.method.momentum == "none":
+        limits = [row.proof.step_size for row in steps if row.method == run.method.name]
     return Advice(
         setting=AdvisedSetting(
             clients=len(run.federation),
@@ -186,77 +194,50 @@ def advise(
             momentum=run.method.momentum,
             sampling=repr(run.sampling),
             rounds=run.rounds,
-            server_step_size=run.first_step_sizes[1],
+            step_size=step_size,
+            server_step_size=server_step_size,
             target=target,
         ),
         step_size_search=search,
-        problem=_summary(problem),
-        steps=steps,
+        problem=problem.summary(),
+        steps=tuple(steps),
         step_ratios=tuple(
             compare_steps(mine[row.regime], row)
-            for row in covered
+            for row in steps
             if row.method in METHODS and row.method != "fedshuffle" and row.regime in mine
         ),
+        not_covered=not_covered,
         mvr=mvr,
-        your_step_size=yours,
+        mvr_notes=tuple(mvr_notes),
+        largest_proven=max(limits, default=None),
         sampling=_sampling(run, problem, target, list(mine)),
-        audit=_audit(run),
+        objective=_audit(run),
     )
 
 
-def _summary(problem: ExactProblem | EstimatedProblem) -> ProblemSummary:
-    first = problem.start()
-    start = {"gap": first.gap, "gradient": first.gradient}
-    if math.isfinite(first.distance):
-        start["distance"] = first.distance
-    notes: tuple[str, ...]
-    if isinstance(problem, ExactProblem):
-        exact = problem.constants()
-        values = {
-            **{name: getattr(exact, name) for name in ("L", "mu", "G", "B")},
-            "sigma": math.sqrt(float(exact.w_hat @ exact.sigma**2)),
-            "P": float(exact.P.max()),
-            "delta": exact.delta,
-        }
-        constants = {
-            name: ReportedNumber(value, note=str(exact.validity[name]))
-            for name, value in values.items()
-        }
-        notes = ("for the objective that was meant, in the form for convex losses",)
-        how, what = "exact", problem.kind.name
-    else:
-        seen, chosen = problem.estimate, "chosen; G and sigma are the smallest for it"
-        estimates = {"L": seen.L, "mu": seen.mu, "G": seen.G, "sigma": seen.sigma_rms}
-        constants = {
-            name: ReportedNumber(one.value, one.uncertainty, one.note)
-            for name, one in {**estimates, "delta": seen.delta}.items()
-        }
-        constants |= {"B": ReportedNumber(1.0, note=chosen), "P": ReportedNumber(0.0, note=chosen)}
-        sample = f"{len(seen.clients)} of {len(seen.w_hat)} clients, {seen.points} point(s)"
-        notes = (sample, *problem.notes, "f* is taken to be 0 or more")
-        how, what = "estimated", f"measured, since {problem.reason}"
-    return ProblemSummary(how, what, problem.regimes, constants, start, notes)
+def _known_start(
+    problem: ExactProblem | EstimatedProblem, regime: Regime, w_hat: FloatArray | None = None
+) -> tuple[float, float] | None:
+    """What the bound on an objective starts from, and the intended quantity at the start."""
+    before, quantity = problem.start(w_hat).of(regime)[0], problem.start().of(regime)[1]
+    return (before, quantity) if 0 < before < math.inf and quantity > 0 else None
 
 
 def _step_sizes(
     run: AdvisedRun, problem: ExactProblem | EstimatedProblem, target: float
-) -> tuple[StepAdvice | NotCovered, ...]:
+) -> tuple[list[StepAdvice], dict[str, str]]:
+    """The step sizes of each method in each regime, and why some have none."""
     subjects: dict[str, str | Method] = {name: name for name in METHODS}
     if run.method.momentum == "none":
         subjects.setdefault(run.method.name, run.method)
-    found: list[StepAdvice] = []
-    not_covered: list[NotCovered] = []
+    steps, not_covered = list[StepAdvice](), dict[str, str]()
     for name, subject in subjects.items():
         try:
-            nearest = nearest_constants(
-                run.federation, subject, run.sampling, run.work, seed=run.seed
-            )
+            nearest = nearest_constants(run.federation, subject, run.sampling, run.work, run.seed)
             w_hat = nearest.constants.w_hat
             for regime in problem.regimes:
-                before = problem.start(w_hat).of(regime)[0]
-                quantity = problem.start().of(regime)[1]
-                known = 0 < before < math.inf and quantity > 0
-                found.append(
+                start = _known_start(problem, regime, w_hat)
+                steps.append(
                     step_advice(
                         nearest,
                         problem.problem(regime, w_hat),
@@ -264,50 +245,37 @@ def _step_sizes(
                         regime=regime,
                         server_step_size=run.first_step_sizes[1],
                         rounds=run.rounds,
-                        epsilon=target * quantity if known else None,
-                        start=before if known else None,
+                        epsilon=target * start[1] if start else None,
+                        start=start[0] if start else None,
                     )
                 )
         except FedShuffleError as error:
-            not_covered.append(NotCovered(name, (str(error),)))
-    return (*found, *not_covered)
+            not_covered[name] = str(error)
+    return steps, not_covered
 
 
-def _mvr(run: AdvisedRun, problem: ExactProblem | EstimatedProblem) -> MVRAdvice | NotCovered:
+def _mvr(
+    run: AdvisedRun, problem: ExactProblem | EstimatedProblem
+) -> tuple[dict[Bound, MVRSteps], list[str]]:
+    """The steps of FedShuffleMVR by each bound, and notes."""
     notes = ["proven for one client per round, drawn with the probabilities w, and eta_g = 1"]
     work, start = run.work, problem.start().gap
     if isinstance(work.epochs, EpochRange):
         notes.append(f"epochs change: taken as {work.epochs.high}")
         work = dataclasses.replace(work, epochs=work.epochs.high)
+    bounds: tuple[Bound, ...] = ("theorem", "proof")
     try:
         constants, delta, where = problem.mvr()
         rate = MVRRate(run.federation, constants, delta, work)
         notes += where
         if rate.epochs * rate.delta < rate.L:
             notes.append("E < L / delta: no gain over momentum without local steps is shown")
-
-        def steps(bound: Bound) -> MVRSteps:
-            tuned = rate.tune(run.rounds, start=start, bound=bound) if start > 0 else None
-            return MVRSteps(rate.limit(bound=bound), tuned)
-
-        return MVRAdvice(tuple(notes), steps("theorem"), steps("proof"))
+        if start == 0:
+            raise FedShuffleError(_AT_OPTIMUM)
+        tuned = {bound: rate.tune(run.rounds, start=start, bound=bound) for bound in bounds}
+        return {b: MVRSteps(rate.limit(bound=b), tuned[b]) for b in bounds}, notes
     except FedShuffleError as error:
-        return NotCovered("fedshuffle-mvr", (*notes, str(error)))
-
-
-def _your_step_size(
-    run: AdvisedRun, steps: list[StepAdvice], mvr: MVRAdvice | NotCovered
-) -> OwnStepSize:
-    derivation, limits = Derivation.PROOF, list[float]()
-    if isinstance(run.method.direction, MVR):
-        derivation = Derivation.MVR_PROOF
-        limits = [mvr.proof.limit.step_size] if isinstance(mvr, MVRAdvice) else []
-    elif run.method.momentum == "none":
-        limits = [row.proof.step_size for row in steps if row.method == run.method.name]
-    size, times = run.first_step_sizes[0], None
-    if limits:
-        times = ReportedNumber(size / max(limits), derivation=derivation)
-    return OwnStepSize(size, times)
+        return {}, [*notes, str(error)]
 
 
 def _sampling(
@@ -315,16 +283,20 @@ def _sampling(
     problem: ExactProblem | EstimatedProblem,
     target: float,
     regimes: list[Regime],
-) -> SamplingAdvice | NotCovered:
+) -> SamplingAdvice | str:
     if not regimes:
-        return NotCovered("fedshuffle", ("no step size is advised for fedshuffle",))
-    regime = regimes[0]
-    before, quantity = problem.start().of(regime)
-    if not (0 < before < math.inf and quantity > 0):
-        return NotCovered("fedshuffle", ("training starts at the optimum",))
-    nearest = nearest_constants(run.federation, "fedshuffle", run.sampling, run.work, seed=run.seed)
-    eta_g, constants = run.first_step_sizes[1], problem.problem(regime)
-    rate = ConvergenceRate(nearest.constants, constants, regime=regime, server_step_size=eta_g)
+        return "no step size is advised for fedshuffle"
+    start = _known_start(problem, regimes[0])
+    if start is None:
+        return _AT_OPTIMUM
+    before, quantity = start
+    nearest = nearest_constants(run.federation, "fedshuffle", run.sampling, run.work, run.seed)
+    rate = ConvergenceRate(
+        nearest.constants,
+        problem.problem(regimes[0]),
+        regime=regimes[0],
+        server_step_size=run.first_step_sizes[1],
+    )
     cohort = max(1, round(run.sampling.expected_updates))
     return sampling_advice(run.federation, rate, cohort, epsilon=target * quantity, start=before)
 

@@ -21,28 +21,16 @@ from numpy.typing import ArrayLike
 
 from fedshuffle import methods
 from fedshuffle._arrays import FloatArray, IntArray, expect, number, positive
-from fedshuffle.errors import FedShuffleError, error_context
+from fedshuffle.errors import FedShuffleError
 from fedshuffle.federation import Federation
 from fedshuffle.local_work import LocalWork, Workload
 from fedshuffle.methods import Cohort, FedShuffleGen, InclusionProbability, Method, Plain
 from fedshuffle.methods.servers import Average
 from fedshuffle.sampling import Full, One, Sampling, resolve
-from fedshuffle.sampling.base import MAX_COHORTS
+from fedshuffle.sampling.base import MAX_COHORTS, Cohorts
 
 MAX_MATRIX_CLIENTS = 1000
 """Largest number of clients for which a matrix of second moments is built."""
-
-_TOLERANCE = 1e-9
-"""How far below zero rounding may push an eigenvalue."""
-
-
-def finite_array(values: ArrayLike, what: str) -> FloatArray:
-    """An array of finite numbers, or a clear error."""
-    with error_context(lambda error: f"{what} must be numbers: {error}.", (TypeError, ValueError)):
-        array = np.array(values, dtype=np.float64)
-    if not np.isfinite(array).all():
-        raise FedShuffleError(f"{what} must be finite.")
-    return array
 
 
 @dataclass(frozen=True, eq=False)
@@ -178,17 +166,15 @@ def method_constants(
     clients = Cohort.of(federation, sampling, workload, everyone, (planned, done))
     c = workload.longest / rule.step_scale(clients)
     weight = rule.weight(clients)
-    if isinstance(rule.normaliser, InclusionProbability):
-        how, per_step = "closed form", weight / c
-        h, s = 1.0 / sampling.p, sampling.s
-    else:
-        how = "enumeration"
-        inverse_q, moments = _moments(rule, weight, clients, sampling)
-        per_step = weight * inverse_q / c
-        h = np.diag(moments).copy()
-        s = smallest_s(moments, per_step * done / float(per_step @ done))
+    closed = isinstance(rule.normaliser, InclusionProbability)
+    inverse_q, moments = (1.0, None) if closed else _moments(rule, weight, clients, sampling)
+    per_step = weight * inverse_q / c
     total = float(per_step @ done)
     w_hat = per_step * done / total
+    if moments is None:
+        h, s = 1.0 / sampling.p, sampling.s
+    else:
+        h, s = np.diag(moments).copy(), _smallest_s(moments, w_hat)
     return MethodConstants(
         W=total,
         w_hat=w_hat,
@@ -200,13 +186,13 @@ def method_constants(
         tau=done,
         steps_per_epoch=workload.steps_per_epoch,
         longest=workload.longest,
-        how=how,
+        how="closed form" if closed else "enumeration",
         obstacle=_obstacle(workload, done),
     )
 
 
-def smallest_s(moments: Sampling | ArrayLike, weights: ArrayLike | None = None) -> FloatArray:
-    r"""The smallest ``s`` with ``H - e e^T <= Diag(h_i s_i)``, by an eigenvalue.
+def smallest_s(sampling: Sampling, weights: ArrayLike | None = None) -> FloatArray:
+    r"""The smallest ``s`` with ``H - e e^T <= Diag(h_i s_i)`` for a sampling with q = p.
 
     Without weights, the smallest one that is equal for all clients: the largest eigenvalue of
     :math:`D^{-1/2} (H - e e^T) D^{-1/2}` with :math:`D = Diag(h)`. With the weights w-hat, the one
@@ -217,60 +203,25 @@ def smallest_s(moments: Sampling | ArrayLike, weights: ArrayLike | None = None) 
         >>> smallest_s(Uniform(3, 2)).round(9).tolist()
         [0.5, 0.5, 0.5]
     """
-    matrix = _matrix(moments)
-    h = np.diag(matrix)
-    scale = 1.0 / h if weights is None else positive(weights, len(h), "weights")
-    root = np.sqrt(scale)
-    largest = float(np.linalg.eigvalsh(root[:, None] * (matrix - 1.0) * root)[-1])
-    # Without any variance, rounding leaves an eigenvalue of the order of the matrix's accuracy.
-    noise = len(h) * float(np.finfo(float).eps) * float(np.abs(h * scale).max())
-    return (largest if largest > noise else 0.0) / (h * scale)
-
-
-def is_valid_s(s: ArrayLike, moments: Sampling | ArrayLike) -> bool:
-    """Whether ``H - e e^T <= Diag(h_i s_i)``, up to rounding.
-
-    >>> from fedshuffle.sampling import Independent
-    >>> half = Independent([0.5, 0.5])
-    >>> is_valid_s([0.5, 0.5], half), is_valid_s([0.5, 0.4], half)
-    (True, False)
-    """
-    matrix, vector = _matrix(moments), finite_array(s, "s")
-    if vector.shape != (len(matrix),):
-        raise FedShuffleError(
-            f"s must be one number for each of the {len(matrix)} clients, got shape {vector.shape}."
-        )
-    root = 1.0 / np.sqrt(np.diag(matrix))
-    gap = np.diag(vector) - root[:, None] * (matrix - 1.0) * root
-    return bool(np.linalg.eigvalsh(gap)[0] >= -_TOLERANCE)
-
-
-def _matrix(moments: Sampling | ArrayLike) -> FloatArray:
-    """H; that of a sampling is ``H_ij = P(i, j in S) / (p_i p_j)``, where q = p."""
-    if isinstance(moments, Sampling):
-        _check_clients(len(moments))
-        return moments.pair_probabilities() / np.outer(moments.p, moments.p)
-    matrix = finite_array(moments, "the second moments H")
-    if matrix.ndim != 2 or matrix.shape[0] != matrix.shape[1] or not matrix.size:
-        raise FedShuffleError(
-            f"the second moments H must be a square matrix, got shape {matrix.shape}."
-        )
-    if not np.allclose(matrix, matrix.T):
-        raise FedShuffleError("the second moments H must be symmetric.")
-    if not (np.diag(matrix) > 0).all():
-        raise FedShuffleError(
-            "the second moments H need a positive diagonal: leave out clients that never take part."
-        )
-    _check_clients(len(matrix))
-    return matrix
-
-
-def _check_clients(n: int) -> None:
+    expect(sampling, Sampling, "sampling")
+    n, p = len(sampling), sampling.p
     if n > MAX_MATRIX_CLIENTS:
         raise FedShuffleError(
             f"eigenvalues for {n} clients take too long: at most {MAX_MATRIX_CLIENTS} are possible."
             " Use the sampling's own s, and methods that weight by inclusion probability."
         )
+    moments = sampling.pair_probabilities() / np.outer(p, p)
+    scale = 1.0 / np.diag(moments) if weights is None else positive(weights, n, "weights")
+    return _smallest_s(moments, scale)
+
+
+def _smallest_s(moments: FloatArray, scale: FloatArray) -> FloatArray:
+    """The s with ``H - e e^T <= Diag(h_i s_i)`` and the smallest ``max_i h_i s_i scale_i``."""
+    root, h = np.sqrt(scale), np.diag(moments)
+    largest = float(np.linalg.eigvalsh(root[:, None] * (moments - 1.0) * root)[-1])
+    # Without any variance, rounding leaves an eigenvalue of the order of the matrix's accuracy.
+    noise = len(h) * float(np.finfo(float).eps) * float(np.abs(h * scale).max())
+    return (largest if largest > noise else 0.0) / (h * scale)
 
 
 def _steps(workload: Workload, sampling: Sampling) -> tuple[IntArray, IntArray]:
@@ -311,13 +262,17 @@ def _obstacle(workload: Workload, done: IntArray) -> str:
     return ""
 
 
+def listed_cohorts(sampling: Sampling) -> Cohorts | None:
+    """All cohorts with their probabilities, unless there are too many."""
+    return sampling.cohorts(MAX_COHORTS) if len(sampling) <= MAX_MATRIX_CLIENTS else None
+
+
 def _moments(
     rule: FedShuffleGen, weight: FloatArray, clients: Cohort, sampling: Sampling
 ) -> tuple[FloatArray, FloatArray]:
     """``1 / q`` and the matrix H, over every cohort."""
-    n = len(sampling)
-    cohorts = sampling.cohorts(MAX_COHORTS) if n <= MAX_MATRIX_CLIENTS else None
-    if cohorts is None or len(cohorts) > MAX_COHORTS:
+    n, cohorts = len(sampling), listed_cohorts(sampling)
+    if cohorts is None:
         raise FedShuffleError(
             f"the constants of {type(rule.normaliser).__name__} need a list of all cohorts, and"
             f" sampling {sampling!r} of {n} clients has too many (at most {MAX_COHORTS} cohorts of"

@@ -8,8 +8,9 @@ the largest of those seen.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -17,20 +18,35 @@ import torch
 from numpy.typing import ArrayLike
 from rich.progress import TimeElapsedColumn, TimeRemainingColumn
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from fedshuffle._arrays import FloatArray, IntArray, count, number
 from fedshuffle._terminal import progress_bar
 from fedshuffle.engines.base import check_model
 from fedshuffle.engines.problem import Loss, Problem
-from fedshuffle.errors import FedShuffleError
+from fedshuffle.errors import FedShuffleError, error_context
 from fedshuffle.federation import Federation
 from fedshuffle.randomness import Purpose, check_seed, generator
 from fedshuffle.theory.constants import ProblemConstants
-from fedshuffle.theory.estimator import ConstantEstimate, Estimator, twice_differentiable
+from fedshuffle.theory.derivatives import Derivatives, SpectrumEnd, spectrum_ends
 from fedshuffle.theory.exact import normalised_weights
 
-_MAX_CLIENTS = 50
-"""Default of the largest number of clients to sample."""
+
+@dataclass(frozen=True)
+class ConstantEstimate:
+    """An estimated constant and its uncertainty."""
+
+    value: float
+    residual: float = 0.0
+    """How far the iteration may still be from an eigenvalue."""
+    standard_error: float = 0.0
+    """From sampling clients and minibatches; 0 where all were seen."""
+    note: str = ""
+
+    @property
+    def uncertainty(self) -> float:
+        """The residual and two standard errors."""
+        return self.residual + 2.0 * self.standard_error
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,30 +54,19 @@ class EstimatedConstants:
     """The constants of a problem at the points where they were estimated."""
 
     L: ConstantEstimate
-    """The largest of the three that follow."""
-    L_steps: ConstantEstimate
-    """Of the losses of single steps, ``f_ij``."""
-    L_clients: ConstantEstimate
-    """Of the ``f_i``."""
+    """Of every loss of one step ``f_ij``, of every ``f_i``, and of ``f-hat``."""
     L_objective: ConstantEstimate
     """Of ``f-hat``."""
     mu: ConstantEstimate
     """The smallest eigenvalue of any ``f_ij`` seen; negative: not convex there."""
-    mu_objective: ConstantEstimate
-    """The smallest eigenvalue of ``f-hat``."""
     delta: ConstantEstimate
     """``max_i |H_i - H|``."""
     G: ConstantEstimate
     """The smallest for B = 1; :meth:`problem_with` gives it for another B."""
-    sigma: FloatArray
-    """The smallest for P = 0, per client; clients not seen get the root mean square of the rest,
-    which leaves ``sum_i w-hat_i sigma_i^2`` unbiased."""
     sigma_rms: ConstantEstimate
-    """``sqrt(sum_i w-hat_i sigma_i^2)``."""
+    """``sqrt(sum_i w-hat_i sigma_i^2)``, with the smallest sigma_i for P = 0."""
     clients: IntArray
     """The clients seen."""
-    points: int
-    """The number of models."""
     w_hat: FloatArray
     """The effective weights of all clients."""
     gradient: FloatArray
@@ -72,8 +77,6 @@ class EstimatedConstants:
     """``|grad f_i|^2`` at each point for each client seen."""
     client_variances: FloatArray
     """``mean_j |grad f_ij - grad f_i|^2`` at each point for each client seen."""
-    cost: int
-    """Gradients of single examples computed; a product with a Hessian counts as two."""
 
     @property
     def problem(self) -> ProblemConstants:
@@ -83,26 +86,23 @@ class EstimatedConstants:
     def problem_with(self, *, B: float = 1.0, P: float = 0.0) -> ProblemConstants:  # noqa: N803
         """For another B and P: the smallest G and sigma_i that hold at all points seen.
 
-        mu is the estimate minus its residual, if that is positive.
+        Clients not seen get the root mean square of the others' sigma_i, which leaves
+        ``sum_i w-hat_i sigma_i^2`` unbiased. mu is the estimate minus its residual, if positive.
         """
         number(B, "B", "[1, inf)")
         number(P, "P", "[0, inf)")
         g2 = float((self.variance - (B**2 - 1.0) * self.gradient).max())
-        left = (self.client_variances - P**2 * self.client_gradients).max(axis=0)
+        seen = np.maximum((self.client_variances - P**2 * self.client_gradients).max(axis=0), 0.0)
+        squares = np.full(len(self.w_hat), np.average(seen, weights=self.w_hat[self.clients]))
+        squares[self.clients] = seen
         return ProblemConstants(
             L=self.L.value,
             G=math.sqrt(max(0.0, g2)),
             B=B,
             P=P,
-            sigma=_for_all_clients(np.maximum(left, 0.0), self.clients, self.w_hat),
+            sigma=np.sqrt(squares),
             mu=min(max(0.0, self.mu.value - self.mu.residual), self.L.value),
         )
-
-    def __str__(self) -> str:
-        seen = f"{len(self.clients)} of {len(self.w_hat)} clients, {self.points} point(s)"
-        pairs = [(field.name, getattr(self, field.name)) for field in fields(self)]
-        shown = [f"{name:12} {v}" for name, v in pairs if isinstance(v, ConstantEstimate)]
-        return "\n".join([seen, *shown])
 
 
 def problem_constants(
@@ -111,7 +111,7 @@ def problem_constants(
     loss: Loss,
     *,
     points: Sequence[Any] | Tensor | FloatArray | None = None,
-    clients: int | Sequence[int] | None = None,
+    clients: int = 50,
     w_hat: ArrayLike | None = None,
     batch_size: int = 1,
     weight_decay: float = 0.0,
@@ -133,8 +133,7 @@ def problem_constants(
         loss: ``loss(model, *fields)``, as for training.
         points: models to estimate at, each a flat vector of the trainable parameters or a module of
             the same kind; by default the model itself.
-        clients: largest number of clients, drawn uniformly by the seed (default 50); or which ones,
-            and then errors and notes are as if they had been drawn.
+        clients: largest number of clients, drawn uniformly by the seed.
         w_hat: the effective weights; by default the federation's.
         batch_size: examples per step: what an ``f_ij`` is.
         weight_decay: that of the local work.
@@ -158,71 +157,86 @@ def problem_constants(
             "the model or the loss draws random numbers, so its constants are not defined. Call"
             " model.eval(), or leave out dropout."
         )
-    seed = check_seed(seed)
-    chosen = _sampled_clients(clients, len(federation), seed)
-    decay = number(weight_decay, "weight_decay", "[0, inf)")
-    number(tolerance, "tolerance", "(0, 1)")
-    models = _points(points, problem)
-    weights = normalised_weights(federation.weights, w_hat)
-    size, most = count(batch_size, "batch_size"), count(minibatches, "minibatches")
-    cost = "{task.completed:,.0f} of at most {task.total:,.0f} gradients"
-    bar = progress_bar(progress, cost, TimeElapsedColumn(), "+", TimeRemainingColumn())
-    task = bar.add_task("constants", total=1)
-    share = weights[chosen] / float(weights[chosen].sum())
-    estimator = Estimator(
-        problem=problem,
-        weight_decay=decay,
-        chosen=chosen,
-        share=share,
-        steps=[
-            _minibatches(m, size, most, seed, i)
-            for i, m in zip(chosen.tolist(), federation.sizes[chosen].tolist(), strict=True)
-        ],
-        seed=seed,
+    weights, seed = normalised_weights(federation.weights, w_hat), check_seed(seed)
+    n, most = len(federation), count(clients, "clients")
+    chosen = np.arange(n)
+    if most < n:  # in the order in which they are drawn: the first ones are a sample as well
+        chosen = generator(seed, Purpose.CONSTANTS).choice(n, size=most, replace=False)
+    size, steps = count(batch_size, "batch_size"), count(minibatches, "minibatches")
+    estimator = _Estimator(
+        Derivatives(problem, number(weight_decay, "weight_decay", "[0, inf)")),
+        clients={i: _minibatches(federation, i, size, steps, seed) for i in chosen.tolist()},
+        share=weights[chosen] / float(weights[chosen].sum()),
+        delta_clients=chosen[: count(delta_clients, "delta_clients")].tolist(),
         iterations=count(iterations, "iterations"),
-        tolerance=tolerance,
-        delta_clients=min(count(delta_clients, "delta_clients"), len(chosen)),
-        on_cost=lambda spent: bar.update(task, completed=spent),
+        tolerance=number(tolerance, "tolerance", "(0, 1)"),
+        seed=seed,
     )
-    with bar, twice_differentiable(problem.device):
-        bar.update(task, total=len(models) * estimator.largest_cost)
-        slopes = [estimator.gradients(x) for x in models]
-        bends = [estimator.curvatures(x, k) for k, x in enumerate(models)]
+    models = _points(points, problem)
+    bar = progress_bar(progress, TimeElapsedColumn(), "+", TimeRemainingColumn())
+    passes = 2 + len(estimator.delta_clients)
+    task = bar.add_task("constants", total=len(models) * passes * len(chosen))
+    # Fast attention and recurrent layers of cuDNN have no second derivatives.
+    with bar, sdpa_kernel(SDPBackend.MATH), torch.backends.cudnn.flags(enabled=False):
+        first = np.stack([estimator.gradients(x) for x in models])
+        advance = partial(bar.advance, task)
+        second = [estimator.curvatures(x, k, advance) for k, x in enumerate(models)]
 
     # The largest (for mu the smallest) over all points.
-    factor = _variance_correction(share, weights)
-    variance = np.array([factor * float(share @ apart) for apart, *_ in slopes])
-    squares = np.array([float(share @ own) for _, own, *_ in slopes])
-    _, own, variances, errors = (np.stack(part) for part in zip(*slopes, strict=True))
-    k = int(variance.argmax())
-    g = math.sqrt(float(variance[k]))
-    largest, where = variances.max(axis=0), variances.argmax(axis=0)
-    rms = math.sqrt(float(share @ largest))
+    apart, squares, variances, errors = np.moveaxis(first, 2, 0)
+    share, factor = estimator.share, _variance_correction(estimator.share, weights)
+    variance = factor * apart @ share
+    worst, largest, where = variance.argmax(), variances.max(axis=0), variances.argmax(axis=0)
     local = float(np.linalg.norm(share * errors[where, np.arange(len(where))]))
-    found = {
-        name: (min if name.startswith("mu") else max)((at[name] for at in bends), key=_value)
-        for name in bends[0]
-    }
-    rms_error = math.hypot(estimator.error(largest), local)
     return EstimatedConstants(
-        L=max(found["L_steps"], found["L_clients"], found["L_objective"], key=_value),
-        **found,
-        G=ConstantEstimate(g, 0.0, _root_error(g, factor * estimator.error(slopes[k][0]))),
-        sigma=_for_all_clients(largest, chosen, weights),
-        sigma_rms=ConstantEstimate(rms, 0.0, _root_error(rms, rms_error)),
+        L=_largest(at["L"] for at in second),
+        L_objective=_largest(at["L_objective"] for at in second),
+        mu=min((at["mu"] for at in second), key=lambda one: one.value),
+        delta=_largest(at["delta"] for at in second),
+        G=_root(float(variance[worst]), factor * estimator.error(apart[worst])),
+        sigma_rms=_root(float(share @ largest), math.hypot(estimator.error(largest), local)),
         clients=chosen,
-        points=len(models),
         w_hat=weights,
-        gradient=np.maximum(squares - variance, 0.0),
+        gradient=np.maximum(squares @ share - variance, 0.0),
         variance=variance,
-        client_gradients=own,
+        client_gradients=squares,
         client_variances=variances,
-        cost=estimator.cost,
     )
 
 
-def _value(estimate: ConstantEstimate) -> float:
-    return estimate.value
+def _points(points: Sequence[Any] | Tensor | FloatArray | None, problem: Problem) -> list[Tensor]:
+    if points is None:
+        points = [problem.start]
+    if isinstance(points, Tensor | np.ndarray) and points.ndim == 1:
+        points = [points]
+    result = []
+    for k, point in enumerate(points):
+        if isinstance(point, nn.Module):
+            point = nn.utils.parameters_to_vector(p for p in point.parameters() if p.requires_grad)
+        with error_context(f"point {k} is not a vector of numbers"):
+            vector = torch.as_tensor(point, dtype=problem.dtype, device=problem.device).detach()
+        if vector.shape != problem.start.shape:
+            raise FedShuffleError(
+                f"point {k} has shape {tuple(vector.shape)}, but the model has"
+                f" {len(problem.start)} trainable parameters: give a flat vector of them."
+            )
+        if not torch.isfinite(vector).all():
+            raise FedShuffleError(f"point {k} has NaN or infinity. Leave it out.")
+        result.append(vector.clone())
+    if not result:
+        raise FedShuffleError("there are no points: give at least one, or None for the model's.")
+    return result
+
+
+def _minibatches(
+    federation: Federation, client: int, batch_size: int, most: int, seed: int
+) -> list[IntArray]:
+    """Some minibatches of an epoch, as positions among the examples; none if one step takes all."""
+    m = int(federation.sizes[client])
+    rng, steps = generator(seed, Purpose.CONSTANTS, round=1, client=client), -(-m // batch_size)
+    order = rng.permutation(m)
+    some = np.sort(rng.choice(steps, size=min(steps, most), replace=False)).tolist()
+    return [order[k * batch_size : (k + 1) * batch_size] for k in some] if steps > 1 else []
 
 
 def _variance_correction(share: FloatArray, w_hat: FloatArray) -> float:
@@ -237,68 +251,138 @@ def _variance_correction(share: FloatArray, w_hat: FloatArray) -> float:
     return max(1.0, (n - 1.0) * m / (n * (m - 1.0))) if m > 1.0 + 1e-9 else 1.0
 
 
-def _root_error(root: float, error: float) -> float:
-    """The standard error of a root from that of the square."""
-    return error / (2.0 * root) if root > 0 else math.sqrt(error)
+def _root(square: float, error: float) -> ConstantEstimate:
+    """The root of an estimate with this standard error."""
+    root = math.sqrt(square)
+    return ConstantEstimate(root, 0.0, error / (2.0 * root) if root > 0 else math.sqrt(error))
 
 
-def _for_all_clients(squares: FloatArray, clients: IntArray, w_hat: FloatArray) -> FloatArray:
-    """Roots for every client; those not seen get the root of the mean square."""
-    share = w_hat[clients] / float(w_hat[clients].sum())
-    result = np.full(len(w_hat), float(share @ squares))
-    result[clients] = squares
-    roots: FloatArray = np.sqrt(result)
-    return roots
+def _largest(estimates: Iterable[ConstantEstimate]) -> ConstantEstimate:
+    return max(estimates, key=lambda one: one.value)
 
 
-def _sampled_clients(clients: int | Sequence[int] | None, n: int, seed: int) -> IntArray:
-    if clients is None or np.ndim(clients) == 0:
-        most = _MAX_CLIENTS if clients is None else count(clients, "the number of clients")
-        if most >= n:
-            return np.arange(n)
-        # In the order in which they were drawn: the first ones are a sample as well.
-        return generator(seed, Purpose.CONSTANTS).choice(n, size=most, replace=False)
-    chosen = np.asarray(clients)
-    whole = chosen.ndim == 1 and chosen.size and chosen.dtype.kind in "iu"
-    if not whole or chosen.min() < 0 or chosen.max() >= n or len(np.unique(chosen)) < len(chosen):
-        raise FedShuffleError(
-            f"clients must be a number, or different numbers of clients from 0 to {n - 1}:"
-            f" {clients!r:.60}."
-        )
-    return chosen.astype(np.int64)
+@dataclass(frozen=True, eq=False)
+class _Estimator:
+    """Gradients and curvatures of sampled clients, at one model after another."""
 
+    losses: Derivatives
+    clients: dict[int, list[IntArray]]
+    """The sampled clients with some of their minibatches, in the order in which they were drawn."""
+    share: FloatArray
+    """Their weights, summing to one."""
+    delta_clients: list[int]
+    iterations: int
+    tolerance: float
+    seed: int
 
-def _minibatches(m: int, batch_size: int, most: int, seed: int, client: int) -> list[IntArray]:
-    """Some of the minibatches of an epoch, as positions among the client's examples."""
-    rng = generator(seed, Purpose.CONSTANTS, round=1, client=client)
-    order = rng.permutation(m)
-    steps = -(-m // batch_size)
-    some = np.sort(rng.choice(steps, size=min(steps, most), replace=False))
-    return [order[k * batch_size : (k + 1) * batch_size] for k in some.tolist()]
+    def gradients(self, x: Tensor) -> FloatArray:
+        """For each client ``|grad f_i - grad f-hat|^2``, ``|grad f_i|^2``, the variance of its
+        steps and its standard error. Stores at most two gradients: the mean comes first.
+        """
+        mean = self._mean(partial(self.losses.gradient, x))
+        found = []
+        for i, steps in self.clients.items():
+            gradient = self.losses.gradient(x, i)
+            variance = error = 0.0
+            if steps:
+                parts = (self.losses.gradient(x, i, rows) for rows in steps)
+                squares = np.array([_square(part - gradient) for part in parts])
+                variance, unseen = float(squares.mean()), 1.0
+                if all(len(rows) == 1 for rows in steps):  # minibatches differ between epochs
+                    unseen -= len(steps) / int(self.losses.problem.federation.sizes[i])
+                spread = float(squares.var(ddof=1)) if len(steps) > 1 else math.inf
+                error = math.sqrt(unseen * spread / len(steps)) if unseen else 0.0
+            found.append((_square(gradient - mean), _square(gradient), variance, error))
+        return np.array(found)
 
+    def curvatures(
+        self, x: Tensor, point: int, advance: Callable[[float], None]
+    ) -> dict[str, ConstantEstimate]:
+        """The ends of all spectra at one of the points."""
+        product = partial(self.losses.product, x)
 
-def _points(points: Sequence[Any] | Tensor | FloatArray | None, problem: Problem) -> list[Tensor]:
-    if points is None:
-        return [problem.start.clone()]
-    if isinstance(points, Tensor | np.ndarray) and points.ndim == 1:
-        points = [points]
-    result = []
-    for k, point in enumerate(points):
-        if isinstance(point, nn.Module):
-            own = [p.detach().reshape(-1) for p in point.parameters() if p.requires_grad]
-            point = torch.cat(own) if own else torch.zeros(0)
-        try:
-            vector = torch.as_tensor(point, dtype=problem.dtype, device=problem.device).detach()
-        except (TypeError, ValueError, RuntimeError) as error:
-            raise FedShuffleError(f"point {k} is not a vector of numbers: {error}.") from error
-        if vector.shape != problem.start.shape:
-            raise FedShuffleError(
-                f"point {k} has shape {tuple(vector.shape)}, but the model has"
-                f" {len(problem.start)} trainable parameters: give a flat vector of them."
+        def mean_product(v: Tensor) -> Tensor:
+            return self._mean(lambda i: product(i, v))
+
+        def rng(stage: int, client: int = 0) -> np.random.Generator:
+            # Round 0 draws the clients, and round 1 their minibatches.
+            round = 2 + 3 * point + stage
+            return generator(self.seed, Purpose.CONSTANTS, round=round, client=client)
+
+        objective = _norm(self._ends(mean_product, rng(0)))
+        advance(len(self.clients))
+        steep, flat, apart = [], [], []
+        for i, steps in self.clients.items():
+            own = rng(1, i)
+            ends = [self._ends(partial(product, i), own)]
+            ends += [self._ends(partial(product, i, positions=rows), own) for rows in steps]
+            steep += [self._estimate(_norm(pair), len(self.clients)) for pair in ends]
+            flat += [low for low, _ in ends[bool(steps) :]]
+            advance(1)
+        for i in self.delta_clients:
+
+            def difference(v: Tensor, i: int = i) -> Tensor:
+                return product(i, v) - mean_product(v)
+
+            end = _norm(self._ends(difference, rng(2, i)))
+            error = self._eigenvalue_error(product, end)
+            apart.append(self._estimate(end, len(self.delta_clients), error))
+            advance(len(self.clients))
+        error = self._eigenvalue_error(product, objective)
+        whole = ConstantEstimate(abs(objective.value), objective.residual, error)
+        flattest = min(flat, key=lambda end: end.value)
+        return {
+            "L": _largest([*steep, whole]),
+            "L_objective": whole,
+            "mu": ConstantEstimate(flattest.value, flattest.residual),
+            "delta": _largest(apart),
+        }
+
+    def error(self, values: FloatArray) -> float:
+        """The standard error of the mean ``sum_i v_i q_i`` of one value per sampled client, about
+        the root of ``(1 - m/n) m / (m - 1) sum_i v_i^2 (q_i - mean)^2``.
+        """
+        m, n = len(self.clients), len(self.losses.problem.federation)
+        if m in (1, n):
+            return 0.0 if m == n else math.inf
+        spread = float((self.share**2 * (values - float(self.share @ values)) ** 2).sum())
+        return math.sqrt((1.0 - m / n) * m / (m - 1) * spread)
+
+    def _eigenvalue_error(self, product: Callable[..., Tensor], end: SpectrumEnd) -> float:
+        """The standard error of an eigenvalue, to first order the mean of ``u' H_i u``."""
+        if len(self.clients) == len(self.losses.problem.federation):
+            return 0.0
+        u = end.vector
+        return self.error(np.array([float(u @ product(i, u)) for i in self.clients]))
+
+    def _estimate(self, end: SpectrumEnd, seen: int, error: float = 0.0) -> ConstantEstimate:
+        """An eigenvalue of one of the clients that were seen."""
+        n, note = len(self.losses.problem.federation), ""
+        if seen < n:
+            note = (
+                f"the largest of {seen} of {n} clients: with 95% confidence no more than"
+                f" {1.0 - 0.05 ** (1.0 / seen):.0%} of the clients have more"
             )
-        if not torch.isfinite(vector).all():
-            raise FedShuffleError(f"point {k} has NaN or infinity. Leave it out.")
-        result.append(vector.clone())
-    if not result:
-        raise FedShuffleError("there are no points: give at least one, or None for the model's.")
-    return result
+        return ConstantEstimate(abs(end.value), end.residual, error, note)
+
+    def _mean(self, vector: Callable[[int], Tensor]) -> Tensor:
+        total = torch.zeros_like(self.losses.problem.start)
+        for i, share in zip(self.clients, self.share.tolist(), strict=True):
+            total += share * vector(i)
+        return total
+
+    def _ends(
+        self, product: Callable[[Tensor], Tensor], rng: np.random.Generator
+    ) -> tuple[SpectrumEnd, SpectrumEnd]:
+        x = self.losses.problem.start
+        start = torch.from_numpy(rng.normal(size=len(x))).to(x)
+        return spectrum_ends(product, start, iterations=self.iterations, tolerance=self.tolerance)
+
+
+def _square(vector: Tensor) -> float:
+    return float(vector.double().square().sum())
+
+
+def _norm(ends: tuple[SpectrumEnd, SpectrumEnd]) -> SpectrumEnd:
+    """The end that is further from zero."""
+    return max(reversed(ends), key=lambda end: abs(end.value))

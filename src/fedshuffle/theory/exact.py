@@ -58,10 +58,6 @@ class ExactConstants:
 
     L: float
     """Of every loss of one step, ``f_ij``."""
-    L_clients: FloatArray
-    """Of every ``f_i``."""
-    L_objective: float
-    """Of ``f-hat``."""
     mu: float
     """Of every ``f_ij``, as the theorem asks."""
     mu_objective: float
@@ -72,25 +68,16 @@ class ExactConstants:
     """One per client."""
     P: FloatArray
     """One per client."""
-    delta_clients: FloatArray
-    """``|H_i - H|`` of every client."""
+    delta: float
+    """``max_i |H_i - H|``, the Hessian similarity."""
     x_star: FloatArray
     """The minimiser of ``f-hat`` (the one nearest to zero, if there are several)."""
     f_star: float
     """``f-hat(x*)``."""
     w_hat: FloatArray
     """The weights of ``f-hat``."""
-    form: SimilarityForm
-    """The form of gradient similarity that G and B are for."""
-    radius: float | None
-    """The ball around ``x*`` where the constants hold; None: everywhere."""
     validity: Mapping[str, Validity]
-    """Where each constant holds, and why."""
-
-    @property
-    def delta(self) -> float:
-        """``max_i |H_i - H|``, the Hessian similarity."""
-        return float(self.delta_clients.max())
+    """Where each constant of the problem holds, and why."""
 
     @property
     def problem(self) -> ProblemConstants:
@@ -111,8 +98,8 @@ class ConstantsOptions(TypedDict, total=False):
     """The form of gradient similarity; ``gradient`` by default."""
     B: float | None
     """Find the smallest G for this B; each function explains its default."""
-    P: ArrayLike | None
-    """Find the smallest sigma_i for this P_i, one number or one per client; likewise."""
+    P: float | None
+    """Find the smallest sigma_i for this P, the same for all clients; likewise."""
     radius: float | None
     """Find constants for the ball of this radius around the optimum only."""
 
@@ -125,17 +112,16 @@ class ConstantsRequest:
     batch_size: int = 1
     form: SimilarityForm = "gradient"
     B: float | None = None
-    P: ArrayLike | None = None
+    P: float | None = None
     radius: float | None = None
 
     def __post_init__(self) -> None:
         count(self.batch_size, "batch_size")
         if self.form not in get_args(SimilarityForm):
             raise unknown("form of gradient similarity", self.form, get_args(SimilarityForm))
-        if self.B is not None:
-            number(self.B, "B", "[1, inf)")
-        if self.radius is not None:
-            number(self.radius, "radius", "[0, inf)")
+        for name, within in (("B", "[1, inf)"), ("P", "[0, inf)"), ("radius", "[0, inf)")):
+            if getattr(self, name) is not None:
+                number(getattr(self, name), name, within)
 
     def variance_factor(self, m: int) -> float:
         r"""The variance of minibatch gradients relative to that among a client's m examples.

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Annotated
+from typing import NamedTuple
 
 import numpy as np
 
@@ -21,17 +22,16 @@ from fedshuffle.theory.constants import (
     MAX_MATRIX_CLIENTS,
     MethodConstants,
     ProblemConstants,
+    listed_cohorts,
     method_constants,
     smallest_s,
 )
-from fedshuffle.theory.derivations import Derivation, ReportedNumber
-from fedshuffle.theory.rates import ConvergenceRate, Quantity, Regime, TunedStep
+from fedshuffle.theory.rates import ConvergenceRate, Regime, TunedStep
 from fedshuffle.theory.sampling_advice import MAX_EIGENVALUE_CLIENTS, best_probabilities
 from fedshuffle.theory.step_sizes import StepLimit, largest_step_size
 
 
-@dataclass(frozen=True, eq=False)
-class NearestConstants:
+class NearestConstants(NamedTuple):
     """The constants of a method, in the nearest case that the theorem covers."""
 
     constants: MethodConstants
@@ -41,7 +41,7 @@ class NearestConstants:
     """How the cases differ."""
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True)
 class StepAdvice:
     """The step sizes of one method in one regime."""
 
@@ -50,15 +50,17 @@ class StepAdvice:
     covered: bool
     """Whether they are proven for this method, sampling and local work."""
     notes: tuple[str, ...]
-    constants: Annotated[dict[str, ReportedNumber], Derivation.METHOD]
+    constants: dict[str, float]
     """W, M_1 and M_2."""
-    theorem: Annotated[StepLimit | None, Derivation.THEOREM]
+    how: str
+    """How M_1 was found."""
+    theorem: StepLimit | None
     """The largest by the theorem as printed; None where its conditions do not hold."""
-    proof: Annotated[StepLimit, Derivation.PROOF]
+    proof: StepLimit
     """The largest for which the proof holds."""
-    tuned: Annotated[TunedStep | None, Derivation.ROUNDS]
+    tuned: TunedStep | None
     """The best for a number of rounds, if given."""
-    target: Annotated[TunedStep | None, Derivation.TARGET]
+    target: TunedStep | None
     """The fewest rounds to a target, if given."""
 
 
@@ -68,11 +70,11 @@ class StepComparison:
 
     than: str
     regime: Regime
-    step_size: Annotated[float, Derivation.LARGER]
+    step_size: float
     """Ratio of the limits on ``step_size`` (and on ``eta_l``)."""
-    largest_client_step: Annotated[float, Derivation.LARGER]
+    largest_client_step: float
     """Ratio of the largest steps of any client within the limit."""
-    effective: Annotated[float, Derivation.LARGER]
+    effective: float
     """Ratio of how far a round moves along its objective's gradient."""
 
 
@@ -81,7 +83,6 @@ def nearest_constants(
     method: str | Method | FedShuffleGen,
     sampling: str | Sampling = "full",
     work: LocalWork | None = None,
-    *,
     seed: int = 0,
 ) -> NearestConstants:
     """The constants of a method, also where :func:`method_constants` only covers a near case.
@@ -114,18 +115,13 @@ def nearest_constants(
         notes.append("optimal sampling: at most the variance of the best independent sampling")
         b = round(drawn.expected_updates)
         drawn = Independent(best_probabilities(federation.weights, b))
-    elif not by_probability and not drawn.two_phase:
-        few = _few_cohorts(drawn, seed)
-        if few is not drawn:
-            covered = False
-            notes.append(f"too many cohorts: moments estimated from {MAX_COHORTS} drawn ones")
-        drawn = few
+    elif not by_probability and not drawn.two_phase and listed_cohorts(drawn) is None:
+        drawn, covered = _drawn_cohorts(drawn, seed), False
+        notes.append(f"too many cohorts: moments estimated from {MAX_COHORTS} drawn ones")
 
-    def of(work: LocalWork) -> MethodConstants:
-        return _smallest_variance(method_constants(federation, method, drawn, work), drawn)
-
-    def fixed(epochs: int | list[int]) -> MethodConstants:
-        return of(dataclasses.replace(work, epochs=epochs))
+    def fixed(epochs: int | Sequence[int] | None) -> MethodConstants:
+        chosen = dataclasses.replace(work, epochs=epochs)
+        return _smallest_variance(method_constants(federation, method, drawn, chosen), drawn)
 
     epochs = work.epochs
     if isinstance(epochs, EpochRange):
@@ -142,7 +138,7 @@ def nearest_constants(
             what, covered = "step sizes" if same else "objective", False
             notes.append(f"epochs change, and the {what} with them: taken as {epochs.high}")
     else:
-        found = of(work)
+        found = fixed(epochs)
     wrong = 0.5 * float(np.abs(found.w_hat - federation.weights).sum())
     if wrong > 1e-9:
         notes.append(f"about its own objective, {wrong:.1%} of which is not what you meant")
@@ -159,12 +155,11 @@ def step_advice(
     rounds: int | None = None,
     epsilon: float | None = None,
     start: float | None = None,
-    quantity: Quantity | None = None,
 ) -> StepAdvice:
     """The largest step sizes; with ``start``, the best for some rounds and the rounds to a target.
 
     ``problem`` holds the constants of the losses for the method's own ``w_hat``; ``rounds`` is what
-    the step is tuned for, and ``epsilon`` the target. ``start`` and ``quantity`` are as for
+    the step is tuned for, and ``epsilon`` the target. ``start`` is as for
     :class:`~fedshuffle.theory.rates.ConvergenceRate`.
 
     >>> clients = Federation.from_sizes([1, 2, 3])
@@ -176,29 +171,24 @@ def step_advice(
     (0.083333, 0.25)
     """
     constants, eta_g = nearest.constants, server_step_size
-    proof = largest_step_size(constants, problem, server_step_size=eta_g, bound="proof")
     theorem = None
     if (constants.shares <= 1.0 + 1e-12).all():
         theorem = largest_step_size(constants, problem, server_step_size=eta_g)
     rate = ConvergenceRate(constants, problem, regime=regime, server_step_size=eta_g)
     tuned = target = None
-    if start is not None and start > 0:
-        if rounds is not None:
-            tuned = rate.tune(rounds, start=start, quantity=quantity)
-        if epsilon is not None:
-            target = rate.rounds_to(epsilon, start=start, quantity=quantity)
+    if start is not None and rounds is not None:
+        tuned = rate.tune(rounds, start=start)
+    if start is not None and epsilon is not None:
+        target = rate.rounds_to(epsilon, start=start)
     return StepAdvice(
         method=method,
         regime=regime,
         covered=nearest.covered,
         notes=nearest.notes,
-        constants={
-            "W": ReportedNumber(constants.W),
-            "M_1": ReportedNumber(constants.M_1, note=constants.how),
-            "M_2": ReportedNumber(constants.M_2),
-        },
+        constants={name: getattr(constants, name) for name in ("W", "M_1", "M_2")},
+        how=constants.how,
         theorem=theorem,
-        proof=proof,
+        proof=largest_step_size(constants, problem, server_step_size=eta_g, bound="proof"),
         tuned=tuned,
         target=target,
     )
@@ -239,13 +229,12 @@ def _smallest_variance(constants: MethodConstants, sampling: Sampling) -> Method
     return dataclasses.replace(constants, s=s, M_1=M_1, how="eigenvalue")
 
 
-def _few_cohorts(sampling: Sampling, seed: int) -> Sampling:
-    """A sampling with few enough cohorts to enumerate: itself, or cohorts drawn from it."""
-    n = len(sampling)
-    cohorts = sampling.cohorts(MAX_COHORTS) if n <= MAX_MATRIX_CLIENTS else None
-    if cohorts is not None and len(cohorts) <= MAX_COHORTS:
-        return sampling
-    no_formula = "weights that are normalised over the cohort have no formula, and"
+def _drawn_cohorts(sampling: Sampling, seed: int) -> Sampling:
+    """Some cohorts drawn from a sampling with too many to enumerate."""
+    n, no_formula = (
+        len(sampling),
+        "weights that are normalised over the cohort have no formula, and",
+    )
     if n > MAX_MATRIX_CLIENTS:
         raise FedShuffleError(
             f"{no_formula} {n} clients are too many to estimate it (at most {MAX_MATRIX_CLIENTS})."

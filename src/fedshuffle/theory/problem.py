@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -23,7 +24,7 @@ from fedshuffle.methods import Method
 from fedshuffle.sampling import Sampling
 from fedshuffle.schedules import Schedule
 from fedshuffle.theory.constants import ProblemConstants
-from fedshuffle.theory.estimation import EstimatedConstants, problem_constants
+from fedshuffle.theory.estimation import ConstantEstimate, EstimatedConstants, problem_constants
 from fedshuffle.theory.exact import ExactConstants, SimilarityForm
 from fedshuffle.theory.logistic import logistic_regression_constants
 from fedshuffle.theory.quadratic import linear_regression_constants
@@ -64,10 +65,13 @@ class AdvisedRun:
         local = schedules.value(self.step_size, 0, "step size")
         return local, schedules.value(self.server_step_size, 0, "server step size")
 
-    def settings(self, step_size: Schedule, server_step_size: Schedule) -> Run:
-        """The settings of training with these step sizes."""
+    def training(
+        self, problem: Problem, step_size: Schedule, server_step_size: Schedule
+    ) -> tuple[SequentialEngine, Run]:
+        """An engine and the settings of training with these step sizes."""
         parts = self.federation, self.method, self.sampling, self.work
-        return Run(*parts, step_size, server_step_size, self.seed)
+        run = Run(*parts, step_size, server_step_size, self.seed)
+        return SequentialEngine(Problem(problem.replica(), self.loss, run.federation)), run
 
 
 @dataclass(frozen=True)
@@ -89,7 +93,19 @@ class StartingPoint:
 
 
 @dataclass(frozen=True)
-class RegressionKind:
+class ProblemSummary:
+    """The constants of the losses, and how they were found."""
+
+    how: str
+    """exact or estimated."""
+    what: str
+    regimes: tuple[Regime, ...]
+    constants: dict[str, ConstantEstimate]
+    start: StartingPoint
+    notes: tuple[str, ...]
+
+
+class RegressionKind(NamedTuple):
     """A model and a loss with exact constants."""
 
     name: str
@@ -108,13 +124,10 @@ class ExactProblem:
         self.x = problem.start.double().cpu().numpy()
         self.values, slope = _first_losses(problem, np.arange(len(weights)), weights, self.l2)
         self.gradient = float(slope.double().square().sum())
+        self.regimes: tuple[Regime, ...] = ("strongly-convex", "convex", "non-convex")
+        if self.l2 == 0:
+            self.regimes = self.regimes[1:]
         self._cache: dict[tuple[bytes, str, float | None], ExactConstants] = {}
-
-    @property
-    def regimes(self) -> tuple[Regime, ...]:
-        """The regimes that cover the losses."""
-        convex: tuple[Regime, ...] = ("convex", "non-convex")
-        return ("strongly-convex", *convex) if self.l2 > 0 else convex
 
     def constants(
         self,
@@ -160,6 +173,21 @@ class ExactProblem:
         gap = float(found.w_hat @ self.values) - found.f_star
         return StartingPoint(float(away @ away), max(0.0, gap), self.gradient)
 
+    def summary(self) -> ProblemSummary:
+        """The constants of the intended objective, each with the reason why it holds."""
+        exact = self.constants()
+        values = {
+            **{name: getattr(exact, name) for name in ("L", "mu", "G", "B", "delta")},
+            "sigma": math.sqrt(float(exact.w_hat @ exact.sigma**2)),
+            "P": float(exact.P.max()),
+        }
+        constants = {
+            name: ConstantEstimate(value, note=str(exact.validity[name]))
+            for name, value in values.items()
+        }
+        notes = ("for the objective that was meant, in the form for convex losses",)
+        return ProblemSummary("exact", self.kind.name, self.regimes, constants, self.start(), notes)
+
 
 @dataclass(frozen=True, eq=False)
 class EstimatedProblem:
@@ -183,6 +211,21 @@ class EstimatedProblem:
     def start(self, w_hat: FloatArray | None = None) -> StartingPoint:
         """The start of training."""
         return self.first
+
+    def summary(self) -> ProblemSummary:
+        """The constants with their uncertainties."""
+        seen = self.estimate
+        chosen = "chosen; G and sigma are the smallest for it"
+        constants = {
+            **{name: getattr(seen, name) for name in ("L", "mu", "G", "delta")},
+            "sigma": seen.sigma_rms,
+            "B": ConstantEstimate(1.0, note=chosen),
+            "P": ConstantEstimate(0.0, note=chosen),
+        }
+        sample = f"{len(seen.clients)} of {len(seen.w_hat)} clients, {len(seen.variance)} point(s)"
+        notes = (sample, *self.notes, "f* is taken to be 0 or more")
+        what = f"measured, since {self.reason}"
+        return ProblemSummary("estimated", what, self.regimes, constants, self.first, notes)
 
 
 def recognise(model: nn.Module, loss: Loss, federation: Federation) -> RegressionKind | str:
@@ -269,8 +312,7 @@ def _models_on_the_way(
     if points == 1:
         return models, ("measured at the start only: elsewhere the constants may be larger",)
     between = max(1, min(_MAX_ROUNDS_BETWEEN, run.rounds // (points - 1)))
-    training = run.settings(run.step_size, run.server_step_size)
-    engine = SequentialEngine(Problem(problem.replica(), problem.loss, training.federation))
+    engine, training = run.training(problem, run.step_size, run.server_step_size)
     try:
         for k, (state,) in enumerate(simulate(engine, [training], between * (points - 1)), 1):
             if not torch.isfinite(state.x).all():

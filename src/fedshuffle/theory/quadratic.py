@@ -14,15 +14,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Unpack
 
 import numpy as np
 from numpy.typing import ArrayLike
 
 from fedshuffle._arrays import FloatArray, IntArray, counts, number
-from fedshuffle.errors import FedShuffleError
+from fedshuffle.errors import FedShuffleError, error_context
 from fedshuffle.federation import Federation
-from fedshuffle.theory.constants import finite_array
 from fedshuffle.theory.exact import (
     ConstantsOptions,
     ConstantsRequest,
@@ -31,7 +31,7 @@ from fedshuffle.theory.exact import (
     Validity,
     normalised_weights,
 )
-from fedshuffle.theory.quadratic_forms import QuadraticBounds, QuadraticForm, nonzero_axes
+from fedshuffle.theory.quadratic_forms import QuadraticForm, nonzero_axes, smallest_bound
 
 _EXACT = 1e-9
 """How far below zero rounding may push an eigenvalue, as a share of the largest."""
@@ -57,11 +57,11 @@ def quadratic_constants(
     >>> toy.L, toy.mu, toy.delta, toy.B, (6 * toy.x_star).round(9).tolist()
     (1.0, 1.0, 0.0, 1.0, [1.0, 1.0, 1.0, 1.0, 1.0, 1.0])
     """
-    points = finite_array(optima, "optima")
+    points = _finite(optima, "optima")
     if points.ndim != 2 or not points.size:
         raise FedShuffleError(f"optima must be a table of points, got shape {points.shape}.")
     rows, d = points.shape
-    matrices = finite_array(hessians, "hessians")
+    matrices = _finite(hessians, "hessians")
     if matrices.ndim == 0:
         matrices = matrices * np.eye(d)
     if matrices.shape not in ((d, d), (rows, d, d)):
@@ -141,16 +141,16 @@ class _Quadratics:
         gradients = self._gradients(x)
         return 0.5 * float((away * gradients).sum(axis=1).mean()), gradients.mean(axis=0)
 
-    def variance(self, x: FloatArray, axes: FloatArray) -> QuadraticForm:
-        """``mean_j |grad f_ij - grad f_i|^2`` at ``x + axes y``, as a form in y."""
+    def variance(self, x: FloatArray, factor: float, axes: FloatArray) -> QuadraticForm:
+        """``factor mean_j |grad f_ij - grad f_i|^2`` at ``x + axes y``, as a form in y."""
         gradients = self._gradients(x)
         rest = gradients - gradients.mean(axis=0)
         slopes = (self._matrices - self.hessian) @ axes
-        m = len(slopes)
+        each = factor / len(slopes)
         return QuadraticForm(
-            np.einsum("jab,jac->bc", slopes, slopes) / m,
-            np.einsum("jab,ja->b", slopes, rest) / m,
-            float((rest**2).sum() / m),
+            each * np.einsum("jab,jac->bc", slopes, slopes),
+            each * np.einsum("jab,ja->b", slopes, rest),
+            each * float((rest**2).sum()),
         )
 
     def curvatures(self) -> tuple[FloatArray, float]:
@@ -182,16 +182,16 @@ class _SquaredErrors:
         value = 0.5 * float((rest**2).mean()) + 0.5 * self._l2 * float(x @ x)
         return value, self._a.T @ rest / len(rest) + self._l2 * x
 
-    def variance(self, x: FloatArray, axes: FloatArray) -> QuadraticForm:
+    def variance(self, x: FloatArray, factor: float, axes: FloatArray) -> QuadraticForm:
         # grad f_ij - grad f_i = (a a' - gram) z + (a r - mean): the regularisation cancels.
         m = len(self._t)
         rest = self._a @ x - self._t
         mean = self._a.T @ rest / m
         along, slope = self._a @ axes, self._gram @ axes
         return QuadraticForm(
-            along.T @ (self._squares[:, None] * along) / m - slope.T @ slope,
-            along.T @ (self._squares * rest) / m - slope.T @ mean,
-            float((((self._a * rest[:, None]) - mean) ** 2).sum() / m),
+            factor * (along.T @ (self._squares[:, None] * along) / m - slope.T @ slope),
+            factor * (along.T @ (self._squares * rest) / m - slope.T @ mean),
+            factor * float((((self._a * rest[:, None]) - mean) ** 2).sum() / m),
         )
 
     def curvatures(self) -> tuple[FloatArray, float]:
@@ -210,43 +210,42 @@ def _constants(
     request: ConstantsRequest,
     reasons: dict[str, str],
 ) -> ExactConstants:
-    """All constants, in four passes over the clients that hold matrices of one client only."""
-    n, radius = len(sizes), request.radius
-    given = None if request.P is None else _per_client(request.P, n)
+    """All constants, in passes over the clients that hold matrices of one client only."""
 
     def clients() -> Iterator[tuple[int, float, _ClientLosses]]:
         for i, weight in enumerate(w_hat.tolist()):
             yield i, weight, client(i)
 
-    hessian, gradient = np.zeros((d, d)), np.zeros(d)
+    hessian, x = np.zeros((d, d)), np.zeros(d)
     for _, weight, losses in clients():
         losses.curvatures()  # refuses losses that are not convex
         hessian += weight * losses.hessian
-        gradient += weight * losses.at(gradient * 0.0)[1]
     values, vectors = nonzero_axes(hessian)
+    for _ in range(2):  # once more, for the digits that the first solution lost
+        gradient = sum((weight * losses.at(x)[1] for _, weight, losses in clients()), np.zeros(d))
+        x = x - vectors @ ((vectors.T @ gradient) / values)
 
-    def newton(gradient: FloatArray) -> FloatArray:
-        step: FloatArray = vectors @ ((vectors.T @ gradient) / values)
-        return step
-
-    x = -newton(gradient)
-    gradient = np.zeros(d)  # once more, for the digits that the first solution lost
-    for _, weight, losses in clients():
-        gradient += weight * losses.at(x)[1]
-    x = x - newton(gradient)
-
-    L_clients, L_steps, mu, delta, sigma, P = np.zeros((6, n))  # noqa: N806
-    f_star = 0.0
+    n, f_star = len(sizes), 0.0
+    L_steps, mu, delta, sigma, P = np.zeros((5, n))  # noqa: N806
     for i, weight, losses in clients():
-        f_star += weight * losses.at(x)[0]
+        value, gradient = losses.at(x)
+        f_star += weight * value
         each, flattest = losses.curvatures()
         own = np.linalg.eigvalsh(losses.hessian)
-        L_clients[i] = own[-1]
         L_steps[i] = request.batch_smoothness(each, float(own[-1]))
         mu[i] = max(0.0, own[0]) if len(each) <= request.batch_size else flattest
         delta[i] = np.abs(np.linalg.eigvalsh(losses.hessian - hessian)).max()
-        p = None if given is None else float(given[i])
-        sigma[i], P[i] = _variance(losses, x, len(each), request, p)
+        factor = request.variance_factor(len(each))
+        P[i] = request.P or 0.0
+        if factor > 0.0:
+            variance, p2 = smallest_bound(
+                partial(losses.variance, x, factor),
+                losses.hessian,
+                gradient,
+                b=None if request.P is None else request.P**2,
+                radius=request.radius,
+            )
+            sigma[i], P[i] = math.sqrt(variance), math.sqrt(p2)
         if math.isinf(sigma[i]):
             raise FedShuffleError(
                 f"no sigma is enough for client {i} with P = {P[i]:g}: the variance among its"
@@ -254,93 +253,62 @@ def _constants(
             )
     L = float(L_steps.max())  # noqa: N806
 
-    roots = values if request.form == "gradient" else np.sqrt(L * values)
-    scaled = vectors / roots if radius is None else np.eye(d)
-    square, c, s = np.zeros((scaled.shape[1],) * 2), np.zeros(scaled.shape[1]), 0.0
-    for _, weight, losses in clients():
-        slope, at_optimum = losses.hessian @ scaled, losses.at(x)[1]
-        square += weight * slope.T @ slope
-        c += weight * slope.T @ at_optimum
-        s += weight * float(at_optimum @ at_optimum)
-    if radius is None:
-        bounds = QuadraticBounds(QuadraticForm(square, c, s), np.zeros(len(c)))
-        b2 = max(1.0, bounds.default_b) if request.B is None else request.B**2
-        g2 = bounds.smallest_a(b2)
-        if math.isinf(g2):
-            raise FedShuffleError(
-                f"no G is enough with B = {math.sqrt(b2):g}: clients' gradients grow up to"
-                f" {math.sqrt(bounds.smallest_b):g} times as fast as the objective's. Use a larger"
-                " B, or a radius."
-            )
-        where = Validity("exact", "the smallest for this B (P_i): the maximum of a quadratic")
-    else:
-        b2 = 1.0 if request.B is None else request.B**2
-        bottom = hessian @ hessian if request.form == "gradient" else L * hessian
-        g2 = max(0.0, QuadraticForm(square - b2 * bottom, c, s).max_on_ball(radius))
-        where = Validity("on the ball", "the maximum of a quadratic on a ball")
+    def similarity(axes: FloatArray) -> QuadraticForm:
+        """``sum_i w-hat_i |grad f_i|^2`` at ``x + axes y``, as a form in y."""
+        Q, c, s = np.zeros((axes.shape[1],) * 2), np.zeros(axes.shape[1]), 0.0  # noqa: N806
+        for _, weight, losses in clients():
+            slope, gradient = losses.hessian @ axes, losses.at(x)[1]
+            Q += weight * slope.T @ slope  # noqa: N806
+            c += weight * slope.T @ gradient
+            s += weight * float(gradient @ gradient)
+        return QuadraticForm(Q, c, s)
 
-    exact = {
-        "L_clients": "the largest eigenvalue of each A_i",
-        "L_objective": "the largest eigenvalue of A",
-        "mu_objective": "the smallest eigenvalue of A",
-        "delta": "max_i |A_i - A|: the Hessians are the same everywhere",
-        "x_star": "the solution of A x = b",
-        "f_star": "f-hat(x*)",
-    }
+    root = hessian
+    if request.form == "convex":
+        root = vectors * np.sqrt(L * values) @ vectors.T
+    g2, b2 = smallest_bound(
+        similarity,
+        root,
+        np.zeros(d),
+        b=None if request.B is None else request.B**2,
+        least=1.0,
+        radius=request.radius,
+    )
+    if math.isinf(g2):
+        raise FedShuffleError(
+            f"no G is enough with B = {math.sqrt(b2):g}: the gradients of clients grow faster than"
+            " the objective's. Use a larger B, or a radius."
+        )
+    where = Validity("exact", "the smallest for this B (P_i): the maximum of a quadratic")
+    if request.radius is not None:
+        where = Validity("on the ball", "the maximum of a quadratic on a ball")
     minibatches = {
         "L": "of a minibatch, at most the mean of its examples'",
         "mu": "of a minibatch, at least that of its examples",
     }
     return ExactConstants(
         L=L,
-        L_clients=L_clients,
-        L_objective=float(values.max(initial=0.0)),
         mu=float(mu.min()),
         mu_objective=float(values.min()) if len(values) == d else 0.0,
         G=math.sqrt(g2),
         B=math.sqrt(b2),
         sigma=sigma,
         P=P,
-        delta_clients=delta,
+        delta=float(delta.max()),
         x_star=x,
         f_star=f_star,
         w_hat=w_hat,
-        form=request.form,
-        radius=radius,
         validity={
             **{k: request.step_validity(sizes, reasons[k], minibatches[k]) for k in reasons},
-            **{name: Validity("exact", reason) for name, reason in exact.items()},
             **dict.fromkeys(("G", "B", "sigma", "P"), where),
+            "delta": Validity("exact", "max_i |A_i - A|: the Hessians are the same everywhere"),
         },
     )
 
 
-def _variance(
-    losses: _ClientLosses, x: FloatArray, m: int, request: ConstantsRequest, given: float | None
-) -> tuple[float, float]:
-    """Sigma_i and P_i of one client."""
-    factor = request.variance_factor(m)
-    if factor == 0.0:
-        return 0.0, given or 0.0
-    gradient, own = losses.at(x)[1], losses.hessian
-    if request.radius is None:
-        values, vectors = nonzero_axes(own)
-        variance = losses.variance(x, vectors / values).scaled(factor)
-        bounds = QuadraticBounds(variance, vectors.T @ gradient)
-        p2 = bounds.default_b if given is None else given**2
-        return math.sqrt(bounds.smallest_a(p2)), math.sqrt(p2)
-    p2 = 0.0 if given is None else given**2
-    top = losses.variance(x, np.eye(len(x))).scaled(factor)
-    rest = QuadraticForm(
-        top.Q - p2 * own @ own, top.c - p2 * own @ gradient, top.s - p2 * float(gradient @ gradient)
-    )
-    return math.sqrt(max(0.0, rest.max_on_ball(request.radius))), math.sqrt(p2)
-
-
-def _per_client(values: ArrayLike, n: int) -> FloatArray:
-    array = finite_array(values, "P")
-    if array.shape not in ((), (n,)) or (array < 0).any():
-        raise FedShuffleError(
-            f"P must be one number of at least 0, or one for each of {n} clients."
-        )
-    return np.broadcast_to(array, (n,))
+def _finite(values: ArrayLike, what: str) -> FloatArray:
+    with error_context(lambda error: f"{what} must be numbers: {error}.", (TypeError, ValueError)):
+        array = np.array(values, dtype=np.float64)
+    if not np.isfinite(array).all():
+        raise FedShuffleError(f"{what} must be finite.")
+    return array

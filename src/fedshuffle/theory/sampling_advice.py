@@ -7,18 +7,16 @@ For methods that weight by inclusion probability the sampling enters the bound o
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated
 
 import numpy as np
 from numpy.typing import ArrayLike
 
-from fedshuffle._arrays import FloatArray, expect, number, positive
+from fedshuffle._arrays import FloatArray, expect, positive
 from fedshuffle.federation import Federation
 from fedshuffle.sampling import Independent, Uniform, importance_probabilities
 from fedshuffle.sampling.base import check_cohort_size
 from fedshuffle.theory.constants import smallest_s
-from fedshuffle.theory.derivations import Derivation
-from fedshuffle.theory.rates import ConvergenceRate, Quantity, Regime
+from fedshuffle.theory.rates import ConvergenceRate, Regime
 
 KINDS = ("uniform", "importance", "best")
 """The samplings to compare: ``best`` is the independent one with the smallest M, and also bounds
@@ -36,10 +34,10 @@ class SamplingOption:
     """One of the kinds."""
     cohort: int
     """The number of clients that take part, or are expected to."""
-    M: Annotated[float, Derivation.SAMPLING]
-    rounds: Annotated[int, Derivation.COHORT]
+    M: float
+    rounds: int
     """After which the bound reaches the target."""
-    step_size: Annotated[float, Derivation.COHORT]
+    step_size: float
     """With which it does."""
 
 
@@ -49,16 +47,12 @@ class SamplingAdvice:
 
     regime: Regime
     cohort: int
-    fastest: str
-    """The sampling with the fewest rounds for this cohort size."""
     options: tuple[SamplingOption, ...]
     """Every kind, for this cohort size."""
     sizes: tuple[tuple[SamplingOption, ...], ...]
     """Every kind, for cohorts of 1, 2, 4, ... up to all clients."""
-    pays_until: Annotated[dict[str, int], Derivation.COHORT]
+    pays_until: dict[str, int]
     """For every kind the largest cohort that is at least half as fast as a linear speed-up."""
-    notes: tuple[str, ...] = ("for fedshuffle; the numbers for best also hold for optimal:B",)
-    covered: bool = True
 
 
 def best_probabilities(weights: ArrayLike, b: int) -> FloatArray:
@@ -73,11 +67,11 @@ def best_probabilities(weights: ArrayLike, b: int) -> FloatArray:
     b = check_cohort_size(b, len(w), "sampling")
     if b == len(w):
         return np.ones(len(w))
-    low, high = 0.0, 1.0 / b  # importance sampling has less than 1 / b
-    for _ in range(64):
-        middle = 0.5 * (low + high)
-        low, high = (middle, high) if float((w / (w + middle)).sum()) > b else (low, middle)
-    return w / (w + high)
+    from scipy.optimize import brentq  # a third of a second to import: only when needed
+
+    # Importance sampling has less than 1 / b.
+    M = brentq(lambda M: float((w / (w + M)).sum()) - b, 0.0, 1.0 / b, xtol=1e-300)  # noqa: N803, N806
+    return w / (w + M)
 
 
 def sampling_variance(kind: str, federation: Federation, b: int) -> float:
@@ -106,12 +100,11 @@ def sampling_advice(
     *,
     epsilon: float,
     start: float,
-    quantity: Quantity | None = None,
 ) -> SamplingAdvice:
     """Compare samplings and cohort sizes by the rounds that they are predicted to need.
 
     ``rate`` is that of a method that weights by inclusion probability, with any sampling; cohort is
-    the number of clients per round, epsilon the target. ``start`` and ``quantity`` are as for
+    the number of clients per round, epsilon the target, ``start`` as for
     :class:`~fedshuffle.theory.rates.ConvergenceRate`.
 
     >>> from fedshuffle.theory import ProblemConstants, method_constants
@@ -127,37 +120,32 @@ def sampling_advice(
     expect(rate, ConvergenceRate, "rate")
     n = len(federation)
     b = check_cohort_size(cohort, n, "a cohort")
-    number(epsilon, "epsilon", "(0, inf)")
 
     def option(kind: str, size: int) -> SamplingOption:
         M = sampling_variance(kind, federation, size)  # noqa: N806
-        found = rate.with_variance(M).rounds_to(epsilon, start=start, quantity=quantity)
+        found = rate.with_variance(M).rounds_to(epsilon, start=start)
         return SamplingOption(kind, size, M, found.rounds, found.step_size)
+
+    ladder: list[int] = sorted({*(2**k for k in range(n.bit_length()) if 2**k <= n), n})
+    sizes = [tuple(option(kind, size) for kind in KINDS) for size in ladder]
 
     def pays_until(k: int, kind: str) -> int:
         """The largest cohort with ``rounds(1) / rounds(b) >= b / 2``."""
-        alone = sizes[0][k].rounds
 
         def pays(found: SamplingOption) -> bool:
-            return alone >= 0.5 * found.cohort * found.rounds
+            return sizes[0][k].rounds >= 0.5 * found.cohort * found.rounds
 
         last = max(j for j, row in enumerate(sizes) if pays(row[k]))
-        if last == len(sizes) - 1:
-            return ladder[-1]
-        low, high = ladder[last], ladder[last + 1]
+        low, high = ladder[last], [*ladder, n + 1][last + 1]
         while high - low > 1:
             middle = (low + high) // 2
             low, high = (middle, high) if pays(option(kind, middle)) else (low, middle)
         return low
 
-    ladder: list[int] = sorted({*(2**k for k in range(n.bit_length()) if 2**k <= n), n})
-    sizes = tuple(tuple(option(kind, size) for kind in KINDS) for size in ladder)
-    options = tuple(option(kind, b) for kind in KINDS)
     return SamplingAdvice(
         regime=rate.regime,
         cohort=b,
-        fastest=min(options, key=lambda option: (option.rounds, option.M)).sampling,
-        options=options,
-        sizes=sizes,
+        options=tuple(option(kind, b) for kind in KINDS),
+        sizes=tuple(sizes),
         pays_until={kind: pays_until(k, kind) for k, kind in enumerate(KINDS)},
     )

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Annotated
 
-from fedshuffle.engines import Problem, SequentialEngine
+from fedshuffle.engines import Problem
 from fedshuffle.errors import DivergedError
 from fedshuffle.evaluation import Evaluation
-from fedshuffle.theory.derivations import Derivation
 from fedshuffle.theory.problem import AdvisedRun
 from fedshuffle.training.divergence import has_diverged
 from fedshuffle.training.rounds import simulate
@@ -22,35 +20,25 @@ _SPACING = math.sqrt(10)
 
 
 @dataclass(frozen=True)
-class TriedStepSize:
-    """The outcome of one short run."""
-
-    step_size: float
-    loss: Annotated[float, Derivation.MEASURED]
-    """After the last round; infinite if the run diverged."""
-    stable: bool
-    """Whether the loss is no higher than at the start."""
-
-
-@dataclass(frozen=True)
 class StepSizeSearch:
-    """The outcome of short runs with constant step sizes."""
+    """The outcome of short runs with constant step sizes.
+
+    A step size is stable if the loss after its run is no higher than before.
+    """
 
     rounds: int
     clients: int
     """The number of clients whose training data give the loss."""
     local_steps: int
     """The total cost."""
-    start: Annotated[float, Derivation.MEASURED]
+    start: float
     """The loss before training."""
-    tried: tuple[TriedStepSize, ...]
-    """In the order of step sizes."""
-    largest_stable: Annotated[float | None, Derivation.MEASURED]
+    tried: tuple[tuple[float, float], ...]
+    """Each step size with the loss after its last round, which is infinite if it diverged."""
+    largest_stable: float | None
     """The largest stable step size below all unstable ones; None if the smallest is unstable."""
-    best: Annotated[float | None, Derivation.MEASURED]
+    best: float | None
     """The stable step size with the lowest loss."""
-    best_times_the_limit: Annotated[float | None, Derivation.MEASURED]
-    """The best step size over the largest proven one."""
 
 
 def search_step_sizes(run: AdvisedRun, *, rounds: int = 10, clients: int = 50) -> StepSizeSearch:
@@ -73,8 +61,7 @@ def search_step_sizes(run: AdvisedRun, *, rounds: int = 10, clients: int = 50) -
 
     def after(size: float) -> float:
         nonlocal steps
-        training, loss = run.settings(size, server_step_size), start
-        engine = SequentialEngine(Problem(problem.replica(), run.loss, training.federation))
+        (engine, training), loss = run.training(problem, size, server_step_size), start
         try:
             for (state,) in simulate(engine, [training], rounds):
                 steps += int(training.cohort(state.round - 1).done.sum())
@@ -97,18 +84,16 @@ def search_step_sizes(run: AdvisedRun, *, rounds: int = 10, clients: int = 50) -
             break
         size = _spaced(first, -k)
         losses[size] = after(size)
-    tried = tuple(TriedStepSize(size, loss, loss <= start) for size, loss in sorted(losses.items()))
-    stable = [one.step_size for one in tried if one.stable]
-    unstable = min((one.step_size for one in tried if not one.stable), default=math.inf)
+    stable = [size for size, loss in losses.items() if loss <= start]
+    unstable = min((size for size in losses if size not in stable), default=math.inf)
     return StepSizeSearch(
         rounds=rounds,
         clients=len(sample),
         local_steps=steps,
         start=start,
-        tried=tried,
+        tried=tuple(sorted(losses.items())),
         largest_stable=max((size for size in stable if size < unstable), default=None),
-        best=min(stable, key=losses.__getitem__, default=None),
-        best_times_the_limit=None,
+        best=min(sorted(stable), key=losses.__getitem__, default=None),
     )
 
 
