@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import astuple, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.markup import escape
@@ -20,10 +20,7 @@ if TYPE_CHECKING:
     from fedshuffle.config.schema import Config
     from fedshuffle.theory.advice import Advice
     from fedshuffle.theory.problem import AdvisedRun
-    from fedshuffle.theory.sampling_advice import SamplingAdvice
     from fedshuffle.theory.step_size_search import StepSizeSearch
-
-Cell = str | float | None
 
 _MANY = 10**7
 """Larger counts are shown as a power of ten."""
@@ -70,98 +67,79 @@ def _advised_run(config: Config) -> AdvisedRun:
 
     inputs = runner.inputs(replace(config, evaluation=None))
     return AdvisedRun(
-        method=runner.method(config),
-        sampling=runner.sampling(config, inputs.federation),
-        model=runner.model(config),
-        loss=inputs.loss,
-        federation=inputs.federation,
-        work=config.work,
-        rounds=config.rounds,
-        step_size=runner.schedule(config.step_size, config.rounds),
-        server_step_size=runner.schedule(config.server_step_size, config.rounds),
-        seed=config.seed,
+        runner.model(config),
+        inputs.loss,
+        inputs.federation,
+        runner.method(config),
+        runner.sampling(config, inputs.federation),
+        config.work,
+        config.rounds,
+        runner.schedule(config.step_size, config.rounds),
+        runner.schedule(config.server_step_size, config.rounds),
+        config.seed,
     )
 
 
 def _print_advice(advice: Advice) -> None:
     setting, problem, proven = advice.setting, advice.problem, advice.largest_proven
-    momentum = "" if setting.momentum == "none" else f", momentum {setting.momentum}"
+    method, rounds = escape(str(setting["method"])), f"for {setting['rounds']} rounds"
+    momentum = "" if setting["momentum"] == "none" else f", momentum {setting['momentum']}"
     _line(
-        f"[bold]{escape(setting.method)}[/]{momentum} on {setting.clients} clients with"
-        f" {setting.examples:,} examples, sampling {escape(setting.sampling)},"
-        f" {setting.rounds} rounds"
+        f"[bold]{method}[/]{momentum} on {setting['clients']} clients with"
+        f" {setting['examples']:,} examples, sampling {escape(str(setting['sampling']))},"
+        f" {setting['rounds']} rounds"
     )
     if advice.step_size_search is not None:
         _print_search(advice.step_size_search, proven)
         _line("\n[bold underline]What is proven[/]")
 
-    _section(f"The problem: {problem.what}", "problem")
-    constants = []
-    for name, one in problem.constants.items():
-        error = f"+- {one.uncertainty:.2g}" if one.uncertainty else ""
-        remark = "; ".join(filter(None, (error, one.note)))
-        constants.append((name, f"{one.value:.4g}", remark))
-    _table(["constant", "value", ""], constants)
-    _notes(problem.notes)
+    constants = [
+        (name, f"{one.value:.4g}", one.uncertainty or None, one.note)
+        for name, one in problem.constants.items()
+    ]
+    columns = ["constant", "value", "+-", ""]
+    _section(f"The problem: {problem.what}", ["problem"], columns, constants, problem.notes)
 
-    _section("Step sizes (the key step_size of the config)", "steps.proof")
-    rounds = f"for {setting.rounds} rounds"
     columns = ["method", "regime", "covered", "theorem", "proof", rounds]
-    rows: list[tuple[Cell, ...]] = []
+    columns += ["client's largest", "rounds to target"]
+    steps = []
     for row in advice.steps:
-        limits = row.theorem, row.proof, row.tuned
-        sizes = (None if one is None else one.step_size for one in limits)
-        target = None if row.target is None else row.target.rounds
-        largest = row.proof.largest_client_step
-        rows.append((row.method, row.regime, row.covered, *sizes, largest, target))
-    if rows:
-        _table([*columns, "client's largest", "rounds to target"], rows)
-        _notes([f"{rounds}: {_anchor('steps.tuned')}"])
-        _notes([f"rounds to target: {_anchor('steps.target')}"])
-    _notes(f"{row.method}: {note}" for row in advice.steps for note in row.notes)
-    _notes(f"{name}: {reason}" for name, reason in advice.not_covered.items())
+        sizes = (getattr(one, "step_size", None) for one in (row.theorem, row.proof, row.tuned))
+        rest = row.proof.largest_client_step, getattr(row.target, "rounds", None)
+        steps.append((row.method, row.regime, row.covered, *sizes, *rest))
+    notes = [f"{row.method}: {note}" for row in advice.steps for note in row.notes]
+    notes += [f"{name}: {reason}" for name, reason in advice.not_covered.items()]
+    parts = ["steps.proof", "steps.tuned", "steps.target"]
+    _section("Step sizes (the key step_size of the config)", parts, columns, steps, notes)
     if proven is not None:
+        own = float(setting["step_size"])
         _line(
-            f"  Your step_size {setting.step_size:g} is {setting.step_size / proven:.3g} times the"
-            " largest that the proof allows. What is proven holds for the worst case: larger steps"
-            " often work, but nothing is promised for them."
+            f"  Your step_size {own:g} is {own / proven:.3g} times the largest that the proof"
+            " allows. What is proven holds for the worst case: larger steps often work, but"
+            " nothing is promised for them."
         )
 
     if advice.step_ratios:
-        _section("How many times as large FedShuffle's steps may be", "step_ratios")
         columns = ["than", "regime", "step_size", "largest client step", "distance per round"]
-        _table(columns, map(astuple, advice.step_ratios))
-        _notes(
-            [
-                "short clients may take larger steps; this is not proven to be faster",
-                "FedNova with weights w_i tau_max / (tau_i p_i) has FedShuffle's limit and rate",
-            ]
-        )
+        notes = [
+            "short clients may take larger steps; this is not proven to be faster",
+            "FedNova with weights w_i tau_max / (tau_i p_i) has FedShuffle's limit and rate",
+        ]
+        title = "How many times as large FedShuffle's steps may be"
+        _section(title, ["step_ratios"], columns, map(astuple, advice.step_ratios), notes)
 
-    _section("FedShuffleMVR", "mvr.proof")
-    if advice.mvr:
-        _table(
-            ["by the", "largest step_size", f"step_size {rounds}", "a for these"],
-            [
-                (bound, one.limit.step_size, one.tuned.step_size, one.tuned.a)
-                for bound, one in advice.mvr.items()
-            ],
-        )
-    _notes(advice.mvr_notes)
-
-    title = f"Sampling: proven rounds until {setting.target:g} of the start"
-    _section(title, "sampling", "sampling.rounds")
-    if isinstance(advice.sampling, str):
-        _notes([advice.sampling])
-    else:
-        _print_sampling(advice.sampling)
-
-    _section("Objective", "objective")
-    _line(f"{escape(setting.method)} is {advice.objective.conclusion}.")
+    columns = ["by the", "largest step_size", f"step_size {rounds}", "a for these"]
+    bounds = [
+        (bound, one.limit.step_size, one.tuned.step_size, one.tuned.a)
+        for bound, one in advice.mvr.items()
+    ]
+    _section("FedShuffleMVR", ["mvr.proof"], columns, bounds, advice.mvr_notes)
+    _print_sampling(advice)
+    _section("Objective", ["total_variation"])
+    _line(f"{method} is {escape(advice.conclusion)}")
 
 
 def _print_search(search: StepSizeSearch, proven: float | None) -> None:
-    _section("What can be measured: step sizes tried in short runs", "step_size_search")
     rows = []
     for size, loss in search.tried:
         words = [] if loss <= search.start else ["not stable"]
@@ -169,73 +147,75 @@ def _print_search(search: StepSizeSearch, proven: float | None) -> None:
         words += ["largest stable"] * (size == search.largest_stable)
         shown = f"{loss:.4g}" if math.isfinite(loss) else "diverged"
         rows.append((f"{size:g}", shown, ", ".join(words)))
-    _table(["step_size", f"loss after {search.rounds} rounds", ""], rows)
+    notes = [
+        f"stable: the loss is no higher than at the start, {search.start:.4g}, on"
+        f" {search.clients} clients' training data",
+        f"it cost {search.local_steps:,} local steps; over many rounds smaller step sizes may"
+        " do better: compare tries them for longer",
+    ]
+    columns = ["step_size", f"loss after {search.rounds} rounds", ""]
+    title = "What can be measured: step sizes tried in short runs"
+    _section(title, ["step_size_search"], columns, rows, notes)
     if search.best is None:
         _line("  None of these step sizes lowers the loss: try smaller ones.")
-    else:
-        times = f", {search.best / proven:.3g} times the largest that is proven" if proven else ""
-        _line(
-            f"  Try step_size {search.best:g}{times}. They differ because a proof holds for the"
-            f" worst problem with the same constants and for every round, and these are"
-            f" {search.rounds} rounds of yours."
-        )
-    _notes(
-        [
-            f"stable: the loss is no higher than at the start, {search.start:.4g}, on"
-            f" {search.clients} clients' training data",
-            f"it cost {search.local_steps:,} local steps; over many rounds smaller step sizes may"
-            " do better: compare tries them for longer",
-        ]
+        return
+    times = f", {search.best / proven:.3g} times the largest that is proven" if proven else ""
+    _line(
+        f"  Try step_size {search.best:g}{times}. They differ because a proof holds for the worst"
+        f" problem with the same constants and for every round, and these are {search.rounds}"
+        " rounds of yours."
     )
 
 
-def _print_sampling(sampling: SamplingAdvice) -> None:
-    sizes = {row[0].cohort: row for row in sampling.sizes} | {sampling.cohort: sampling.options}
-    rows: list[tuple[Cell, ...]] = []
-    for cohort, options in sorted(sizes.items()):
-        yours = " (yours)" if cohort == sampling.cohort else ""
-        cells = (f"{option.M:.3g}, {_cell(option.rounds)}" for option in options)
-        rows.append((f"{cohort}{yours}", *cells))
-    rows.append(("pays until", *sampling.pays_until.values()))
-    _table(["clients per round", *(f"{kind}: M, rounds" for kind in sampling.pays_until)], rows)
-    _notes(
-        [
-            f"for {sampling.regime} losses",
-            "a cohort pays while it is at least half as fast as a linear speed-up over one client",
-            "for fedshuffle; the numbers for best also hold for optimal:B",
-        ]
-    )
+def _print_sampling(advice: Advice) -> None:
+    title = f"Sampling: proven rounds until {advice.setting['target']:g} of the start"
+    parts, found = ["sampling", "sampling.rounds"], advice.sampling
+    if isinstance(found, str):
+        _section(title, parts, notes=[found])
+        return
+    rows = []
+    for row in sorted({*found.sizes, found.options}, key=lambda row: row[0].cohort):
+        yours = " (yours)" if row == found.options else ""
+        cells = (f"{option.M:.3g}, {_cell(option.rounds)}" for option in row)
+        rows.append((f"{row[0].cohort}{yours}", *cells))
+    rows.append(("pays until", *map(_cell, found.pays_until.values())))
+    columns = ["clients per round", *(f"{kind}: M, rounds" for kind in found.pays_until)]
+    notes = [
+        f"for {found.regime} losses",
+        "a cohort pays while it is at least half as fast as a linear speed-up over one client",
+        "for fedshuffle; the numbers for best also hold for optimal:B",
+    ]
+    _section(title, parts, columns, rows, notes)
 
 
-def _table(columns: Sequence[str], rows: Iterable[Sequence[Cell]]) -> None:
-    align = "l" + "".join("r" if column else "l" for column in columns[1:])
+def _section(
+    title: str,
+    parts: Iterable[str],
+    columns: Sequence[str] = (),
+    rows: Iterable[Sequence[Any]] = (),
+    notes: Iterable[str] = (),
+) -> None:
+    """A title with where its numbers are derived, a table unless it is empty, and notes."""
+    from fedshuffle.theory.advice import SOURCES
+
+    anchors = ", ".join(SOURCES[part][0] for part in parts)
+    _line(f"\n[bold]{escape(title)}[/]  [dim]{anchors}[/]")
+    align = "".join("r" if k and column else "l" for k, column in enumerate(columns))
     table = plain_table(*columns, align=align, overflow="fold")
     for row in rows:
         table.add_row(*map(_cell, row))
-    console.print(Padding(table, (0, 0, 0, 2)))
+    if table.rows:
+        console.print(Padding(table, (0, 0, 0, 2)))
+    for note in dict.fromkeys(notes):
+        console.print(Padding(f"[dim]- {escape(note)}[/]", (0, 0, 0, 2)), highlight=False)
 
 
-def _cell(value: Cell) -> str:
+def _cell(value: str | float | None) -> str:
     if value is None or isinstance(value, str):
         return "-" if value is None else escape(value)
     if isinstance(value, bool):
         return "yes" if value else "no"
     return f"{value:,}" if isinstance(value, int) and value < _MANY else f"{value:.3g}"
-
-
-def _section(title: str, *parts: str) -> None:
-    _line(f"\n[bold]{escape(title)}[/]  [dim]{', '.join(map(_anchor, parts))}[/]")
-
-
-def _anchor(part: str) -> str:
-    from fedshuffle.theory.advice import SOURCES
-
-    return SOURCES[part][0]
-
-
-def _notes(notes: Iterable[str]) -> None:
-    for note in dict.fromkeys(notes):
-        console.print(Padding(f"[dim]- {escape(note)}[/]", (0, 0, 0, 2)), highlight=False)
 
 
 def _line(text: str) -> None:

@@ -40,31 +40,19 @@ SOURCES = {
     "problem": ("docs/theory.md#the-constants-of-a-problem", "assumptions on the losses"),
     "steps.constants": ("docs/theory.md#the-constants", "general theorem, definitions"),
     "steps.theorem": ("docs/theory.md#the-step-size-limit", "general theorem"),
-    "steps.proof": (
-        "docs/theory.md#the-step-size-limit",
-        "general theorem, lemmas on one round and on drift",
-    ),
-    "steps.tuned": (
-        "docs/theory.md#over-many-rounds",
-        "general theorem, recursion with its constants",
-    ),
+    "steps.proof": ("docs/theory.md#the-step-size-limit", "general theorem, lemmas of its proof"),
+    "steps.tuned": ("docs/theory.md#over-many-rounds", "general theorem, recursion of its proof"),
     "steps.target": (
         "docs/theory.md#rounds-to-a-target",
-        "general theorem, recursion with its constants",
+        "general theorem, recursion of its proof",
     ),
-    "step_ratios": (
-        "docs/theory.md#how-much-larger-are-fedshuffles-steps",
-        "general theorem, step-size limits",
-    ),
+    "step_ratios": ("docs/theory.md#how-much-larger-are-fedshuffles-steps", "steps.proof"),
     "mvr.theorem": ("docs/theory.md#fedshufflemvr", "theorem on FedShuffleMVR"),
     "mvr.proof": ("docs/theory.md#fedshufflemvr", "theorem on FedShuffleMVR, its proof redone"),
     "largest_proven": ("docs/theory.md#the-step-size-limit", "steps.proof, or mvr.proof for MVR"),
     "sampling": ("docs/theory.md#which-sampling", "sampling variance lemma"),
-    "sampling.rounds": (
-        "docs/theory.md#when-a-larger-cohort-stops-paying",
-        "general theorem, recursion over M",
-    ),
-    "objective": ("docs/audit.md", "general theorem, definition of w-hat"),
+    "sampling.rounds": ("docs/theory.md#when-a-larger-cohort-stops-paying", "steps.target over M"),
+    "total_variation": ("docs/audit.md", "general theorem, definition of w-hat"),
 }
 """For each part of the advice the place that derives its numbers, and the statement."""
 
@@ -75,21 +63,6 @@ _DRAWS = 4000
 
 
 @dataclass(frozen=True)
-class AdvisedSetting:
-    """The run that the advice is for."""
-
-    clients: int
-    examples: int
-    method: str
-    momentum: str
-    sampling: str
-    rounds: int
-    step_size: float
-    server_step_size: float
-    target: float
-
-
-@dataclass(frozen=True)
 class MVRSteps:
     """The largest step of FedShuffleMVR, and the best for the run's rounds."""
 
@@ -97,20 +70,12 @@ class MVRSteps:
     tuned: MVRStep
 
 
-@dataclass(frozen=True)
-class ObjectiveSummary:
-    """Whether the run's method minimises the intended objective."""
-
-    consistent: bool | None
-    conclusion: str
-    total_variation: float | None
-
-
 @dataclass(frozen=True, eq=False)
 class Advice:
     """The results of short runs and of the theory for a run; :data:`SOURCES` derives each part."""
 
-    setting: AdvisedSetting
+    setting: dict[str, str | float]
+    """What the advice is for: method, clients, rounds and so on."""
     step_size_search: StepSizeSearch | None
     """Step sizes tried in short runs; None if not asked for."""
     problem: ProblemSummary
@@ -127,7 +92,11 @@ class Advice:
     """The largest step size that is proven for the run's method."""
     sampling: SamplingAdvice | str
     """Samplings compared, or why not."""
-    objective: ObjectiveSummary
+    consistent: bool | None
+    """Whether the run's method minimises the intended objective; None if the audit cannot say."""
+    total_variation: float | None
+    conclusion: str
+    """That of the audit."""
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data, ready for JSON, with the sources of the numbers."""
@@ -164,7 +133,7 @@ def advise(
     >>> method, model = methods.get("fedshuffle"), torch.nn.Linear(3, 1)
     >>> parts = losses.squared_error, data, method, sampling.parse("full", data), LocalWork()
     >>> found = advise(AdvisedRun(model, *parts, rounds=10, step_size=0.1), search_rounds=3)
-    >>> found.problem.what, found.objective.consistent
+    >>> found.problem.what, found.consistent
     ('linear regression', True)
     """
     count(clients, "clients")
@@ -186,18 +155,25 @@ def advise(
         limits = [mvr["proof"].limit.step_size] if mvr else []
     elif run.method.momentum == "none":
         limits = [row.proof.step_size for row in steps if row.method == run.method.name]
+    consistent = total_variation = None
+    try:
+        found = audit(run.federation, run.method, run.sampling, run.work, draws=_DRAWS)
+        consistent, total_variation = found.consistent, found.total_variation
+        conclusion = ": ".join(found.conclusion)
+    except FedShuffleError as error:
+        conclusion = str(error)
     return Advice(
-        setting=AdvisedSetting(
-            clients=len(run.federation),
-            examples=int(run.federation.sizes.sum()),
-            method=run.method.name,
-            momentum=run.method.momentum,
-            sampling=repr(run.sampling),
-            rounds=run.rounds,
-            step_size=step_size,
-            server_step_size=server_step_size,
-            target=target,
-        ),
+        setting={
+            "clients": len(run.federation),
+            "examples": int(run.federation.sizes.sum()),
+            "method": run.method.name,
+            "momentum": run.method.momentum,
+            "sampling": repr(run.sampling),
+            "rounds": run.rounds,
+            "step_size": step_size,
+            "server_step_size": server_step_size,
+            "target": target,
+        },
         step_size_search=search,
         problem=problem.summary(),
         steps=tuple(steps),
@@ -211,7 +187,9 @@ def advise(
         mvr_notes=tuple(mvr_notes),
         largest_proven=max(limits, default=None),
         sampling=_sampling(run, problem, target, list(mine)),
-        objective=_audit(run),
+        consistent=consistent,
+        total_variation=total_variation,
+        conclusion=conclusion,
     )
 
 
@@ -299,17 +277,3 @@ def _sampling(
     )
     cohort = max(1, round(run.sampling.expected_updates))
     return sampling_advice(run.federation, rate, cohort, epsilon=target * quantity, start=before)
-
-
-def _audit(run: AdvisedRun) -> ObjectiveSummary:
-    try:
-        found = audit(run.federation, run.method, run.sampling, run.work, draws=_DRAWS)
-    except FedShuffleError as error:
-        return ObjectiveSummary(None, str(error), None)
-    wrong = found.total_variation
-    conclusions = {
-        True: "consistent: it minimises the objective you meant",
-        None: "undecided: no bias larger than the sampling error was seen",
-        False: f"not consistent: {wrong:.2%} of the objective is in the wrong place",
-    }
-    return ObjectiveSummary(found.consistent, conclusions[found.consistent], wrong)

@@ -23,6 +23,11 @@ class Derivatives:
     problem: Problem
     weight_decay: float
 
+    def value(self, x: Tensor, client: int) -> float:
+        """The loss of a client."""
+        value = float(self._mean(x, client, None, lambda loss: [loss]))
+        return value + 0.5 * self.weight_decay * float(x.double().square().sum())
+
     def gradient(self, x: Tensor, client: int, positions: IntArray | None = None) -> Tensor:
         """The gradient of a client, or of some of its examples."""
         parameters = list(self.problem.parameters.values())
@@ -51,11 +56,11 @@ class Derivatives:
         positions: IntArray | None,
         derivative: Callable[[Tensor], Sequence[Tensor]],
     ) -> Tensor:
-        total = torch.zeros_like(x)
+        total = x.new_zeros(1)
         for rows, share in self.problem.pieces(client, positions):
             with client_context(self.problem, client, 0, "estimating constants"):
                 parts = derivative(self.problem.loss_at(x, self.problem.batch(rows)))
-            total += share * _flat(parts).detach()
+            total = total + share * _flat(parts).detach()
         if not torch.isfinite(total).all():
             raise FedShuffleError(
                 f"the derivatives of client {self.problem.federation.ids[client]!r} are not finite"

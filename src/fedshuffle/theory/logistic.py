@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from functools import lru_cache, partial
-from typing import Any, NamedTuple, Unpack
+from typing import NamedTuple, Unpack
 
 import numpy as np
 
@@ -241,11 +241,11 @@ class _LogisticModel:
             basis = np.kron(nonzero_axes(logits)[1], nonzero_axes(gram)[1]).astype(np.float64)
 
         @lru_cache(maxsize=1)
-        def at(y: bytes) -> tuple[float, Any, Any]:
+        def at(y: bytes) -> tuple[float, FloatArray, FloatArray]:
             value, gradient, hessian = self.objective(basis @ np.frombuffer(y))
             return value, basis.T @ gradient, basis.T @ hessian @ basis
 
-        y = minimize(
+        y = minimize(  # type: ignore[call-overload]
             lambda y: at(y.tobytes())[0],
             np.zeros(basis.shape[1]),
             jac=lambda y: at(y.tobytes())[1],

@@ -12,9 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from fedshuffle import losses, schedules
-from fedshuffle._arrays import FloatArray, IntArray
+from fedshuffle._arrays import FloatArray
 from fedshuffle.engines import Loss, Problem, SequentialEngine
-from fedshuffle.engines.base import client_context, gradients
 from fedshuffle.engines.cpu_tuning import threads_for
 from fedshuffle.engines.problem import GRADIENT_ROWS
 from fedshuffle.errors import DivergedError, FedShuffleError
@@ -24,6 +23,7 @@ from fedshuffle.methods import Method
 from fedshuffle.sampling import Sampling
 from fedshuffle.schedules import Schedule
 from fedshuffle.theory.constants import ProblemConstants
+from fedshuffle.theory.derivatives import Derivatives
 from fedshuffle.theory.estimation import ConstantEstimate, EstimatedConstants, problem_constants
 from fedshuffle.theory.exact import ExactConstants, SimilarityForm
 from fedshuffle.theory.logistic import logistic_regression_constants
@@ -119,11 +119,12 @@ class ExactProblem:
 
     def __init__(self, kind: RegressionKind, problem: Problem, work: LocalWork) -> None:
         self.kind, self.federation, self.l2 = kind, problem.federation, work.weight_decay
-        weights = self.federation.weights
         self.batch_size = work.on(self.federation.sizes).batch_size
-        self.x = problem.start.double().cpu().numpy()
-        self.values, slope = _first_losses(problem, np.arange(len(weights)), weights, self.l2)
-        self.gradient = float(slope.double().square().sum())
+        losses, x = Derivatives(problem, self.l2), problem.start
+        self.x = x.double().cpu().numpy()
+        self.values = np.array([losses.value(x, i) for i in range(len(self.federation))])
+        slope = sum(w * losses.gradient(x, i) for i, w in enumerate(self.federation.weights))
+        self.gradient = float(torch.as_tensor(slope).double().square().sum())
         self.regimes: tuple[Regime, ...] = ("strongly-convex", "convex", "non-convex")
         if self.l2 == 0:
             self.regimes = self.regimes[1:]
@@ -279,29 +280,11 @@ def find_problem(
             seed=run.seed,
             progress=progress,
         )
-        share = seen.w_hat[seen.clients]
-        share = share / float(share.sum())
-        values, _ = _first_losses(problem, seen.clients, share, run.work.weight_decay)
-        first = StartingPoint(math.inf, float(share @ values), float(seen.gradient[0]))
+        at_start = Derivatives(problem, run.work.weight_decay)
+        values = [at_start.value(problem.start, i) for i in seen.clients.tolist()]
+        gap = float(np.average(values, weights=seen.w_hat[seen.clients]))
+        first = StartingPoint(math.inf, gap, float(seen.gradient[0]))
         return EstimatedProblem(seen, first, kind, notes)
-
-
-def _first_losses(
-    problem: Problem, clients: IntArray, weights: FloatArray, decay: float
-) -> tuple[FloatArray, Tensor]:
-    """The loss of each of some clients at the start, and the weighted gradient of all."""
-    x, parameters = problem.start, list(problem.parameters.values())
-    values, slope = np.zeros(len(clients)), decay * x
-    for k, (i, weight) in enumerate(zip(clients.tolist(), weights.tolist(), strict=True)):
-        for rows, share in problem.pieces(i):
-            with client_context(problem, i, 0, "first look at the loss"):
-                loss = problem.loss_at(x, problem.batch(rows))
-            values[k] += share * float(loss.detach())
-            flat = [piece.reshape(-1) for piece in gradients(loss, parameters)]
-            slope = slope + weight * share * torch.cat(flat).detach()
-    if not np.isfinite(values).all():
-        raise FedShuffleError("the loss is not finite at the start. Choose another model.")
-    return values + 0.5 * decay * float(x.double().square().sum()), slope
 
 
 def _models_on_the_way(
