@@ -404,6 +404,7 @@ def one_round(
     found: MethodConstants,
     limit: StepLimit,
     x: Floats,
+    server_step_size: float = 1.0,
 ) -> tuple[float, float]:
     """``E |x^+ - x-hat|^2`` over all cohorts and orders, and the drift xi."""
     steps = federation.sizes * np.array(epochs)
@@ -426,8 +427,8 @@ def one_round(
                 int(steps.max()),
             )
             for i, weight in zip(cohort, rule.normaliser.divide(rule.weight(clients), clients)):
-                move = move + limit.server_step_size * weight * updates[i].mean
-                variance += (limit.server_step_size * weight) ** 2 * updates[i].variance
+                move = move + server_step_size * weight * updates[i].mean
+                variance += (server_step_size * weight) ** 2 * updates[i].variance
         expected += probability * (float(((x + move - best) ** 2).sum()) + variance)
     per_step = found.w_hat / steps
     return expected, float(per_step @ np.array([update.drift for update in updates]))
@@ -465,8 +466,9 @@ def test_one_round_makes_the_progress_that_the_proof_promises(
     for distance in (0.0, 0.1, 3.0):
         x = best + distance * rng.normal(size=2)
         after, drift = one_round(
-            rule, federation, sampling, quadratics, epochs.tolist(), found, limit, x
-        )
+            rule, federation, sampling, quadratics, epochs.tolist(), found, limit, x,
+            server_step_size,
+        )  # fmt: skip
         squared = float(((x - best) ** 2).sum())
         gap = quadratics.value(found.w_hat, x) - quadratics.value(found.w_hat, best)
         moved = limit.effective

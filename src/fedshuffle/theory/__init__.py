@@ -14,16 +14,25 @@ from fedshuffle.theory.constants import (
 from fedshuffle.theory.exact import ExactConstants, Validity
 from fedshuffle.theory.logistic import logistic_regression_constants
 from fedshuffle.theory.method_advice import (
+    SamplingAdvice,
     StepAdvice,
+    best_probabilities,
     compare_steps,
     nearest_constants,
+    sampling_advice,
     step_advice,
 )
 from fedshuffle.theory.mvr import MVRRate
 from fedshuffle.theory.quadratic import linear_regression_constants, quadratic_constants
-from fedshuffle.theory.rates import ConvergenceRate, Quantity, Regime
-from fedshuffle.theory.sampling_advice import SamplingAdvice, best_probabilities, sampling_advice
-from fedshuffle.theory.step_sizes import Bound, StepLimit, drift_noise, largest_step_size
+from fedshuffle.theory.rates import (
+    Bound,
+    ConvergenceRate,
+    Quantity,
+    Regime,
+    StepLimit,
+    drift_noise,
+    largest_step_size,
+)
 
 if TYPE_CHECKING:
     from fedshuffle.theory.advice import Advice, advise

@@ -13,10 +13,12 @@ from fedshuffle.errors import FedShuffleError, error_context
 from fedshuffle.local_work import EpochRange
 from fedshuffle.methods import MVR, Method
 from fedshuffle.theory.method_advice import (
+    SamplingAdvice,
     StepAdvice,
     StepComparison,
     compare_steps,
     nearest_constants,
+    sampling_advice,
     step_advice,
 )
 from fedshuffle.theory.mvr import MVRRate, MVRStep
@@ -27,10 +29,8 @@ from fedshuffle.theory.problem import (
     ProblemSummary,
     find_problem,
 )
-from fedshuffle.theory.rates import ConvergenceRate, Regime
-from fedshuffle.theory.sampling_advice import SamplingAdvice, sampling_advice
+from fedshuffle.theory.rates import Bound, ConvergenceRate, Regime
 from fedshuffle.theory.step_size_search import StepSizeSearch, search_step_sizes
-from fedshuffle.theory.step_sizes import Bound
 
 METHODS = ("fedavg-rr", "fednova-rr", "fedshuffle")
 """The methods to advise on for every run, besides FedShuffleMVR."""

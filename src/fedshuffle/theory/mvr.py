@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -25,21 +25,10 @@ from fedshuffle.errors import FedShuffleError, unknown
 from fedshuffle.federation import Federation
 from fedshuffle.local_work import EpochRange, LocalWork
 from fedshuffle.theory.constants import ProblemConstants
-from fedshuffle.theory.step_sizes import Bound
+from fedshuffle.theory.rates import Bound
 
 MIN_PROGRESS = 0.2
 """The smallest p that counts as progress: the paper's eta_l / 5."""
-
-
-class Coefficients(NamedTuple):
-    """The coefficients of the bound."""
-
-    p: FloatArray
-    """What remains of the descent; where it is not positive the proof says nothing."""
-    c: FloatArray
-    """The weight of the momentum's error, over ``eta_l E``."""
-    q: FloatArray
-    s: FloatArray
 
 
 @dataclass(frozen=True)
@@ -51,13 +40,10 @@ class MVRStep:
     eta_l: float
     """The paper's, of an epoch."""
     a: float
-    server_step_size: float
     bound: float
     """On the mean of ``|grad f|^2`` over all rounds and epochs; infinite for limits."""
     binding: str
     """The condition that limits the step."""
-    gain: float
-    """p."""
 
 
 class MVRRate:
@@ -103,8 +89,11 @@ class MVRRate:
         self.L, self.G2, self.B2 = problem.L, problem.G**2, problem.B**2
         self.epochs, self.longest = int(np.max(epochs)), workload.longest
 
-    def at(self, eta_l: FloatArray, a: FloatArray) -> Coefficients:
-        """The coefficients of the bound, for arrays that broadcast."""
+    def at(self, eta_l: FloatArray, a: FloatArray) -> tuple[FloatArray, ...]:
+        """The coefficients p, c, q and s of the bound, for arrays that broadcast.
+
+        p is what remains of the descent: where it is not positive the proof says nothing.
+        """
         x2, y2 = (eta_l * self.L) ** 2, (eta_l * self.epochs * self.delta) ** 2
         kept2 = (1.0 - a) ** 2
         with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
@@ -125,7 +114,7 @@ class MVRRate:
             # Only the first epoch of a round starts where clients' gradients are compared.
             p = p - self.epochs * q * (self.B2 - 1.0)
         sound = np.isfinite(p) & (x2 < 1.0) & (p > 0)
-        return Coefficients(np.where(sound, p, -np.inf), c, q, s)
+        return np.where(sound, p, -np.inf), c, q, s
 
     def after(
         self, rounds: FloatArray, eta_l: FloatArray, a: FloatArray, start: float, error: float
@@ -143,11 +132,8 @@ class MVRRate:
         """
         return self.G2 + (self.B2 - 1.0) * 2.0 * self.L * start
 
-    def _step(self, eta_l: float, a: float, bound: float, binding: str) -> MVRStep:
-        """A step in each parametrisation."""
-        gain = float(self.at(np.array(eta_l), np.array(a)).p)
-        size = eta_l * self.epochs / self.longest
-        return MVRStep(size, eta_l, a, 1.0, bound, binding, gain)
+    def _step(self, eta_l: float, a: float, binding: str, bound: float = math.inf) -> MVRStep:
+        return MVRStep(eta_l * self.epochs / self.longest, eta_l, a, bound, binding)
 
     def limit(self, *, bound: Bound = "theorem") -> MVRStep:
         """The largest step size for any number of rounds, with the a that belongs to it.
@@ -162,19 +148,19 @@ class MVRRate:
                     f"the theorem on FedShuffleMVR is for B = 1, not {math.sqrt(self.B2):g}. Give"
                     " the smallest G for it, as on a ball (radius=...), or use bound='proof'."
                 )
-            epochs, delta = self.epochs, self.delta
-            by_smoothness, by_similarity = 1.0 / (4.0 * self.L), _over(1.0, 40.0 * delta * epochs)
+            drift = self.epochs * self.delta
+            by_smoothness, by_similarity = 1.0 / (4.0 * self.L), _over(1.0, 40.0 * drift)
             eta_l = min(by_smoothness, by_similarity)
-            a = 1152.0 * (epochs * delta * eta_l) ** 2
+            a = 1152.0 * (drift * eta_l) ** 2
             # Without drift the momentum has nothing to outweigh: any a will do.
             binding = "L" if by_smoothness < by_similarity else "delta"
-            return self._step(eta_l, a or 1.0, math.inf, binding)
+            return self._step(eta_l, a or 1.0, binding)
         if bound != "proof":
             raise unknown("bound", bound, ("theorem", "proof"))
         shares = np.geomspace(1e-6, 1.0, 400)
 
         def left(eta_l: float) -> FloatArray:
-            return self.at(np.array(eta_l), shares).p
+            return self.at(np.array(eta_l), shares)[0]
 
         low, high = 0.0, 1.0 / self.L
         for _ in range(60):
@@ -185,7 +171,7 @@ class MVRRate:
                 f"B = {math.sqrt(self.B2):g} is too large: no step size is proven. Use B = 1 with"
                 " a larger G, as on a ball (radius=...)."
             )
-        return self._step(low, float(shares[left(low).argmax()]), math.inf, "progress")
+        return self._step(low, float(shares[left(low).argmax()]), "progress")
 
     def tune(
         self,
@@ -223,7 +209,7 @@ class MVRRate:
             eta_l, a = self._argmin(rounds, limit.eta_l, start, error)
             binding = "progress" if eta_l >= limit.eta_l * (1 - 1e-3) else "rounds"
         value = self.after(np.array(rounds), np.array(eta_l), np.array(a), start, error)
-        return self._step(eta_l, a, float(value), binding)
+        return self._step(eta_l, a, binding, float(value))
 
     def curve(
         self,
@@ -246,7 +232,7 @@ class MVRRate:
         size = number(step_size, "step_size", "(0, inf)")
         share = np.array(number(a, "a", "(0, 1]"))
         eta_l = np.array(size * self.longest / self.epochs)
-        if not self.at(eta_l, share).p > 0:
+        if not self.at(eta_l, share)[0] > 0:
             raise FedShuffleError(
                 f"the proof does not cover the step size {step_size:g} with a = {a:g}. Use a"
                 " smaller step size, or the one that tune advises."
@@ -264,7 +250,7 @@ class MVRRate:
         for _ in range(5):
             eta_l, a = (10.0 ** np.linspace(low[k], top[k], 80) for k in range(2))
             values = self.after(np.array(rounds), eta_l[:, None], a[None, :], start, error)
-            sound = self.at(eta_l[:, None], a[None, :]).p >= MIN_PROGRESS
+            sound = self.at(eta_l[:, None], a[None, :])[0] >= MIN_PROGRESS
             i, j = np.unravel_index(int(np.where(sound, values, np.inf).argmin()), values.shape)
             best = np.log10([eta_l[i], a[j]])
             width = 1.5 * (top - low) / 79

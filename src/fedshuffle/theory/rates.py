@@ -1,35 +1,32 @@
-r"""Convergence rates: the upper bounds of the general theorem, with their constants.
+"""Step sizes and convergence rates: the general theorem and its proof, with all constants.
 
-With :math:`\eta = W \eta_g \eta_l` the proof says of one round (docs/theory.md derives it)
+In the paper's notation client i uses ``gamma_i = eta_l / c_i``; this project's ``step_size`` is
+that of a client with ``c_i = tau_max``, so ``eta_l = step_size * tau_max``. To first order a round
+moves the model by the effective step ``eta = W eta_g eta_l`` along f-hat. docs/theory.md derives
+the limits on it, and what one round does.
 
-.. math:: E|x^+ - \hat x|^2 \le \Big(1 - \frac{\mu \eta}{2}\Big) |x - \hat x|^2
-          - g\, (\hat f(x) - \hat f^\star) + b \quad \text{(convex)}, \qquad
-          E \hat f(x^+) \le \hat f(x) - g\, |\nabla \hat f(x)|^2 + b \quad \text{(not)},
-
-with a gain g and a noise b that are explicit functions of the step size. A bound is on one of three
-quantities, each an expectation over cohorts and orders: ``gap``, :math:`\hat f - \hat f^\star` at a
-past round drawn with the weights :math:`g_r / \prod_{k \le r} (1 - \mu \eta_k / 2)`, and hence of
-the mean model with these weights and of the best round; ``distance``, :math:`|x - \hat x|^2` after
-the last round; ``gradient``, :math:`|\nabla \hat f|^2` at a past round drawn with the weights g_r.
+Bounds are on one of three quantities, each an expectation over cohorts and orders: ``gap``, f-hat -
+f-hat* at a past round drawn with the weights ``g_r / prod_{k <= r} (1 - mu eta_k / 2)``, and hence
+of the mean model with these weights and of the best round; ``distance``, ``|x - x-hat|^2`` after
+the last round; ``gradient``, ``|grad f-hat|^2`` at a past round drawn with the weights g_r.
 """
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Literal, NamedTuple, get_args
+from typing import Literal, get_args
 
 import numpy as np
 
 from fedshuffle import schedules
-from fedshuffle._arrays import FloatArray, count, number
+from fedshuffle._arrays import FloatArray, count, expect, number
 from fedshuffle.errors import FedShuffleError, unknown
 from fedshuffle.schedules import Schedule
 from fedshuffle.theory.constants import MethodConstants, ProblemConstants
-from fedshuffle.theory.step_sizes import drift_limit, drift_noise, largest_step_size, progress_limit
 
+Bound = Literal["theorem", "proof"]
 Regime = Literal["strongly-convex", "convex", "non-convex"]
 Quantity = Literal["gap", "distance", "gradient"]
 
@@ -37,12 +34,115 @@ _DECADES = 12
 """Decades of step sizes to search at a time."""
 
 
-class RoundInequality(NamedTuple):
-    """What a round does: ``after <= keep * before - gain * quantity + noise``."""
+@dataclass(frozen=True)
+class StepLimit:
+    """The largest step sizes that a bound allows, in each parametrisation."""
 
-    keep: FloatArray
-    gain: FloatArray
-    noise: FloatArray
+    step_size: float
+    """This project's: ``eta_l / tau_max``, that of a client with ``c_i = tau_max``."""
+    eta_l: float
+    """The paper's local step size; client i uses ``eta_l / c_i``."""
+    largest_client_step: float
+    """``eta_l / min c``, the largest step that any client takes."""
+    effective: float
+    """``W eta_g eta_l``: how far a round moves along the objective's gradient."""
+    binding: str
+    """The condition that limits it: the theorem's ``beta``, ``progress``, or ``drift``."""
+
+
+def largest_step_size(
+    constants: MethodConstants,
+    problem: ProblemConstants,
+    *,
+    server_step_size: float = 1.0,
+    bound: Bound = "theorem",
+) -> StepLimit:
+    r"""The largest local step size for a server step size.
+
+    ``bound="theorem"``, with :math:`\beta = 1 + M_2 + (1 + P) B + M_1 B^2`, is the paper's limit
+    (with the W that it omits: docs/differences.md); ``bound="proof"``, never smaller, is what its
+    proof needs for the progress of a round and against the drift of the clients:
+
+    .. math:: \eta_l \max(1, W \eta_g) \le \frac{1}{4 \beta L}; \qquad
+              4 L \tilde\eta\, (1 + M_1 B^2) \le 1, \quad
+              \frac{12 L^2 \eta_l^2 B^2 A}{1 - 2 L^2 \eta_l^2 r^2} \le \frac{9}{10},
+
+    with :math:`r = \max_i \tau_i / c_i` and :math:`A = \max_i (\tau_i / c_i)^2 (1 + P_i^2 /
+    (3 k_i E_i^2))`.
+
+    >>> from fedshuffle import Federation
+    >>> from fedshuffle.theory import method_constants
+    >>> found = method_constants(Federation.from_sizes([1, 2, 3]), "fedshuffle")
+    >>> largest_step_size(found, ProblemConstants(L=1.0)).eta_l == 1 / 12
+    True
+    """
+    _check(constants, problem, bound)
+    eta_g = number(server_step_size, "server_step_size", "(0, inf)")
+    spread, b2 = _drift_factor(constants, problem, bound), problem.B**2
+    if bound == "theorem":
+        p = math.sqrt(spread - 1.0)
+        beta = 1.0 + constants.M_2 + (1.0 + p) * problem.B + constants.M_1 * b2
+        both = 1.0 / (4.0 * beta * problem.L)
+        eta_l, binding = both / max(1.0, constants.W * eta_g), "beta"
+    else:
+        by_progress = 1.0 / (4.0 * problem.L * (1.0 + constants.M_1 * b2)) / (constants.W * eta_g)
+        # 12 B^2 A e = 9/10 (1 - 2 r^2 e) for e = (L eta_l)^2.
+        reach = float(constants.shares.max())
+        by_drift = math.sqrt(0.9 / (12.0 * b2 * spread + 1.8 * reach**2)) / problem.L
+        eta_l = min(by_progress, by_drift)
+        binding = "drift" if by_drift < by_progress else "progress"
+    return StepLimit(
+        step_size=eta_l / constants.longest,
+        eta_l=eta_l,
+        largest_client_step=eta_l / float(constants.c.min()),
+        effective=constants.W * eta_g * eta_l,
+        binding=binding,
+    )
+
+
+def drift_noise(
+    constants: MethodConstants, problem: ProblemConstants, *, bound: Bound = "theorem"
+) -> float:
+    """The noise N from the clients' drift, which adds ``9 L eta eta_l^2 N`` to a round at most.
+
+    ``(1 + P^2) G^2 + sigma^2`` by the theorem, with ``P^2 = max_i P_i^2 / (3 k_i E_i^2)`` and
+    ``sigma^2 = sum_i w-hat_i sigma_i^2 / (3 k_i E_i^2)``. By the proof, where client i drifts only
+    ``tau_i / c_i`` as far, ``A G^2 + sum_i w-hat_i (tau_i / c_i)^2 sigma_i^2 / (3 k_i E_i^2)``.
+    """
+    _check(constants, problem, bound)
+    sigma = problem.per_client("sigma", len(constants.tau))
+    shrink = constants.shares**2 if bound == "proof" else 1.0
+    local = float(constants.w_hat @ (shrink * sigma**2 / _visits(constants)))
+    return _drift_factor(constants, problem, bound) * problem.G**2 + local
+
+
+def _visits(constants: MethodConstants) -> FloatArray:
+    """``3 k_i E_i^2``, with ``E_i = tau_i / k_i``."""
+    visits: FloatArray = 3.0 * constants.tau.astype(np.float64) ** 2 / constants.steps_per_epoch
+    return visits
+
+
+def _drift_factor(constants: MethodConstants, problem: ProblemConstants, bound: Bound) -> float:
+    """``1 + P^2`` by the theorem; A by the proof, with the factors ``tau_i / c_i``."""
+    p = problem.per_client("P", len(constants.tau))
+    factor = 1.0 + p**2 / _visits(constants)
+    return float((factor if bound == "theorem" else constants.shares**2 * factor).max())
+
+
+def _check(constants: MethodConstants, problem: ProblemConstants, bound: str) -> None:
+    expect(constants, MethodConstants, "constants")
+    expect(problem, ProblemConstants, "problem")
+    if bound not in get_args(Bound):
+        raise unknown("bound", bound, get_args(Bound))
+    if constants.obstacle:
+        raise FedShuffleError(f"no step size can be advised: {constants.obstacle}.")
+    short = np.flatnonzero(constants.shares > 1.0 + 1e-12)
+    if bound == "theorem" and short.size:
+        i = int(short[0])
+        raise FedShuffleError(
+            f"the theorem asks for c_i >= tau_i, but client {i} has c = {constants.c[i]:g} and"
+            f" {constants.tau[i]} steps. Use a larger c, or bound='proof'."
+        )
 
 
 @dataclass(frozen=True)
@@ -94,9 +194,10 @@ class ConvergenceRate:
         limit = largest_step_size(
             constants, problem, server_step_size=server_step_size, bound="proof"
         )
+        self._given = constants, problem, regime, server_step_size
         self.regime, self.mu = regime, problem.mu if regime == "strongly-convex" else 0.0
         self.L, self.B2, self.G2, self.M = problem.L, problem.B**2, problem.G**2, constants.M_1
-        self.scale, self.longest = constants.W * limit.server_step_size, constants.longest
+        self.scale, self.longest = constants.W * server_step_size, constants.longest
         self.largest = limit.effective  # the largest effective step that the proof allows
         self.reach = float(constants.shares.max())
         # A, and the part of the drift's noise that does not depend on G.
@@ -108,13 +209,14 @@ class ConvergenceRate:
 
         Only for methods that weight by inclusion probability: nothing else depends on the sampling.
         """
-        rate = copy.copy(self)
-        drift = self.scale * drift_limit(self.L, self.B2, self.spread, self.reach)
-        rate.M, rate.largest = M, min(progress_limit(self.L, M, self.B2), drift)
-        return rate
+        constants, problem, regime, eta_g = self._given
+        constants = replace(constants, M_1=M)
+        return ConvergenceRate(constants, problem, regime=regime, server_step_size=eta_g)
 
-    def at(self, effective: FloatArray) -> RoundInequality:
-        """The inequality for each of some effective steps."""
+    def at(self, effective: FloatArray) -> tuple[FloatArray, FloatArray, FloatArray]:
+        """For each of some effective steps ``keep``, ``gain`` and ``noise`` of the inequality
+        ``after <= keep * before - gain * quantity + noise``.
+        """
         eta = np.asarray(effective, dtype=np.float64)
         L, M = self.L, self.M  # noqa: N806
         eta_l = eta / self.scale
@@ -131,7 +233,7 @@ class ConvergenceRate:
             gain = 2.0 * eta * (1.0 - 2.0 * L * eta * (1.0 + M * self.B2))
             gain = gain - price * more * 2.0 * L
             noise = 2.0 * eta**2 * M * self.G2 + price * left
-        return RoundInequality(1.0 - self.mu * eta / 2.0, np.where(room > 0, gain, -np.inf), noise)
+        return 1.0 - self.mu * eta / 2.0, np.where(room > 0, gain, -np.inf), noise
 
     def effective(self, step_size: float) -> float:
         """``W eta_g eta_l`` of this project's step size."""
@@ -153,19 +255,10 @@ class ConvergenceRate:
             value = start / (gain * weight) + noise / gain
         return np.where(gain > 0, value, np.inf)
 
-    def needed(
-        self, epsilon: float, effective: FloatArray, start: float, quantity: Quantity
-    ) -> FloatArray:
-        """The rounds until the bound is epsilon, for each of some effective steps."""
+    def needed(self, epsilon: float, effective: FloatArray, start: float) -> FloatArray:
+        """The rounds until the gap (or gradient) is epsilon, for each of some effective steps."""
         keep, gain, noise = self.at(effective)
         with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
-            if quantity == "distance":
-                q = keep - gain * self.mu / 2.0
-                floor = noise / (1.0 - q)
-                rounds = np.log((start - floor) / (epsilon - floor)) / -np.log(q)
-                reached = (gain >= 0) & (q < 1.0) & (epsilon > floor)
-                rounds = np.where(epsilon >= start, 0.0, rounds)
-                return np.where(reached, rounds, np.inf)
             rest = gain * epsilon - noise
             rounds = weight = start / rest
             if self.mu > 0:
@@ -221,12 +314,9 @@ class ConvergenceRate:
         best = _argmin(lambda eta: self.after(rounds, eta, before, quantity), self.largest)
         return self._tuned(best, rounds, before, quantity)
 
-    def rounds_to(
-        self, epsilon: float, *, start: float, quantity: Quantity | None = None
-    ) -> TunedStep:
-        """The fewest rounds after which the bound is at most epsilon, and the step size for them.
-
-        This is what is proven; training is often much faster.
+    def rounds_to(self, epsilon: float, *, start: float) -> TunedStep:
+        """The fewest rounds after which the bound on the gap (or gradient) is at most epsilon, and
+        the step size for them. This is what is proven; training is often much faster.
 
         >>> from fedshuffle import Federation
         >>> from fedshuffle.theory import method_constants
@@ -235,17 +325,17 @@ class ConvergenceRate:
         >>> rate.rounds_to(0.1, start=1.0).rounds
         57
         """
-        quantity = self.bounded(quantity)
         target = number(epsilon, "epsilon", "(0, inf)")
         before = number(start, "start", "(0, inf)")
-        best = _argmin(lambda eta: self.needed(target, eta, before, quantity), self.largest)
-        needed = float(self.needed(target, np.array([best]), before, quantity)[0])
+        best = _argmin(lambda eta: self.needed(target, eta, before), self.largest)
+        needed = float(self.needed(target, np.array([best]), before)[0])
         if not math.isfinite(needed):
             raise FedShuffleError(
-                f"no number of rounds is known to bring the {quantity} to {epsilon:g}. Use a larger"
-                " epsilon, or another quantity."
+                f"no number of rounds is known to bring the bound to {epsilon:g}: use a larger"
+                " epsilon."
             )
-        return self._tuned(best, max(1, math.ceil(needed * (1 - 1e-12))), before, quantity)
+        rounds = max(1, math.ceil(needed * (1 - 1e-12)))
+        return self._tuned(best, rounds, before, self.bounded(None))
 
     def _tuned(self, effective: float, rounds: int, start: float, quantity: Quantity) -> TunedStep:
         eta_l = effective / self.scale
@@ -262,11 +352,7 @@ class ConvergenceRate:
 
 
 def _argmin(cost: Callable[[FloatArray], FloatArray], largest: float) -> float:
-    """Where a cost is smallest among the positive numbers up to the largest.
-
-    >>> round(_argmin(lambda x: 1 / x + x, 5.0), 4)
-    1.0
-    """
+    """Where a cost is smallest among the positive numbers up to the largest."""
     high, low = math.log10(largest), math.log10(largest) - _DECADES
     while True:
         grid = np.linspace(low, high, 600)
