@@ -538,7 +538,7 @@ def test_a_network_against_its_whole_hessian() -> None:
     # Points as modules and as vectors are the same.
     module = problem_constants(model, data, losses.cross_entropy, points=[model], clients=2)
     vector = nn.utils.parameters_to_vector(model.parameters())
-    again = problem_constants(model, data, losses.cross_entropy, points=vector, clients=2)
+    again = problem_constants(model, data, losses.cross_entropy, points=[vector], clients=2)
     assert estimates(module) == estimates(again)
 
 
@@ -662,7 +662,7 @@ def test_bad_problems(call: Callable[[], Any], message: str) -> None:
         ({"clients": [2]}, "clients"),
         ({"points": []}, "points"),
         ({"points": [[1.0]]}, "point 0"),
-        ({"points": [[math.nan, 0.0]]}, "NaN"),
+        ({"points": [[math.nan, 0.0]]}, "finite"),
         ({"points": [["a"]]}, "point 0"),
         ({"w_hat": [1.0]}, "w_hat"),
         ({"batch_size": 0}, "batch_size"),

@@ -22,13 +22,7 @@ from fedshuffle.theory.method_advice import (
     step_advice,
 )
 from fedshuffle.theory.mvr import MVRRate, MVRStep
-from fedshuffle.theory.problem import (
-    AdvisedRun,
-    EstimatedProblem,
-    ExactProblem,
-    ProblemSummary,
-    find_problem,
-)
+from fedshuffle.theory.problem import AdvisedProblem, AdvisedRun, ProblemSummary, find_problem
 from fedshuffle.theory.rates import Bound, ConvergenceRate, Regime
 from fedshuffle.theory.step_size_search import StepSizeSearch, search_step_sizes
 
@@ -57,6 +51,9 @@ SOURCES = {
 """For each part of the advice the place that derives its numbers, and the statement."""
 
 _AT_OPTIMUM = "training starts at the optimum"
+
+_RADIUS = 2.0
+"""Radius, in starting distances, of the ball for constants that do not hold everywhere."""
 
 _DRAWS = 4000
 """Cohorts to draw in a Monte Carlo audit."""
@@ -175,7 +172,7 @@ def advise(
             "target": target,
         },
         step_size_search=search,
-        problem=problem.summary(),
+        problem=problem.summary,
         steps=tuple(steps),
         step_ratios=tuple(
             compare_steps(mine[row.regime], row)
@@ -193,16 +190,20 @@ def advise(
     )
 
 
+def _form(regime: Regime) -> str:
+    return "gradient" if regime == "non-convex" else "convex"
+
+
 def _known_start(
-    problem: ExactProblem | EstimatedProblem, regime: Regime, w_hat: FloatArray | None = None
+    problem: AdvisedProblem, regime: Regime, w_hat: FloatArray | None = None
 ) -> tuple[float, float] | None:
     """What the bound on an objective starts from, and the intended quantity at the start."""
-    before, quantity = problem.start(w_hat).of(regime)[0], problem.start().of(regime)[1]
+    before, quantity = problem.of(w_hat).start.of(regime)[0], problem.summary.start.of(regime)[1]
     return (before, quantity) if 0 < before < math.inf and quantity > 0 else None
 
 
 def _step_sizes(
-    run: AdvisedRun, problem: ExactProblem | EstimatedProblem, target: float
+    run: AdvisedRun, problem: AdvisedProblem, target: float
 ) -> tuple[list[StepAdvice], dict[str, str]]:
     """The step sizes of each method in each regime, and why some have none."""
     subjects: dict[str, str | Method] = {name: name for name in METHODS}
@@ -213,12 +214,12 @@ def _step_sizes(
         try:
             nearest = nearest_constants(run.federation, subject, run.sampling, run.work, run.seed)
             w_hat = nearest.constants.w_hat
-            for regime in problem.regimes:
+            for regime in problem.summary.regimes:
                 start = _known_start(problem, regime, w_hat)
                 steps.append(
                     step_advice(
                         nearest,
-                        problem.problem(regime, w_hat),
+                        problem.of(w_hat, _form(regime)).problem,
                         method=name,
                         regime=regime,
                         server_step_size=run.first_step_sizes[1],
@@ -232,25 +233,26 @@ def _step_sizes(
     return steps, not_covered
 
 
-def _mvr(
-    run: AdvisedRun, problem: ExactProblem | EstimatedProblem
-) -> tuple[dict[Bound, MVRSteps], list[str]]:
+def _mvr(run: AdvisedRun, problem: AdvisedProblem) -> tuple[dict[Bound, MVRSteps], list[str]]:
     """The steps of FedShuffleMVR by each bound, and notes."""
     notes = ["proven for one client per round, drawn with the probabilities w, and eta_g = 1"]
-    work, start = run.work, problem.start().gap
+    work, start = run.work, problem.summary.start
     if isinstance(work.epochs, EpochRange):
         notes.append(f"epochs change: taken as {work.epochs.high}")
         work = dataclasses.replace(work, epochs=work.epochs.high)
     bounds: tuple[Bound, ...] = ("theorem", "proof")
     try:
-        constants, delta, where = problem.mvr()
-        rate = MVRRate(run.federation, constants, delta, work)
-        notes += where
+        radius = None
+        if not problem.global_variance:
+            radius = _RADIUS * math.sqrt(start.distance)
+            notes.append(f"G and sigma hold within {radius:.3g} of the optimum")
+        known = problem.of(None, "gradient", radius)
+        rate = MVRRate(run.federation, known.problem, known.delta, work)
         if rate.epochs * rate.delta < rate.L:
             notes.append("E < L / delta: no gain over momentum without local steps is shown")
-        if start == 0:
+        if start.gap == 0:
             raise FedShuffleError(_AT_OPTIMUM)
-        tuned = {bound: rate.tune(run.rounds, start=start, bound=bound) for bound in bounds}
+        tuned = {b: rate.tune(run.rounds, start=start.gap, bound=b) for b in bounds}
         return {b: MVRSteps(rate.limit(bound=b), tuned[b]) for b in bounds}, notes
     except FedShuffleError as error:
         return {}, [*notes, str(error)]
@@ -258,7 +260,7 @@ def _mvr(
 
 def _sampling(
     run: AdvisedRun,
-    problem: ExactProblem | EstimatedProblem,
+    problem: AdvisedProblem,
     target: float,
     regimes: list[Regime],
 ) -> SamplingAdvice | str:
@@ -271,7 +273,7 @@ def _sampling(
     nearest = nearest_constants(run.federation, "fedshuffle", run.sampling, run.work, run.seed)
     rate = ConvergenceRate(
         nearest.constants,
-        problem.problem(regimes[0]),
+        problem.of(None, _form(regimes[0])).problem,
         regime=regimes[0],
         server_step_size=run.first_step_sizes[1],
     )

@@ -40,8 +40,8 @@ class ProblemConstants:
     Args:
         L: every loss ``f_ij`` of one step is L-smooth.
         G: with B, ``sum_i w-hat_i |grad f_i|^2 <= G^2 + B^2 |grad f-hat|^2`` (gradient similarity;
-            for convex losses ``2 L B^2 (f-hat - f-hat*)`` may replace the last term). The weights
-            are the effective ones, which equal w for a consistent method.
+            for convex losses ``2 L B^2 (f-hat - f-hat*)``, which is never smaller, may replace the
+            last term). The weights are the effective ones, equal to w for a consistent method.
         B: at least 1.
         P: with sigma, ``mean_j |grad f_ij - grad f_i|^2 <= sigma_i^2 + P_i^2 |grad f_i|^2``
             (bounded variance); one number, or one per client.

@@ -110,7 +110,7 @@ def problem_constants(
     federation: Federation,
     loss: Loss,
     *,
-    points: Sequence[Any] | Tensor | FloatArray | None = None,
+    points: Sequence[Any] | FloatArray | None = None,
     clients: int = 50,
     w_hat: ArrayLike | None = None,
     batch_size: int = 1,
@@ -204,24 +204,18 @@ def problem_constants(
     )
 
 
-def _points(points: Sequence[Any] | Tensor | FloatArray | None, problem: Problem) -> list[Tensor]:
-    if points is None:
-        points = [problem.start]
-    if isinstance(points, Tensor | np.ndarray) and points.ndim == 1:
-        points = [points]
+def _points(points: Sequence[Any] | FloatArray | None, problem: Problem) -> list[Tensor]:
     result = []
-    for k, point in enumerate(points):
+    for k, point in enumerate([problem.start] if points is None else points):
         if isinstance(point, nn.Module):
             point = nn.utils.parameters_to_vector(p for p in point.parameters() if p.requires_grad)
         with error_context(f"point {k} is not a vector of numbers"):
             vector = torch.as_tensor(point, dtype=problem.dtype, device=problem.device).detach()
-        if vector.shape != problem.start.shape:
+        if vector.shape != problem.start.shape or not torch.isfinite(vector).all():
             raise FedShuffleError(
-                f"point {k} has shape {tuple(vector.shape)}, but the model has"
-                f" {len(problem.start)} trainable parameters: give a flat vector of them."
+                f"point {k} must be a flat vector of the {len(problem.start)} trainable parameters"
+                f" of the model, all of them finite: its shape is {tuple(vector.shape)}."
             )
-        if not torch.isfinite(vector).all():
-            raise FedShuffleError(f"point {k} has NaN or infinity. Leave it out.")
         result.append(vector.clone())
     if not result:
         raise FedShuffleError("there are no points: give at least one, or None for the model's.")

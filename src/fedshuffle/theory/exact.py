@@ -1,15 +1,4 @@
-r"""Constants of a problem in closed form, and why each of them holds.
-
-The assumptions of the paper, with the effective weights :math:`\hat w` in place of w:
-
-.. math:: \mu I \preceq \nabla^2 f_{ij} \preceq L I, \qquad
-          \sum_i \hat w_i |\nabla f_i|^2 \le G^2 + B^2 |\nabla \hat f|^2, \qquad
-          \frac1{k_i} \sum_j |\nabla f_{ij} - \nabla f_i|^2 \le \sigma_i^2 + P_i^2 |\nabla f_i|^2,
-          \qquad \|\nabla^2 f_i - \nabla^2 \hat f\| \le \delta.
-
-For convex losses :math:`2 L B^2 (\hat f - \hat f^\star)` may replace
-:math:`B^2 |\nabla \hat f|^2` (``form="convex"``); it is never smaller.
-"""
+"""Constants of a problem in closed form, and why each of them holds."""
 
 from __future__ import annotations
 
@@ -44,32 +33,24 @@ class Validity:
         return f"{self.status}: {self.reason}"
 
 
-@dataclass(frozen=True, eq=False)
-class ExactConstants:
+@dataclass(frozen=True, eq=False, kw_only=True)
+class ExactConstants(ProblemConstants):
     """The constants of a problem with losses in closed form.
 
     >>> from fedshuffle.theory import quadratic_constants
     >>> found = quadratic_constants(1.0, [[0.0], [3.0]], sizes=[1, 1])
-    >>> found.x_star.tolist(), found.f_star, found.problem.L, found.problem.G, found.delta
+    >>> found.x_star.tolist(), found.f_star, found.L, found.G, found.delta
     ([1.5], 1.125, 1.0, 1.5, 0.0)
     >>> print(found.validity["L"])
     exact: the largest eigenvalue of any Hessian A_ij
     """
 
-    L: float
-    """Of every loss of one step, ``f_ij``."""
-    mu: float
-    """Of every ``f_ij``, as the theorem asks."""
-    mu_objective: float
-    """Of ``f-hat``; never smaller than ``mu``."""
-    G: float
-    B: float
-    sigma: FloatArray
-    """One per client."""
     P: FloatArray
-    """One per client."""
+    sigma: FloatArray
     delta: float
     """``max_i |H_i - H|``, the Hessian similarity."""
+    mu_objective: float
+    """Of ``f-hat``; never smaller than ``mu``."""
     x_star: FloatArray
     """The minimiser of ``f-hat`` (the one nearest to zero, if there are several)."""
     f_star: float
@@ -77,14 +58,12 @@ class ExactConstants:
     w_hat: FloatArray
     """The weights of ``f-hat``."""
     validity: Mapping[str, Validity]
-    """Where each constant of the problem holds, and why."""
+    """Where each constant holds, and why."""
 
     @property
     def problem(self) -> ProblemConstants:
-        """The inputs of the step-size advice."""
-        return ProblemConstants(
-            L=self.L, G=self.G, B=self.B, P=self.P, sigma=self.sigma, mu=min(self.mu, self.L)
-        )
+        """The inputs of the step-size advice: itself, as for estimates."""
+        return self
 
 
 class ConstantsOptions(TypedDict, total=False):
@@ -124,14 +103,10 @@ class ConstantsRequest:
                 number(getattr(self, name), name, within)
 
     def variance_factor(self, m: int) -> float:
-        r"""The variance of minibatch gradients relative to that among a client's m examples.
+        """The variance of minibatch gradients relative to that among a client's m examples.
 
-        A minibatch of s of them, drawn without replacement, has :math:`\frac{m - s}{s (m - 1)}`
-        times their variance; this is the mean over an epoch's steps.
-
-            >>> request = ConstantsRequest(batch_size=2)
-            >>> [request.variance_factor(m) for m in (1, 2, 4)]
-            [0.0, 0.0, 0.3333333333333333]
+        A minibatch of s of them, drawn without replacement, has ``(m - s) / (s (m - 1))`` times
+        their variance; this is the mean over an epoch's steps.
         """
         if m == 1:
             return 0.0

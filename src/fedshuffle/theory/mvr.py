@@ -3,13 +3,7 @@ r"""FedShuffleMVR: its step size, its momentum parameter, and the bound that the
 The paper's theorem is for one client per round, drawn with the probabilities w; for server steps
 of size 1; and for losses that need not be convex, with :math:`P_i = 0`. As there, :math:`\eta_l` is
 the step of an epoch: a client's step is :math:`\eta_l / k_i`, and this project's ``step_size`` is
-:math:`\eta_l E / \tau_{max}`. docs/theory.md redoes the proof, which has slips, without rounding:
-
-.. math:: \frac{1}{R E} \sum_{r, e} E|\nabla f(y^r_e)|^2 \le \frac1p \Big( \frac{F}{\eta_l E R}
-          + \frac{c}{R} E|m^0 - \nabla f(x^0)|^2 + q\, G^2 + s\, \sigma^2 \Big),
-          \qquad \sigma^2 = \sum_i w_i \frac{\sigma_i^2}{k_i},
-
-where p, c, q and s are functions of :math:`\eta_l L`, :math:`\eta_l E \delta`, a and E.
+:math:`\eta_l E / \tau_{max}`. docs/theory.md redoes the proof, which has slips, without rounding.
 """
 
 from __future__ import annotations
@@ -90,7 +84,7 @@ class MVRRate:
         self.epochs, self.longest = int(np.max(epochs)), workload.longest
 
     def at(self, eta_l: FloatArray, a: FloatArray) -> tuple[FloatArray, ...]:
-        """The coefficients p, c, q and s of the bound, for arrays that broadcast.
+        """The coefficients p, c, q and s of the bound (docs/theory.md), for arrays that broadcast.
 
         p is what remains of the descent: where it is not positive the proof says nothing.
         """
@@ -119,7 +113,9 @@ class MVRRate:
     def after(
         self, rounds: FloatArray, eta_l: FloatArray, a: FloatArray, start: float, error: float
     ) -> FloatArray:
-        """The bound after some rounds."""
+        """The bound ``(F / (eta_l E R) + c / R E|m^0 - grad f(x^0)|^2 + q G^2 + s sigma^2) / p``
+        after some rounds.
+        """
         p, c, q, s = self.at(eta_l, a)
         with np.errstate(invalid="ignore", over="ignore"):
             begun = (start / (eta_l * self.epochs) + c * error) / rounds

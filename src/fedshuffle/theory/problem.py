@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -24,8 +25,8 @@ from fedshuffle.sampling import Sampling
 from fedshuffle.schedules import Schedule
 from fedshuffle.theory.constants import ProblemConstants
 from fedshuffle.theory.derivatives import Derivatives
-from fedshuffle.theory.estimation import ConstantEstimate, EstimatedConstants, problem_constants
-from fedshuffle.theory.exact import ExactConstants, SimilarityForm
+from fedshuffle.theory.estimation import ConstantEstimate, problem_constants
+from fedshuffle.theory.exact import ExactConstants
 from fedshuffle.theory.logistic import logistic_regression_constants
 from fedshuffle.theory.quadratic import linear_regression_constants
 from fedshuffle.theory.rates import Regime
@@ -39,9 +40,6 @@ _MAX_CLIENTS = 2000
 
 _MAX_ROUNDS_BETWEEN = 10
 """Largest number of training rounds from one point of estimation to the next."""
-
-_RADIUS = 2.0
-"""Radius, in starting distances, of the ball for constants that do not hold everywhere."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -105,132 +103,29 @@ class ProblemSummary:
     notes: tuple[str, ...]
 
 
-class RegressionKind(NamedTuple):
-    """A model and a loss with exact constants."""
+class ObjectiveConstants(NamedTuple):
+    """What is known of the objective with some weights."""
 
-    name: str
-    classes: int | None
-    """None for linear regression."""
-    bias: bool
-
-
-class ExactProblem:
-    """A problem with exact constants, for any objective f-hat."""
-
-    def __init__(self, kind: RegressionKind, problem: Problem, work: LocalWork) -> None:
-        self.kind, self.federation, self.l2 = kind, problem.federation, work.weight_decay
-        self.batch_size = work.on(self.federation.sizes).batch_size
-        losses, x = Derivatives(problem, self.l2), problem.start
-        self.x = x.double().cpu().numpy()
-        self.values = np.array([losses.value(x, i) for i in range(len(self.federation))])
-        slope = sum(w * losses.gradient(x, i) for i, w in enumerate(self.federation.weights))
-        self.gradient = float(torch.as_tensor(slope).double().square().sum())
-        self.regimes: tuple[Regime, ...] = ("strongly-convex", "convex", "non-convex")
-        if self.l2 == 0:
-            self.regimes = self.regimes[1:]
-        self._cache: dict[tuple[bytes, str, float | None], ExactConstants] = {}
-
-    def constants(
-        self,
-        w_hat: FloatArray | None = None,
-        form: SimilarityForm = "convex",
-        radius: float | None = None,
-    ) -> ExactConstants:
-        """The constants of the objective with these weights."""
-        weights = self.federation.weights if w_hat is None else w_hat
-        key = (weights.round(12).tobytes(), form, radius)
-        if key not in self._cache:
-            constants = linear_regression_constants
-            if self.kind.classes is not None:
-                constants = partial(logistic_regression_constants, classes=self.kind.classes)
-            self._cache[key] = constants(
-                self.federation,
-                l2=self.l2,
-                bias=self.kind.bias,
-                w_hat=weights,
-                batch_size=self.batch_size,
-                form=form,
-                radius=radius,
-            )
-        return self._cache[key]
-
-    def problem(self, regime: Regime, w_hat: FloatArray | None = None) -> ProblemConstants:
-        """The inputs of the general theorem in a regime."""
-        return self.constants(w_hat, "gradient" if regime == "non-convex" else "convex").problem
-
-    def mvr(self) -> tuple[ProblemConstants, float, tuple[str, ...]]:
-        """The inputs of the theorem on FedShuffleMVR (B = 1, P = 0), delta, and notes."""
-        if self.kind.classes is not None:
-            found = self.constants(form="gradient")
-            return found.problem, found.delta, ()
-        radius = _RADIUS * math.sqrt(self.start().distance)
-        found = self.constants(form="gradient", radius=radius)
-        return found.problem, found.delta, (f"G and sigma hold within {radius:.3g} of the optimum",)
-
-    def start(self, w_hat: FloatArray | None = None) -> StartingPoint:
-        """The start of training, for the objective with these weights."""
-        found = self.constants(w_hat)
-        away = self.x - found.x_star
-        gap = float(found.w_hat @ self.values) - found.f_star
-        return StartingPoint(float(away @ away), max(0.0, gap), self.gradient)
-
-    def summary(self) -> ProblemSummary:
-        """The constants of the intended objective, each with the reason why it holds."""
-        exact = self.constants()
-        values = {
-            **{name: getattr(exact, name) for name in ("L", "mu", "G", "B", "delta")},
-            "sigma": math.sqrt(float(exact.w_hat @ exact.sigma**2)),
-            "P": float(exact.P.max()),
-        }
-        constants = {
-            name: ConstantEstimate(value, note=str(exact.validity[name]))
-            for name, value in values.items()
-        }
-        notes = ("for the objective that was meant, in the form for convex losses",)
-        return ProblemSummary("exact", self.kind.name, self.regimes, constants, self.start(), notes)
+    problem: ProblemConstants
+    delta: float
+    start: StartingPoint
 
 
-@dataclass(frozen=True, eq=False)
-class EstimatedProblem:
-    """A problem with constants estimated at some models."""
+class AdvisedProblem(NamedTuple):
+    """The constants of the losses of a run, for any objective f-hat."""
 
-    estimate: EstimatedConstants
-    first: StartingPoint
-    reason: str
-    """Why the constants are not exact."""
-    notes: tuple[str, ...]
-    regimes: tuple[Regime, ...] = ("non-convex",)
-
-    def problem(self, regime: Regime, w_hat: FloatArray | None = None) -> ProblemConstants:
-        """The inputs of the general theorem; G is that of the intended objective."""
-        return self.estimate.problem
-
-    def mvr(self) -> tuple[ProblemConstants, float, tuple[str, ...]]:
-        """The inputs of the theorem on FedShuffleMVR, delta, and notes."""
-        return self.estimate.problem, self.estimate.delta.value, ()
-
-    def start(self, w_hat: FloatArray | None = None) -> StartingPoint:
-        """The start of training."""
-        return self.first
-
-    def summary(self) -> ProblemSummary:
-        """The constants with their uncertainties."""
-        seen = self.estimate
-        chosen = "chosen; G and sigma are the smallest for it"
-        constants = {
-            **{name: getattr(seen, name) for name in ("L", "mu", "G", "delta")},
-            "sigma": seen.sigma_rms,
-            "B": ConstantEstimate(1.0, note=chosen),
-            "P": ConstantEstimate(0.0, note=chosen),
-        }
-        sample = f"{len(seen.clients)} of {len(seen.w_hat)} clients, {len(seen.variance)} point(s)"
-        notes = (sample, *self.notes, "f* is taken to be 0 or more")
-        what = f"measured, since {self.reason}"
-        return ProblemSummary("estimated", what, self.regimes, constants, self.first, notes)
+    summary: ProblemSummary
+    """For the intended objective."""
+    of: Callable[..., ObjectiveConstants]
+    """A function of ``w_hat``, ``form`` and ``radius``."""
+    global_variance: bool
+    """Whether G and sigma are finite everywhere for B = 1 and P = 0."""
 
 
-def recognise(model: nn.Module, loss: Loss, federation: Federation) -> RegressionKind | str:
-    """Linear or logistic regression, if it is one; otherwise why not."""
+def recognise(
+    model: nn.Module, loss: Loss, federation: Federation
+) -> tuple[str, Callable[..., ExactConstants]] | str:
+    """Linear or logistic regression with the function for its constants; otherwise why not."""
     layers = list(model.modules())
     plain = (nn.Sequential, nn.Linear, nn.Flatten, nn.Identity)
     trained = [layer for layer in layers if isinstance(layer, nn.Linear)]
@@ -245,64 +140,128 @@ def recognise(model: nn.Module, loss: Loss, federation: Federation) -> Regressio
         return f"there are more than {_MAX_CLIENTS} clients"
     bias = linear.bias is not None
     if loss is losses.squared_error and linear.out_features == 1:
-        return RegressionKind("linear regression", None, bias)
+        return "linear regression", partial(linear_regression_constants, bias=bias)
     targets = federation.fields[-1]
     whole = "int" in str(targets.dtype) and targets.ndim == 1
     if loss is losses.cross_entropy and linear.out_features > 1 and whole:
-        return RegressionKind("softmax regression", linear.out_features, bias)
+        constants = partial(logistic_regression_constants, classes=linear.out_features, bias=bias)
+        return "softmax regression", constants
     return "the loss is neither cross_entropy of classes nor squared_error of one number"
 
 
-def find_problem(
-    run: AdvisedRun, *, clients: int, points: int, progress: bool
-) -> ExactProblem | EstimatedProblem:
+def find_problem(run: AdvisedRun, *, clients: int, points: int, progress: bool) -> AdvisedProblem:
     """The constants of a run's problem: exact where the losses are recognised, else estimated."""
     problem = Problem(run.model, run.loss, run.federation)
     with threads_for(problem, GRADIENT_ROWS):
         kind = recognise(run.model, run.loss, run.federation)
-        if isinstance(kind, RegressionKind):
-            exact = ExactProblem(kind, problem, run.work)
+        if not isinstance(kind, str):
             try:
-                exact.constants()
+                return _exact(run, problem, *kind)
             except FedShuffleError as error:
                 kind = str(error).rstrip(".")
-            else:
-                return exact
-        models, notes = _models_on_the_way(run, problem, points)
-        seen = problem_constants(
-            run.model,
-            run.federation,
-            run.loss,
-            points=models,
-            clients=clients,
-            batch_size=run.work.on(run.federation.sizes).batch_size,
-            weight_decay=run.work.weight_decay,
-            seed=run.seed,
-            progress=progress,
-        )
-        at_start = Derivatives(problem, run.work.weight_decay)
-        values = [at_start.value(problem.start, i) for i in seen.clients.tolist()]
-        gap = float(np.average(values, weights=seen.w_hat[seen.clients]))
-        first = StartingPoint(math.inf, gap, float(seen.gradient[0]))
-        return EstimatedProblem(seen, first, kind, notes)
+        return _estimated(run, problem, kind, clients, points, progress)
 
 
-def _models_on_the_way(
-    run: AdvisedRun, problem: Problem, points: int
-) -> tuple[list[Tensor], tuple[str, ...]]:
-    """The start, and models on the way of the run's own training."""
+def _exact(
+    run: AdvisedRun, problem: Problem, what: str, constants: Callable[..., ExactConstants]
+) -> AdvisedProblem:
+    federation, l2, x = run.federation, run.work.weight_decay, problem.start
+    options = {"l2": l2, "batch_size": run.work.on(federation.sizes).batch_size}
+    cache: dict[tuple[bytes, str, float | None], ExactConstants] = {}
+
+    def find(
+        w_hat: FloatArray | None = None, form: str = "convex", radius: float | None = None
+    ) -> ExactConstants:
+        weights = federation.weights if w_hat is None else w_hat
+        key = weights.round(12).tobytes(), form, radius
+        if key not in cache:
+            parts = {"w_hat": weights, "form": form, "radius": radius}
+            cache[key] = constants(federation, **options, **parts)
+        return cache[key]
+
+    exact, losses = find(), Derivatives(problem, l2)
+    values = np.array([losses.value(x, i) for i in range(len(federation))])
+    slope = sum(w * losses.gradient(x, i) for i, w in enumerate(federation.weights))
+    gradient = float(torch.as_tensor(slope).double().square().sum())
+
+    def of(*args: Any, **options: Any) -> ObjectiveConstants:
+        found = find(*args, **options)
+        away = x.double().cpu().numpy() - found.x_star
+        gap = max(0.0, float(found.w_hat @ values) - found.f_star)
+        start = StartingPoint(float(away @ away), gap, gradient)
+        return ObjectiveConstants(found.problem, found.delta, start)
+
+    shown = {
+        **{name: getattr(exact, name) for name in ("L", "mu", "G", "B", "delta")},
+        "sigma": math.sqrt(float(exact.w_hat @ exact.sigma**2)),
+        "P": float(exact.P.max()),
+    }
+    regimes: tuple[Regime, ...] = ("strongly-convex", "convex", "non-convex")
+    summary = ProblemSummary(
+        "exact",
+        what,
+        regimes if l2 > 0 else regimes[1:],
+        {name: ConstantEstimate(v, note=str(exact.validity[name])) for name, v in shown.items()},
+        of().start,
+        ("for the objective that was meant, in the form for convex losses",),
+    )
+    return AdvisedProblem(summary, of, what != "linear regression")
+
+
+def _estimated(
+    run: AdvisedRun, problem: Problem, reason: str, clients: int, points: int, progress: bool
+) -> AdvisedProblem:
+    models, note = _models_on_the_way(run, problem, points)
+    decay = run.work.weight_decay
+    seen = problem_constants(
+        run.model,
+        run.federation,
+        run.loss,
+        points=models,
+        clients=clients,
+        batch_size=run.work.on(run.federation.sizes).batch_size,
+        weight_decay=decay,
+        seed=run.seed,
+        progress=progress,
+    )
+    losses, own = Derivatives(problem, decay), seen.clients
+    values = [losses.value(problem.start, i) for i in own.tolist()]
+    gap = float(np.average(values, weights=seen.w_hat[own]))
+    start = StartingPoint(math.inf, gap, float(seen.gradient[0]))
+    chosen = "chosen; G and sigma are the smallest for it"
+    sample = f"{len(own)} of {len(seen.w_hat)} clients, {len(models)} point(s)"
+    summary = ProblemSummary(
+        "estimated",
+        f"measured, since {reason}",
+        ("non-convex",),
+        {
+            **{name: getattr(seen, name) for name in ("L", "mu", "G", "delta")},
+            "sigma": seen.sigma_rms,
+            "B": ConstantEstimate(1.0, note=chosen),
+            "P": ConstantEstimate(0.0, note=chosen),
+        },
+        start,
+        (sample, note, "f* is taken to be 0 or more"),
+    )
+    # G is that of the intended objective, also for others.
+    known = ObjectiveConstants(seen.problem, seen.delta.value, start)
+    return AdvisedProblem(summary, lambda *args, **options: known, True)
+
+
+def _models_on_the_way(run: AdvisedRun, problem: Problem, points: int) -> tuple[list[Tensor], str]:
+    """The start and models on the way of the run's own training, and what they are."""
     models = [problem.start.clone()]
     if points == 1:
-        return models, ("measured at the start only: elsewhere the constants may be larger",)
+        return models, "measured at the start only: elsewhere the constants may be larger"
     between = max(1, min(_MAX_ROUNDS_BETWEEN, run.rounds // (points - 1)))
     engine, training = run.training(problem, run.step_size, run.server_step_size)
     try:
         for k, (state,) in enumerate(simulate(engine, [training], between * (points - 1)), 1):
             if not torch.isfinite(state.x).all():
-                return models, (f"training with the run's step size diverged in round {k}",)
+                return models, f"training with the run's step size diverged in round {k}"
             if k % between == 0:
                 models.append(state.x.clone())
     except DivergedError as error:
-        return models, (f"training with the run's step size diverged: {error}",)
+        return models, f"training with the run's step size diverged: {error}"
     trained = " and ".join(str(between * k) for k in range(1, points))
-    return models, (f"measured at the start and after {trained} rounds of the run's training",)
+    return models, f"measured at the start and after {trained} rounds of the run's training"

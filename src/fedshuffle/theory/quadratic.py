@@ -288,7 +288,7 @@ def _constants(
     }
     return ExactConstants(
         L=L,
-        mu=float(mu.min()),
+        mu=min(L, float(mu.min())),
         mu_objective=float(values.min()) if len(values) == d else 0.0,
         G=math.sqrt(g2),
         B=math.sqrt(b2),

@@ -16,6 +16,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import Literal, get_args
 
 import numpy as np
@@ -78,7 +79,7 @@ def largest_step_size(
     """
     _check(constants, problem, bound)
     eta_g = number(server_step_size, "server_step_size", "(0, inf)")
-    spread, b2 = _drift_factor(constants, problem, bound), problem.B**2
+    (spread, _), b2 = _drift(constants, problem, bound), problem.B**2
     if bound == "theorem":
         p = math.sqrt(spread - 1.0)
         beta = 1.0 + constants.M_2 + (1.0 + p) * problem.B + constants.M_1 * b2
@@ -110,23 +111,20 @@ def drift_noise(
     ``tau_i / c_i`` as far, ``A G^2 + sum_i w-hat_i (tau_i / c_i)^2 sigma_i^2 / (3 k_i E_i^2)``.
     """
     _check(constants, problem, bound)
-    sigma = problem.per_client("sigma", len(constants.tau))
-    shrink = constants.shares**2 if bound == "proof" else 1.0
-    local = float(constants.w_hat @ (shrink * sigma**2 / _visits(constants)))
-    return _drift_factor(constants, problem, bound) * problem.G**2 + local
+    spread, local = _drift(constants, problem, bound)
+    return spread * problem.G**2 + local
 
 
-def _visits(constants: MethodConstants) -> FloatArray:
-    """``3 k_i E_i^2``, with ``E_i = tau_i / k_i``."""
-    visits: FloatArray = 3.0 * constants.tau.astype(np.float64) ** 2 / constants.steps_per_epoch
-    return visits
-
-
-def _drift_factor(constants: MethodConstants, problem: ProblemConstants, bound: Bound) -> float:
-    """``1 + P^2`` by the theorem; A by the proof, with the factors ``tau_i / c_i``."""
-    p = problem.per_client("P", len(constants.tau))
-    factor = 1.0 + p**2 / _visits(constants)
-    return float((factor if bound == "theorem" else constants.shares**2 * factor).max())
+def _drift(
+    constants: MethodConstants, problem: ProblemConstants, bound: Bound
+) -> tuple[float, float]:
+    """The factor of G^2 in the noise (``1 + P^2`` by the theorem, A by the proof), and the rest."""
+    n, tau = len(constants.tau), constants.tau.astype(np.float64)
+    visits = 3.0 * tau**2 / constants.steps_per_epoch  # 3 k_i E_i^2, with E_i = tau_i / k_i
+    shrink = constants.shares**2 if bound == "proof" else np.ones(n)
+    spread = shrink * (1.0 + problem.per_client("P", n) ** 2 / visits)
+    local = constants.w_hat @ (shrink * problem.per_client("sigma", n) ** 2 / visits)
+    return float(spread.max()), float(local)
 
 
 def _check(constants: MethodConstants, problem: ProblemConstants, bound: str) -> None:
@@ -171,9 +169,9 @@ class ConvergenceRate:
         >>> from fedshuffle.theory import method_constants
         >>> found = method_constants(Federation.from_sizes([1, 2, 3]), "fedshuffle", "uniform:2")
         >>> rate = ConvergenceRate(found, ProblemConstants(L=1.0, G=1.0), regime="convex")
-        >>> few, many = (rate.tune(rounds, start=1.0) for rounds in (10, 1000))
-        >>> many.step_size < few.step_size, many.bound < few.bound
-        (True, True)
+        >>> best = rate.rounds_to(0.5, start=1.0)
+        >>> best.rounds, rate.curve(best.rounds, best.step_size, start=1.0)[-1].round(2).item()
+        (18, 0.5)
     """
 
     def __init__(
@@ -200,9 +198,7 @@ class ConvergenceRate:
         self.scale, self.longest = constants.W * server_step_size, constants.longest
         self.largest = limit.effective  # the largest effective step that the proof allows
         self.reach = float(constants.shares.max())
-        # A, and the part of the drift's noise that does not depend on G.
-        alone = replace(problem, G=1.0, sigma=0.0), replace(problem, G=0.0)
-        self.spread, self.local = (drift_noise(constants, part, bound="proof") for part in alone)
+        self.spread, self.local = _drift(constants, problem, "proof")
 
     def with_variance(self, M: float) -> ConvergenceRate:  # noqa: N803
         """The same method and problem under a sampling with another M.
@@ -235,10 +231,6 @@ class ConvergenceRate:
             noise = 2.0 * eta**2 * M * self.G2 + price * left
         return 1.0 - self.mu * eta / 2.0, np.where(room > 0, gain, -np.inf), noise
 
-    def effective(self, step_size: float) -> float:
-        """``W eta_g eta_l`` of this project's step size."""
-        return self.scale * step_size * self.longest
-
     def after(
         self, rounds: int, effective: FloatArray, start: float, quantity: Quantity
     ) -> FloatArray:
@@ -268,40 +260,24 @@ class ConvergenceRate:
     def curve(
         self, rounds: int, step_size: Schedule, *, start: float, quantity: Quantity | None = None
     ) -> FloatArray:
-        """The bound after 0, 1, ..., ``rounds`` rounds; a gap or gradient is infinite at first.
-
-        >>> from fedshuffle import Federation
-        >>> from fedshuffle.theory import method_constants
-        >>> found = method_constants(Federation.from_sizes([1, 2, 3]), "fedshuffle")
-        >>> problem = ProblemConstants(L=1.0, mu=1.0)
-        >>> rate = ConvergenceRate(found, problem, regime="strongly-convex")
-        >>> rate.curve(3, 0.05, start=1.0, quantity="distance").round(3).tolist()
-        [1.0, 0.836, 0.699, 0.585]
-        """
+        """The bound after 0, 1, ..., ``rounds`` rounds; a gap or gradient is infinite at first."""
         rounds, quantity = count(rounds, "rounds"), self.bounded(quantity)
         before = number(start, "start", "[0, inf)")
         steps = range(rounds) if callable(step_size) else range(1)
-        moved = np.array(
-            [self.effective(schedules.value(step_size, r, "step size")) for r in steps]
-        )
-        keep, gain, noise = (np.broadcast_to(part, rounds) for part in self.at(moved))
+        sizes = np.array([schedules.value(step_size, r, "step size") for r in steps])
+        moved = self.at(sizes * self.longest * self.scale)
+        keep, gain, noise = (np.broadcast_to(part, rounds) for part in moved)
         if (gain < 0).any() or (quantity != "distance" and gain[0] <= 0):
-            scale = self.effective(1.0)
+            largest = self.largest / (self.scale * self.longest)
             raise FedShuffleError(
-                f"the proof says nothing of the step size {moved.max() / scale:g}: the largest that"
-                f" it allows here is {self.largest / scale:g}."
+                f"the proof says nothing of the step size {sizes.max():g}: the largest that it"
+                f" allows here is {largest:g}."
             )
         if quantity == "distance":
-            curve, shrink = [before], keep - gain * self.mu / 2.0
-            for q, b in zip(shrink.tolist(), noise.tolist(), strict=True):
-                curve.append(q * curve[-1] + b)
-            return np.array(curve)
+            return _recursion(keep - gain * self.mu / 2.0, noise, before)
         # (start + sum w_r noise_r) / sum w_r gain_r, scaled so that nothing overflows.
-        above, below, curve = before, 0.0, [math.inf]
-        for rho, g, b in zip(keep.tolist(), gain.tolist(), noise.tolist(), strict=True):
-            above, below = rho * above + b, rho * below + g
-            curve.append(above / below)
-        return np.array(curve)
+        above, below = _recursion(keep, noise, before), _recursion(keep, gain, 0.0)
+        return np.concatenate([[np.inf], above[1:] / below[1:]])
 
     def tune(self, rounds: int, *, start: float, quantity: Quantity | None = None) -> TunedStep:
         """The step size with the smallest bound after this many rounds.
@@ -317,23 +293,13 @@ class ConvergenceRate:
     def rounds_to(self, epsilon: float, *, start: float) -> TunedStep:
         """The fewest rounds after which the bound on the gap (or gradient) is at most epsilon, and
         the step size for them. This is what is proven; training is often much faster.
-
-        >>> from fedshuffle import Federation
-        >>> from fedshuffle.theory import method_constants
-        >>> found = method_constants(Federation.from_sizes([1, 2, 3]), "fedshuffle")
-        >>> rate = ConvergenceRate(found, ProblemConstants(L=1.0), regime="convex")
-        >>> rate.rounds_to(0.1, start=1.0).rounds
-        57
         """
         target = number(epsilon, "epsilon", "(0, inf)")
         before = number(start, "start", "(0, inf)")
         best = _argmin(lambda eta: self.needed(target, eta, before), self.largest)
         needed = float(self.needed(target, np.array([best]), before)[0])
         if not math.isfinite(needed):
-            raise FedShuffleError(
-                f"no number of rounds is known to bring the bound to {epsilon:g}: use a larger"
-                " epsilon."
-            )
+            raise FedShuffleError(f"epsilon is {epsilon:g}, which is too small to be reached.")
         rounds = max(1, math.ceil(needed * (1 - 1e-12)))
         return self._tuned(best, rounds, before, self.bounded(None))
 
@@ -349,6 +315,12 @@ class ConvergenceRate:
         if quantity is not None and quantity not in fitting:
             raise unknown(f"quantity of the regime {self.regime!r}", quantity, fitting)
         return quantity or fitting[0]
+
+
+def _recursion(factor: FloatArray, added: FloatArray, first: float) -> FloatArray:
+    """The sequence ``y <- factor_r y + added_r``."""
+    pairs = zip(factor.tolist(), added.tolist(), strict=True)
+    return np.array([*accumulate(pairs, lambda y, pair: pair[0] * y + pair[1], initial=first)])
 
 
 def _argmin(cost: Callable[[FloatArray], FloatArray], largest: float) -> float:
