@@ -415,7 +415,7 @@ def test_the_start_is_that_of_the_model_with_the_regularisation(config: Path) ->
     # Weights go by size, so the objective is the plain mean.
     value = nn.functional.cross_entropy(model(x), y) + 0.05 * flat @ flat
     slopes = torch.autograd.grad(value, list(model.parameters()))
-    start = found.summary.start
+    start = found.start
     assert start.gap == pytest.approx(float(value.detach()) - exact.f_star)
     assert start.gradient == pytest.approx(sum(float(part.square().sum()) for part in slopes))
     away = flat.detach().numpy() - exact.x_star
@@ -439,7 +439,7 @@ def test_small_models_are_measured_on_one_thread() -> None:
         assert torch.get_num_threads() == 2
     finally:
         torch.set_num_threads(before)
-    assert found.summary.how == "estimated"
+    assert found.how == "estimated"
     assert seen == {1}
 
 

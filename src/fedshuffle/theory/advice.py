@@ -7,7 +7,9 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from fedshuffle._arrays import FloatArray, count, jsonable, number
+import numpy as np
+
+from fedshuffle._arrays import count, jsonable, number
 from fedshuffle.auditing import audit
 from fedshuffle.errors import FedShuffleError, error_context
 from fedshuffle.local_work import EpochRange
@@ -22,7 +24,7 @@ from fedshuffle.theory.method_advice import (
     step_advice,
 )
 from fedshuffle.theory.mvr import MVRRate, MVRStep
-from fedshuffle.theory.problem import AdvisedProblem, AdvisedRun, ProblemSummary, find_problem
+from fedshuffle.theory.problem import AdvisedProblem, AdvisedRun, StartingPoint, find_problem
 from fedshuffle.theory.rates import Bound, ConvergenceRate, Regime
 from fedshuffle.theory.step_size_search import StepSizeSearch, search_step_sizes
 
@@ -75,7 +77,7 @@ class Advice:
     """What the advice is for: method, clients, rounds and so on."""
     step_size_search: StepSizeSearch | None
     """Step sizes tried in short runs; None if not asked for."""
-    problem: ProblemSummary
+    problem: AdvisedProblem
     steps: tuple[StepAdvice, ...]
     """For each method and regime: constants, limits, the tuned step, rounds to the target."""
     step_ratios: tuple[StepComparison, ...]
@@ -101,7 +103,9 @@ class Advice:
             part: {"source": anchor, "statement": statement}
             for part, (anchor, statement) in SOURCES.items()
         }
-        return {**jsonable(dataclasses.asdict(self)), "sources": sources}
+        plain = dataclasses.asdict(self)
+        del plain["problem"]["of"]
+        return {**jsonable(plain), "sources": sources}
 
 
 def advise(
@@ -172,7 +176,7 @@ def advise(
             "target": target,
         },
         step_size_search=search,
-        problem=problem.summary,
+        problem=problem,
         steps=tuple(steps),
         step_ratios=tuple(
             compare_steps(mine[row.regime], row)
@@ -190,15 +194,11 @@ def advise(
     )
 
 
-def _form(regime: Regime) -> str:
-    return "gradient" if regime == "non-convex" else "convex"
-
-
 def _known_start(
-    problem: AdvisedProblem, regime: Regime, w_hat: FloatArray | None = None
+    problem: AdvisedProblem, regime: Regime, start: StartingPoint
 ) -> tuple[float, float] | None:
     """What the bound on an objective starts from, and the intended quantity at the start."""
-    before, quantity = problem.of(w_hat).start.of(regime)[0], problem.summary.start.of(regime)[1]
+    before, quantity = start.of(regime)[0], problem.start.of(regime)[1]
     return (before, quantity) if 0 < before < math.inf and quantity > 0 else None
 
 
@@ -213,13 +213,13 @@ def _step_sizes(
     for name, subject in subjects.items():
         try:
             nearest = nearest_constants(run.federation, subject, run.sampling, run.work, run.seed)
-            w_hat = nearest.constants.w_hat
-            for regime in problem.summary.regimes:
-                start = _known_start(problem, regime, w_hat)
+            for regime in problem.regimes:
+                known = problem.of(regime, nearest.constants.w_hat)
+                start = _known_start(problem, regime, known.start)
                 steps.append(
                     step_advice(
                         nearest,
-                        problem.of(w_hat, _form(regime)).problem,
+                        known.problem,
                         method=name,
                         regime=regime,
                         server_step_size=run.first_step_sizes[1],
@@ -236,17 +236,17 @@ def _step_sizes(
 def _mvr(run: AdvisedRun, problem: AdvisedProblem) -> tuple[dict[Bound, MVRSteps], list[str]]:
     """The steps of FedShuffleMVR by each bound, and notes."""
     notes = ["proven for one client per round, drawn with the probabilities w, and eta_g = 1"]
-    work, start = run.work, problem.summary.start
+    work, start = run.work, problem.start
     if isinstance(work.epochs, EpochRange):
         notes.append(f"epochs change: taken as {work.epochs.high}")
         work = dataclasses.replace(work, epochs=work.epochs.high)
     bounds: tuple[Bound, ...] = ("theorem", "proof")
     try:
-        radius = None
-        if not problem.global_variance:
+        known = problem.of("non-convex")
+        if known.problem.B > 1 or np.any(known.problem.P):
             radius = _RADIUS * math.sqrt(start.distance)
             notes.append(f"G and sigma hold within {radius:.3g} of the optimum")
-        known = problem.of(None, "gradient", radius)
+            known = problem.of("non-convex", run.federation.weights, radius)
         rate = MVRRate(run.federation, known.problem, known.delta, work)
         if rate.epochs * rate.delta < rate.L:
             notes.append("E < L / delta: no gain over momentum without local steps is shown")
@@ -266,14 +266,14 @@ def _sampling(
 ) -> SamplingAdvice | str:
     if not regimes:
         return "no step size is advised for fedshuffle"
-    start = _known_start(problem, regimes[0])
+    start = _known_start(problem, regimes[0], problem.start)
     if start is None:
         return _AT_OPTIMUM
     before, quantity = start
     nearest = nearest_constants(run.federation, "fedshuffle", run.sampling, run.work, run.seed)
     rate = ConvergenceRate(
         nearest.constants,
-        problem.of(None, _form(regimes[0])).problem,
+        problem.of(regimes[0]).problem,
         regime=regimes[0],
         server_step_size=run.first_step_sizes[1],
     )

@@ -1,14 +1,8 @@
-r"""The constants that enter the convergence theorems: those of a method and those of a problem.
+"""The constants that enter the convergence theorems: those of a method and those of a problem.
 
-The theorem on FedShuffleGen is about :math:`\hat f = \sum_i \hat w_i f_i` with
-
-.. math:: \hat w_i = \frac{\tilde w_i \tau_i}{W q_i c_i}, \qquad
-          \frac{1}{q_i} = E\Big[ \frac{1\{i \in S\}}{q_i^S} \Big], \qquad
-          H_{ij} = E\Big[ \frac{q_i q_j}{q_i^S q_j^S} 1\{i, j \in S\} \Big], \qquad
-          H - e e^T \preceq Diag(h_1 s_1, \dots, h_n s_n).
-
-With :math:`q_i^S = p_i` these have closed forms: :math:`q_i = 1`, :math:`H_{ij} = p_{ij} /
-(p_i p_j)`, :math:`h_i = 1 / p_i`. Otherwise all cohorts are enumerated.
+The theorem on FedShuffleGen is about ``f-hat = sum_i w-hat_i f_i``, with ``1 / q_i = E[1{i in S} /
+q_i^S]`` and ``H_ij = E[1{i, j in S} q_i q_j / (q_i^S q_j^S)]``. Where ``q_i^S = p_i`` these have
+closed forms: ``q_i = 1`` and ``H_ij = p_ij / (p_i p_j)``. Otherwise all cohorts are enumerated.
 """
 
 from __future__ import annotations

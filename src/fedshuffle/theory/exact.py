@@ -33,9 +33,11 @@ class Validity:
         return f"{self.status}: {self.reason}"
 
 
-@dataclass(frozen=True, eq=False, kw_only=True)
-class ExactConstants(ProblemConstants):
+@dataclass(frozen=True, eq=False)
+class ExactConstants:
     """The constants of a problem with losses in closed form.
+
+    L, mu, G, B, sigma and P are as for :class:`~fedshuffle.theory.ProblemConstants`.
 
     >>> from fedshuffle.theory import quadratic_constants
     >>> found = quadratic_constants(1.0, [[0.0], [3.0]], sizes=[1, 1])
@@ -45,8 +47,12 @@ class ExactConstants(ProblemConstants):
     exact: the largest eigenvalue of any Hessian A_ij
     """
 
-    P: FloatArray
+    L: float
+    mu: float
+    G: float
+    B: float
     sigma: FloatArray
+    P: FloatArray
     delta: float
     """``max_i |H_i - H|``, the Hessian similarity."""
     mu_objective: float
@@ -62,8 +68,8 @@ class ExactConstants(ProblemConstants):
 
     @property
     def problem(self) -> ProblemConstants:
-        """The inputs of the step-size advice: itself, as for estimates."""
-        return self
+        """The inputs of the step-size advice."""
+        return ProblemConstants(self.L, self.G, self.B, self.P, self.sigma, self.mu)
 
 
 class ConstantsOptions(TypedDict, total=False):

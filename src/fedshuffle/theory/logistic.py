@@ -1,20 +1,9 @@
-r"""Constants of logistic regression, binary or with many classes (derived in docs/theory.md).
-
-With :math:`\kappa` the curvature, :math:`\Sigma_i` the mean of :math:`a a^T` over client i,
-:math:`\Sigma = \sum_i \hat w_i \Sigma_i`, and :math:`T_i` (:math:`T` over all) the mean of
-:math:`\min(\kappa, \text{twist} \cdot |a| r) a a^T`, everywhere and within r of the optimum
-
-.. math:: \delta_i \le \kappa \max\big( (1 - \hat w_i) \lambda_{max}(\Sigma_i),
-          \lambda_{max}(\Sigma - \hat w_i \Sigma_i) \big), \qquad
-          \delta_i \le \|\nabla^2 (f_i - \hat f)(x^\star)\|
-          + \lambda_{max}(T + (1 - 2 \hat w_i) T_i).
-"""
+"""Constants of logistic regression, binary or with many classes (derived in docs/theory.md)."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from functools import lru_cache, partial
+from functools import lru_cache
 from typing import NamedTuple, Unpack
 
 import numpy as np
@@ -66,22 +55,22 @@ def logistic_regression_constants(
     >>> found.L, found.mu, found.x_star.round(4).tolist()
     (1.1, 0.1, [0.5943])
     """
-    l2 = number(l2, "l2", "[0, inf)")
+    data, l2 = RegressionData(federation, bias), number(l2, "l2", "[0, inf)")
     request = ConstantsRequest(**options)
     if request.P is not None:
         raise FedShuffleError("P must not be given for logistic regression: it is 0.")
     w, n = normalised_weights(federation.weights, request.w_hat), len(federation)
-    model = _LogisticModel(RegressionData(federation, bias), l2, classes, w)
-    gram = model.mean(lambda a: np.ones(len(a)))
+    model = _LogisticModel(data, l2, classes, w)
+    gram = model.mean_gram()
     x, f_star, hessian = model.optimum(gram)
 
     radius, kappa = request.radius, model.curvature
-    changes = np.zeros_like(gram) if radius is None else model.mean(partial(model.change, radius))
+    changes = model.mean_gram(radius)
     at_optimum, delta, sigma, L_steps, far = np.zeros((5, n))  # noqa: N806
     for i in range(n):
         a, labels = model.client(i)
         squares = (a**2).sum(axis=1)
-        own = a.T @ a / len(a)
+        own = model.gram(a)
         L_steps[i] = request.batch_smoothness(kappa * squares + l2, kappa * _largest(own) + l2)
         near = model.at(x, a, labels)
         at_optimum[i] = float(near.gradient @ near.gradient)
@@ -90,9 +79,9 @@ def logistic_regression_constants(
         scale = math.sqrt(request.variance_factor(len(a)))
         sigma[i] = scale * model.slope * math.sqrt(float(squares.mean()))
         if radius is not None:
-            change = a.T @ (model.change(radius, a)[:, None] * a) / len(a)
+            change = _largest(changes + (1 - 2 * w[i]) * model.gram(a, radius))
             apart = float(np.abs(np.linalg.eigvalsh(near.hessian - hessian)).max())
-            delta[i] = min(delta[i], apart + _largest(changes + (1 - 2 * w[i]) * change))
+            delta[i] = min(delta[i], apart + change)
             moved = radius * kappa * math.sqrt(float((squares**2).mean()))
             sigma[i] = min(sigma[i], scale * (math.sqrt(near.variance) + moved))
 
@@ -184,18 +173,22 @@ class _LogisticModel:
         column = np.where(labels > 0, 0, 1) if self.binary else labels.astype(np.int64)
         return a, np.eye(self.classes)[column]
 
-    def mean(self, weight: Callable[[FloatArray], FloatArray]) -> FloatArray:
-        """The mean of ``weight a a'`` over all examples."""
+    def gram(self, a: FloatArray, radius: float | None = None) -> FloatArray:
+        """The mean of ``a a'``; with a radius, of that times the largest change of an example's
+        curvature within it.
+        """
+        weight = np.ones(len(a))
+        if radius is not None:
+            lengths = np.sqrt((a**2).sum(axis=1))
+            weight = np.minimum(self.curvature, self.twist * radius * lengths)
+        return _mean_square(a, weight)
+
+    def mean_gram(self, radius: float | None = None) -> FloatArray:
+        """The same over all clients."""
         total = np.zeros((self.data.width,) * 2)
         for i, share in enumerate(self.w_hat):
-            a, _ = self.client(i)
-            total += share / len(a) * (a.T @ (weight(a)[:, None] * a))
+            total += share * self.gram(self.client(i)[0], radius)
         return total
-
-    def change(self, radius: float, a: FloatArray) -> FloatArray:
-        """The largest change of each example's curvature within the radius."""
-        lengths: FloatArray = np.sqrt((a**2).sum(axis=1))
-        return np.minimum(self.curvature, self.twist * radius * lengths)
 
     def at(self, x: FloatArray, a: FloatArray, labels: FloatArray) -> _LossesAt:
         """The losses of one client."""
@@ -212,7 +205,7 @@ class _LogisticModel:
         for p in range(k):
             for q in range(p, k):
                 weight = chances[:, p] * (float(p == q) - chances[:, q])
-                hessian[p, :, q] = hessian[q, :, p] = a.T @ (weight[:, None] * a) / m
+                hessian[p, :, q] = hessian[q, :, p] = _mean_square(a, weight)
         squares = float(((rest**2).sum(axis=1) * (a**2).sum(axis=1)).mean())
         return _LossesAt(
             0.5 * self.l2 * float(x @ x) - float((labels * logs).sum(axis=1).mean()),
@@ -272,6 +265,11 @@ class _LogisticModel:
         if not self.data.bias:
             return x
         return np.concatenate([rows[:, :-1].reshape(-1), rows[:, -1]])
+
+
+def _mean_square(a: FloatArray, weight: FloatArray) -> FloatArray:
+    total: FloatArray = a.T @ (weight[:, None] * a)
+    return total / len(a)
 
 
 def _largest(matrix: FloatArray) -> float:

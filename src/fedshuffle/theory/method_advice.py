@@ -68,10 +68,8 @@ class StepAdvice:
     covered: bool
     """Whether they are proven for this method, sampling and local work."""
     notes: tuple[str, ...]
-    constants: dict[str, float]
-    """W, M_1 and M_2."""
-    how: str
-    """How M_1 was found."""
+    constants: dict[str, float | str]
+    """W, M_1 and M_2, and how M_1 was found."""
     theorem: StepLimit | None
     """The largest by the theorem as printed; None where its conditions do not hold."""
     proof: StepLimit
@@ -120,9 +118,7 @@ def nearest_constants(
     expect(federation, Federation, "federation")
     work = LocalWork() if work is None else work
     rule = method if isinstance(method, FedShuffleGen) else methods.get(method).averaging
-    drawn = resolve(sampling, federation)
-    notes: list[str] = []
-    covered = True
+    drawn, notes, covered = resolve(sampling, federation), list[str](), True
     by_probability = isinstance(rule.normaliser, InclusionProbability)
     if drawn.two_phase and by_probability:
         if not isinstance(drawn.pool, Full):
@@ -203,8 +199,7 @@ def step_advice(
         regime=regime,
         covered=nearest.covered,
         notes=nearest.notes,
-        constants={name: getattr(constants, name) for name in ("W", "M_1", "M_2")},
-        how=constants.how,
+        constants={name: getattr(constants, name) for name in ("W", "M_1", "M_2", "how")},
         theorem=theorem,
         proof=largest_step_size(constants, problem, server_step_size=eta_g, bound="proof"),
         tuned=tuned,
@@ -224,14 +219,9 @@ def compare_steps(fedshuffle: StepAdvice, other: StepAdvice) -> StepComparison:
     >>> round(found.largest_client_step, 3), round(found.step_size, 3), round(found.effective, 3)
     (4.895, 0.979, 1.836)
     """
-    mine, theirs = fedshuffle.proof, other.proof
-    return StepComparison(
-        than=other.method,
-        regime=other.regime,
-        step_size=mine.step_size / theirs.step_size,
-        largest_client_step=mine.largest_client_step / theirs.largest_client_step,
-        effective=mine.effective / theirs.effective,
-    )
+    names = "step_size", "largest_client_step", "effective"
+    ratios = (getattr(fedshuffle.proof, name) / getattr(other.proof, name) for name in names)
+    return StepComparison(other.method, other.regime, *ratios)
 
 
 def _smallest_variance(constants: MethodConstants, sampling: Sampling) -> MethodConstants:
@@ -249,35 +239,31 @@ def _smallest_variance(constants: MethodConstants, sampling: Sampling) -> Method
 
 def _drawn_cohorts(sampling: Sampling, seed: int) -> Sampling:
     """Some cohorts drawn from a sampling with too many to enumerate."""
-    n, no_formula = (
-        len(sampling),
-        "weights that are normalised over the cohort have no formula, and",
-    )
+    n, drawn, fault = len(sampling), list[tuple[int, ...]](), ""
     if n > MAX_MATRIX_CLIENTS:
+        fault = f"{n} clients are too many to estimate it (at most {MAX_MATRIX_CLIENTS})"
+    else:
+        drawn = [tuple(sampling.draw(seed, k).tolist()) for k in range(MAX_COHORTS)]
+        if len({i for cohort in drawn for i in cohort}) < n:
+            fault = f"some client was in none of {MAX_COHORTS} drawn cohorts"
+    if fault:
         raise FedShuffleError(
-            f"{no_formula} {n} clients are too many to estimate it (at most {MAX_MATRIX_CLIENTS})."
-        )
-    drawn = [tuple(sampling.draw(seed, k).tolist()) for k in range(MAX_COHORTS)]
-    if len({i for cohort in drawn for i in cohort}) < n:
-        raise FedShuffleError(
-            f"{no_formula} some client was in none of {MAX_COHORTS} drawn cohorts."
+            f"weights that are normalised over the cohort have no formula, and {fault}."
         )
     return Listed(n, [(cohort, 1.0 / MAX_COHORTS) for cohort in drawn])
 
 
 @dataclass(frozen=True)
 class SamplingOption:
-    """A sampling with its M, and the rounds that are proven with it."""
+    """A kind of sampling with its M, and the rounds and step size with which the bound on them
+    reaches the target; cohort is the number of clients that take part, or are expected to.
+    """
 
     sampling: str
-    """One of the kinds."""
     cohort: int
-    """The number of clients that take part, or are expected to."""
     M: float
     rounds: int
-    """After which the bound reaches the target."""
     step_size: float
-    """With which it does."""
 
 
 @dataclass(frozen=True)
@@ -314,31 +300,22 @@ def best_probabilities(weights: ArrayLike, b: int) -> FloatArray:
 
 
 def sampling_variance(kind: str, federation: Federation, b: int) -> float:
-    """M of a kind of sampling with b clients (expected).
-
-    >>> clients = Federation.from_sizes([8, 1, 1])
-    >>> [round(sampling_variance(kind, clients, 1), 3) for kind in KINDS]
-    [1.7, 0.9, 0.453]
-    """
+    """M of a kind of sampling with b clients (expected)."""
     w = federation.weights
     if kind == "uniform":
-        sampling = Uniform(len(w), b)
-        found = float((sampling.s * w / sampling.p).max())
-        if 1 < len(w) <= MAX_EIGENVALUE_CLIENTS:
-            found = min(found, float((smallest_s(sampling, w) * w / sampling.p).max()))
-        return found
-    importance = kind == "importance"
-    p = importance_probabilities(federation.sizes, b) if importance else best_probabilities(w, b)
-    return float((Independent(p).s * w / p).max())
+        sampling: Sampling = Uniform(len(w), b)
+    elif kind == "importance":
+        sampling = Independent(importance_probabilities(federation.sizes, b))
+    else:
+        sampling = Independent(best_probabilities(w, b))
+    found = float((sampling.s * w / sampling.p).max())
+    if kind == "uniform" and 1 < len(w) <= MAX_EIGENVALUE_CLIENTS:
+        found = min(found, float((smallest_s(sampling, w) * w / sampling.p).max()))
+    return found
 
 
 def sampling_advice(
-    federation: Federation,
-    rate: ConvergenceRate,
-    cohort: int,
-    *,
-    epsilon: float,
-    start: float,
+    federation: Federation, rate: ConvergenceRate, cohort: int, *, epsilon: float, start: float
 ) -> SamplingAdvice:
     """Compare samplings and cohort sizes by the rounds that they are predicted to need.
 
@@ -381,10 +358,6 @@ def sampling_advice(
             low, high = (middle, high) if pays(option(kind, middle)) else (low, middle)
         return low
 
-    return SamplingAdvice(
-        regime=rate.regime,
-        cohort=b,
-        options=tuple(option(kind, b) for kind in KINDS),
-        sizes=tuple(sizes),
-        pays_until={kind: pays_until(k, kind) for k, kind in enumerate(KINDS)},
-    )
+    options = tuple(option(kind, b) for kind in KINDS)
+    longest = {kind: pays_until(k, kind) for k, kind in enumerate(KINDS)}
+    return SamplingAdvice(rate.regime, b, options, tuple(sizes), longest)

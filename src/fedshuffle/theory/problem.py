@@ -90,19 +90,6 @@ class StartingPoint:
         return self.distance, self.gap
 
 
-@dataclass(frozen=True)
-class ProblemSummary:
-    """The constants of the losses, and how they were found."""
-
-    how: str
-    """exact or estimated."""
-    what: str
-    regimes: tuple[Regime, ...]
-    constants: dict[str, ConstantEstimate]
-    start: StartingPoint
-    notes: tuple[str, ...]
-
-
 class ObjectiveConstants(NamedTuple):
     """What is known of the objective with some weights."""
 
@@ -111,15 +98,20 @@ class ObjectiveConstants(NamedTuple):
     start: StartingPoint
 
 
-class AdvisedProblem(NamedTuple):
-    """The constants of the losses of a run, for any objective f-hat."""
+@dataclass(frozen=True, eq=False)
+class AdvisedProblem:
+    """The constants of the losses of a run, and how they were found."""
 
-    summary: ProblemSummary
-    """For the intended objective."""
+    how: str
+    """exact or estimated."""
+    what: str
+    regimes: tuple[Regime, ...]
+    constants: dict[str, ConstantEstimate]
+    """Of the intended objective."""
+    start: StartingPoint
+    notes: tuple[str, ...]
     of: Callable[..., ObjectiveConstants]
-    """A function of ``w_hat``, ``form`` and ``radius``."""
-    global_variance: bool
-    """Whether G and sigma are finite everywhere for B = 1 and P = 0."""
+    """The constants of any objective: a function of ``regime``, ``w_hat`` and ``radius``."""
 
 
 def recognise(
@@ -170,22 +162,22 @@ def _exact(
     cache: dict[tuple[bytes, str, float | None], ExactConstants] = {}
 
     def find(
-        w_hat: FloatArray | None = None, form: str = "convex", radius: float | None = None
+        regime: Regime, w_hat: FloatArray = federation.weights, radius: float | None = None
     ) -> ExactConstants:
-        weights = federation.weights if w_hat is None else w_hat
-        key = weights.round(12).tobytes(), form, radius
+        form = "gradient" if regime == "non-convex" else "convex"
+        key = w_hat.round(12).tobytes(), form, radius
         if key not in cache:
-            parts = {"w_hat": weights, "form": form, "radius": radius}
+            parts = {"w_hat": w_hat, "form": form, "radius": radius}
             cache[key] = constants(federation, **options, **parts)
         return cache[key]
 
-    exact, losses = find(), Derivatives(problem, l2)
+    exact, losses = find("convex"), Derivatives(problem, l2)
     values = np.array([losses.value(x, i) for i in range(len(federation))])
     slope = sum(w * losses.gradient(x, i) for i, w in enumerate(federation.weights))
     gradient = float(torch.as_tensor(slope).double().square().sum())
 
-    def of(*args: Any, **options: Any) -> ObjectiveConstants:
-        found = find(*args, **options)
+    def of(regime: Regime, *args: Any) -> ObjectiveConstants:
+        found = find(regime, *args)
         away = x.double().cpu().numpy() - found.x_star
         gap = max(0.0, float(found.w_hat @ values) - found.f_star)
         start = StartingPoint(float(away @ away), gap, gradient)
@@ -197,15 +189,15 @@ def _exact(
         "P": float(exact.P.max()),
     }
     regimes: tuple[Regime, ...] = ("strongly-convex", "convex", "non-convex")
-    summary = ProblemSummary(
+    return AdvisedProblem(
         "exact",
         what,
         regimes if l2 > 0 else regimes[1:],
         {name: ConstantEstimate(v, note=str(exact.validity[name])) for name, v in shown.items()},
-        of().start,
+        of("convex").start,
         ("for the objective that was meant, in the form for convex losses",),
+        of,
     )
-    return AdvisedProblem(summary, of, what != "linear regression")
 
 
 def _estimated(
@@ -230,7 +222,9 @@ def _estimated(
     start = StartingPoint(math.inf, gap, float(seen.gradient[0]))
     chosen = "chosen; G and sigma are the smallest for it"
     sample = f"{len(own)} of {len(seen.w_hat)} clients, {len(models)} point(s)"
-    summary = ProblemSummary(
+    # G is that of the intended objective, also for others.
+    known = ObjectiveConstants(seen.problem, seen.delta.value, start)
+    return AdvisedProblem(
         "estimated",
         f"measured, since {reason}",
         ("non-convex",),
@@ -242,10 +236,8 @@ def _estimated(
         },
         start,
         (sample, note, "f* is taken to be 0 or more"),
+        lambda *args: known,
     )
-    # G is that of the intended objective, also for others.
-    known = ObjectiveConstants(seen.problem, seen.delta.value, start)
-    return AdvisedProblem(summary, lambda *args, **options: known, True)
 
 
 def _models_on_the_way(run: AdvisedRun, problem: Problem, points: int) -> tuple[list[Tensor], str]:

@@ -1,13 +1,9 @@
-r"""Exact constants of losses with affine gradients: quadratics, and linear regression.
+"""Exact constants of losses with affine gradients: quadratics, and linear regression.
 
-With :math:`\nabla f_{ij}(x) = A_{ij} x - b_{ij}` gradient similarity and bounded variance bound one
-quadratic function by another, so for every B (P_i) that is large enough the smallest G (sigma_i) is
-the maximum of a quadratic function (docs/theory.md).
-
-The default B is the smallest with a finite G, if there is one. In general there is none, since G
-grows without bound as B falls to a limit; then B^2 is twice that limit, for which :math:`G^2 \le 2
-\sum_i \hat w_i |\nabla f_i(x^\star)|^2`. The default P_i is chosen in the same way. On a ball the
-defaults are 1 and 0.
+With ``grad f_ij(x) = A_ij x - b_ij`` gradient similarity and bounded variance bound one quadratic
+function by another, so for every B (P_i) that is large enough the smallest G (sigma_i) is the
+maximum of a quadratic function (docs/theory.md). On a ball B is 1 by default and P_i is 0;
+everywhere they are as small as :func:`~fedshuffle.theory.quadratic_forms.smallest_bound` allows.
 """
 
 from __future__ import annotations

@@ -92,13 +92,8 @@ def largest_step_size(
         by_drift = math.sqrt(0.9 / (12.0 * b2 * spread + 1.8 * reach**2)) / problem.L
         eta_l = min(by_progress, by_drift)
         binding = "drift" if by_drift < by_progress else "progress"
-    return StepLimit(
-        step_size=eta_l / constants.longest,
-        eta_l=eta_l,
-        largest_client_step=eta_l / float(constants.c.min()),
-        effective=constants.W * eta_g * eta_l,
-        binding=binding,
-    )
+    largest, effective = eta_l / float(constants.c.min()), constants.W * eta_g * eta_l
+    return StepLimit(eta_l / constants.longest, eta_l, largest, effective, binding)
 
 
 def drift_noise(

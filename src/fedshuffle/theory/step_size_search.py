@@ -46,12 +46,8 @@ def search_step_sizes(run: AdvisedRun, *, rounds: int = 10, clients: int = 50) -
 
     It goes up until one is unstable, and down until one is stable and not the best, by a factor of
     sqrt(10) at a time and at most :data:`MAX_STEPS_EACH_WAY` times each way. All runs share the
-    seed, so the result is a pure function of the arguments.
-
-    Args:
-        run: what to train; the model is not changed.
-        rounds: the rounds of each short run.
-        clients: largest number of clients whose training data give the loss.
+    seed, so the result is a pure function of the arguments. The loss is that on the training data
+    of at most this many clients.
     """
     sample = run.federation.sample(clients)
     evaluate = Evaluation(sample, ["loss"], loss=run.loss, per_client=False)
@@ -79,28 +75,19 @@ def search_step_sizes(run: AdvisedRun, *, rounds: int = 10, clients: int = 50) -
         if not losses[size] <= start:
             break
     for k in range(1, MAX_STEPS_EACH_WAY + 1):
-        smallest, best = min(losses), min(losses, key=losses.__getitem__)
-        if losses[smallest] <= start and best != smallest:
+        smallest = min(losses)
+        if losses[smallest] <= start and smallest != min(losses, key=losses.__getitem__):
             break
         size = _spaced(first, -k)
         losses[size] = after(size)
     stable = [size for size, loss in losses.items() if loss <= start]
     unstable = min((size for size in losses if size not in stable), default=math.inf)
-    return StepSizeSearch(
-        rounds=rounds,
-        clients=len(sample),
-        local_steps=steps,
-        start=start,
-        tried=tuple(sorted(losses.items())),
-        largest_stable=max((size for size in stable if size < unstable), default=None),
-        best=min(sorted(stable), key=losses.__getitem__, default=None),
-    )
+    largest_stable = max((size for size in stable if size < unstable), default=None)
+    best = min(sorted(stable), key=losses.__getitem__, default=None)
+    tried = tuple(sorted(losses.items()))
+    return StepSizeSearch(rounds, len(sample), steps, start, tried, largest_stable, best)
 
 
 def _spaced(size: float, k: int) -> float:
-    """The step size k spacings away, with two significant digits.
-
-    >>> _spaced(0.025, 0), _spaced(0.1, 1), _spaced(0.1, -2)
-    (0.025, 0.32, 0.01)
-    """
+    """The step size k spacings away, with two significant digits."""
     return size if k == 0 else float(f"{size * _SPACING**k:.2g}")
