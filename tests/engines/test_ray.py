@@ -136,7 +136,7 @@ def test_names_are_read_and_written_in_one_way(text: str, wanted: Ray) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["ray:x", "ray:", "ray:2:reference", "ray:sequential:2", "ray:2:gpus=a"]
+    "text", ["ray:x", "ray:", "ray:2:reference", "ray:sequential:2", "ray:2:gpu=1"]
 )
 def test_names_that_cannot_be_read_are_named(text: str) -> None:
     with pytest.raises(FedShuffleError, match=f"engine '{text}' cannot be read: write 'ray'"):

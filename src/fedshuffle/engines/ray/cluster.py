@@ -68,38 +68,35 @@ def join(address: str | None, cpus: float) -> str | None:
     wanted = address or os.environ.get("RAY_ADDRESS") or "local"
     with _lock:
         ray = library(local=wanted == "local")
-        if current() != _joined:  # the program has shut it down in the meantime
-            _joined, _users = None, 0
         if ray.is_initialized():
             _refuse_another(ray, address)
-            if _joined is None:
-                return None
         else:
+            options: dict[str, Any] = {}
             if wanted == "local":
                 _create_token()
                 cores = max(available_cores(), math.ceil(cpus))
-                _initialise(ray, wanted, num_cpus=cores, include_dashboard=False)
+                options = {"num_cpus": cores, "include_dashboard": False}
             else:
                 _check(wanted)
-                _initialise(ray, wanted)
-            _joined = current()
+            _initialise(ray, wanted, options)
+            _joined, _users = current(), 0
+        if current() != _joined:  # it is the program's own
+            return None
         _users += 1
         return _joined
 
 
 def leave(cluster: str | None) -> None:
     """Shut down what :func:`join` started when its last user leaves."""
-    global _joined, _users
+    global _users
     with _lock:
         if cluster is not None and cluster == _joined:
             _users -= 1
-            if not _users:
-                _joined = None
-                if current() == cluster:  # or else the program has joined another
-                    library().shutdown()
+            if not _users and current() == cluster:  # or else the program has joined another
+                library().shutdown()
 
 
-def _initialise(ray: Any, address: str, **options: Any) -> None:
+def _initialise(ray: Any, address: str, options: dict[str, Any]) -> None:
     try:
         with signals(None, signal.SIGTERM, signal.SIGINT), warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)

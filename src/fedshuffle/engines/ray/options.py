@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 from dataclasses import dataclass
 from typing import Any
@@ -67,22 +66,19 @@ class Ray:
     @classmethod
     def read(cls, text: str) -> Ray:
         """What a text says: ``ray``, then perhaps a number, a kind, and ``gpus=`` or ``cpus=``."""
-        found: dict[str, Any] = {}
-        for word in text.split(":")[1:]:
-            name, equals, value = word.partition("=")
-            if equals and name in ("gpus", "cpus") and name not in found:
-                with contextlib.suppress(ValueError):
-                    found[name] = float(value)
-                    continue
-            if word.isdecimal() and not found:
-                found["workers"] = int(word)
-            elif word in KINDS and not found.keys() - {"workers"}:
-                found["kind"] = word
-            else:
+        words, found = text.split(":")[1:], dict[str, Any]()
+        if words and words[0].isdecimal():
+            found["workers"] = int(words.pop(0))
+        if words and words[0] in KINDS:
+            found["kind"] = words.pop(0)
+        for word in words:
+            name, _, value = word.partition("=")
+            if name not in ("gpus", "cpus") or name in found:
                 raise FedShuffleError(
                     f"engine {text!r} cannot be read: write 'ray', 'ray:4' for four workers,"
                     " 'ray:4:vectorized', or 'ray:4:sequential:gpus=0.5' for half a GPU each."
                 )
+            found[name] = number(value, f"{name} of the engine {text!r}")
         return cls(**found)
 
     def __str__(self) -> str:
