@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fedshuffle.engines.agreement import Gradients, trusted
 from fedshuffle.engines.base import gradients, model_randomness
+from fedshuffle.engines.gradcheck import Gradients, trusted
 from fedshuffle.engines.linear_stack import LinearStack, hooked
 from fedshuffle.engines.problem import Problem
 from fedshuffle.losses import MeanLoss
@@ -152,14 +152,14 @@ class Replica:
         return self._scratch
 
 
-def fastest_replica(problem: Problem, fused: bool) -> Callable[[], Replica]:
+def fastest_replica(problem: Problem) -> Callable[[], Replica]:
     """Makes the fastest replica that agrees with the reference.
 
     On a CPU, max-pooling is ten times as fast with channels last, while convolutions hardly care.
     But a model that looks at the memory of its activations cannot be run so.
     """
     ways: dict[str, Callable[[], Replica]] = {}
-    if fused and (stack := LinearStack.of(problem)) is not None:
+    if (stack := LinearStack.of(problem)) is not None:
         ways["differentiated by hand"] = partial(Replica, problem, stack)
     pools = any(isinstance(module, nn.MaxPool2d) for module in problem.model.modules())
     if pools and problem.device.type == "cpu":

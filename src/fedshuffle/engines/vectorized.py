@@ -11,7 +11,6 @@ import math
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -19,8 +18,8 @@ from torch import Tensor
 
 from fedshuffle._arrays import FloatArray, IntArray
 from fedshuffle.engines import base
-from fedshuffle.engines.agreement import fault, trusted
 from fedshuffle.engines.cpu_tuning import flushed_denormals, keep_freed_memory, threads_for
+from fedshuffle.engines.gradcheck import fault, trusted
 from fedshuffle.engines.linear_stack import LinearStack
 from fedshuffle.engines.minibatch_schedule import PackedMinibatches, Step, without_examples
 from fedshuffle.engines.problem import GRADIENT_ROWS, Problem
@@ -29,29 +28,24 @@ from fedshuffle.errors import FedShuffleError
 from fedshuffle.kernel import ClientTask, FullGradient, LocalTraining
 from fedshuffle.randomness import ReusableGenerator
 
-_MAX_NUMBERS = 1 << 22
-"""Most parameters of all clients of a group together, so that memory does not grow with cohorts."""
-
-_MAX_EXAMPLES = 1 << 20
-"""About the most examples that a group of clients visits."""
-
-_FEW_SUMS = 16
-"""Requests with more sums than this may have clients that contribute to few of them."""
+_MAX_NUMBERS = 1 << 22  # parameters of a group, so that memory does not grow with cohorts
+_MAX_EXAMPLES = 1 << 20  # about the most examples that a group of clients visits
+_FEW_SUMS = 16  # with more sums than this, clients may contribute to few of them
 
 
 class VectorizedEngine(base.OneWorker):
     """Trains up to ``width`` clients at once, each in one row.
 
     Python and dispatch are paid once per step of a whole group instead of once per client, which
-    decides the speed of small models. A stack of linear layers is differentiated by hand (unless
-    ``fused`` is False), any other model through vmap.
+    decides the speed of small models. A stack of linear layers is differentiated by hand, any other
+    model through vmap.
     """
 
     name = "vectorized"
 
-    def __init__(self, problem: Problem, width: int | None = None, fused: bool = True) -> None:
+    def __init__(self, problem: Problem) -> None:
         self.problem = problem
-        self.width = width or max(1, min(1024, _MAX_NUMBERS // len(problem.start)))
+        self.width = max(1, min(1024, _MAX_NUMBERS // len(problem.start)))
         keep_freed_memory()
         if base.check_model(problem):
             raise FedShuffleError(
@@ -61,7 +55,7 @@ class VectorizedEngine(base.OneWorker):
             )
         self._shapes = [p.shape for p in problem.parameters.values()]
         self._draw = ReusableGenerator()
-        stack = LinearStack.of(problem) if fused else None
+        stack = LinearStack.of(problem)
         way = "differentiated by hand, many clients at once"
         # Without autograd, the examples of a minibatch may have different shares, even none.
         self._by_hand = stack is not None and trusted(
@@ -243,23 +237,19 @@ class VectorizedEngine(base.OneWorker):
         points = torch.stack([x for request in requests for x in request.points])
         shapes = [(request.weights.shape[1], len(request.points)) for request in requests]
         answers = points.new_zeros(sum(map(math.prod, shapes)), points.shape[1])
-        pieces: dict[int, list[_Piece]] = defaultdict(list)
-        for piece in self._pieces(requests):
-            pieces[len(piece.rows)].append(piece)
         tables, most = self._tables(points), max(sums for sums, _ in shapes)
-        for length, alike in pieces.items():
+        for length, pieces in self._pieces(requests).items():
             width = max(1, min(self.width, 64 * GRADIENT_ROWS // length))
-            for begin in range(0, len(alike), width):
-                group = alike[begin : begin + width]
-                at = torch.tensor([piece.point for piece in group], device=points.device)
-                found = [torch.zeros_like(table[at]) for table in tables]
-                batch = self.problem.batch(np.stack([piece.rows for piece in group]))
-                each = points.new_full((len(group), length), 1 / length)
-                with threads_for(self.problem, len(group) * length):
-                    self._descend([table[at] for table in tables], batch, each, found, None)
-                weights = np.zeros((len(answers), len(group)))
-                for k, piece in enumerate(group):
-                    weights[piece.answers, k] = piece.weights
+            for begin in range(0, len(pieces), width):
+                rows, at, places, each_weights = zip(*pieces[begin : begin + width], strict=True)
+                here = [table[torch.tensor(at, device=points.device)] for table in tables]
+                found = [torch.zeros_like(table) for table in here]
+                each = points.new_full((len(at), length), 1 / length)
+                with threads_for(self.problem, len(at) * length):
+                    self._descend(here, self.problem.batch(np.stack(rows)), each, found, None)
+                weights = np.zeros((len(answers), len(at)))
+                for k, (place, row) in enumerate(zip(places, each_weights, strict=True)):
+                    weights[place, k] = row
                 flat = torch.cat([_flat(table) for table in found], dim=1)
                 _Product(flat, weights, most).add(flat, answers)
         parts = torch.split(answers, [math.prod(shape) for shape in shapes])
@@ -268,8 +258,9 @@ class VectorizedEngine(base.OneWorker):
             for request, part, shape in zip(requests, parts, shapes, strict=True)
         ]
 
-    def _pieces(self, requests: Sequence[FullGradient]) -> Iterator[_Piece]:
-        """Every piece of every client's data, once for each of the points."""
+    def _pieces(self, requests: Sequence[FullGradient]) -> dict[int, list[_Piece]]:
+        """Every piece of every client's data, once for each of the points, by length."""
+        found: dict[int, list[_Piece]] = defaultdict(list)
         point = answer = 0
         for request in requests:
             count = len(request.points)
@@ -278,17 +269,13 @@ class VectorizedEngine(base.OneWorker):
                 for rows, share in self.problem.pieces(client) if weights.any() else ():
                     for j in range(count):
                         places = slice(answer + j, end, count)
-                        yield _Piece(rows, point + j, places, weights * share)
+                        found[len(rows)].append((rows, point + j, places, weights * share))
             point, answer = point + count, end
+        return found
 
 
-class _Piece(NamedTuple):
-    """Add the mean gradient of these rows at this point to the answers, with these weights."""
-
-    rows: IntArray
-    point: int
-    answers: slice
-    weights: FloatArray
+_Piece = tuple[IntArray, int, slice, FloatArray]
+"""Add the mean gradient of these rows at this point to these answers, with these weights."""
 
 
 def _needs(task: ClientTask) -> int:

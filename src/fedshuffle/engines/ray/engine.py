@@ -9,39 +9,115 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import os
 import sys
 import weakref
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from fedshuffle._arrays import count, expect, number
 from fedshuffle.engines import serialization
 from fedshuffle.engines.problem import Problem
 from fedshuffle.engines.ray import cluster
-from fedshuffle.engines.ray.options import KINDS, Ray
-from fedshuffle.engines.workers import Workers, lost_worker
-from fedshuffle.errors import FedShuffleError
+from fedshuffle.engines.sequential import SequentialEngine
+from fedshuffle.engines.vectorized import VectorizedEngine
+from fedshuffle.engines.workers import MakeEngine, Workers, lost_worker
+from fedshuffle.errors import FedShuffleError, unknown
 from fedshuffle.fingerprint import versions
 
-TIMEOUT = 120.0
-"""Seconds to wait for a worker when there is none."""
+MAX_WORKERS = 10_000
+TIMEOUT = 120.0  # seconds to wait for a worker when there is none
+MAX_LOSSES = 3  # of workers over one share, before giving up
+MAX_RESTARTS = 100  # of a worker, so that one that cannot start does not try for ever
+INLINE_BYTES = 100_000  # tensors with fewer bytes in all travel with the request itself
 
-MAX_LOSSES = 3
-"""Workers lost over one share before giving up."""
-
-MAX_RESTARTS = 100
-"""Restarts of a worker, so that one that cannot start does not try for ever."""
-
-INLINE_BYTES = 100_000
-"""Tensors with fewer bytes in all travel with the request itself."""
+KINDS: dict[str, MakeEngine] = {
+    engine.name: engine for engine in (SequentialEngine, VectorizedEngine)
+}
 
 _LOG = logging.getLogger("fedshuffle")
 _of_parent: list[Any] = []
 """What belongs to the process that this one was forked from; deleting it would wait for ever."""
+
+
+@dataclass(frozen=True)
+class Ray:
+    """Workers on a Ray cluster, as an engine: ``train(..., engine=Ray(workers=4))``.
+
+    As text, without the address, which does not change the result:
+
+        >>> str(Ray(4)), str(Ray(4, "vectorized")), str(Ray(4, gpus=0.5))
+        ('ray:4', 'ray:4:vectorized', 'ray:4:sequential:gpus=0.5')
+        >>> Ray.read("ray:4:vectorized:cpus=2") == Ray(4, "vectorized", cpus=2)
+        True
+
+    Args:
+        workers: how many; None for as many as the cluster has room for. The number changes only
+            the rounding, and a cluster with less room gives the same result with fewer.
+        kind: the engine of each worker, ``"sequential"`` or ``"vectorized"``.
+        gpus: GPUs per worker, perhaps a fraction; with any, it computes on the GPU.
+        cpus: CPUs per worker; torch gets as many threads.
+        address: HOST:PORT of the cluster's head; if None, ``RAY_ADDRESS``, or else a local
+            cluster is started.
+    """
+
+    workers: int | None = None
+    kind: str = "sequential"
+    gpus: float = 0.0
+    cpus: float = 1.0
+    address: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.workers is not None and count(self.workers, "the number of workers") > MAX_WORKERS:
+            raise FedShuffleError(
+                f"the engine 'ray' is asked for {self.workers} workers. Ask for at most"
+                f" {MAX_WORKERS}."
+            )
+        if self.kind not in KINDS:
+            raise unknown("engine of a worker", self.kind, KINDS)
+        if self.address is not None:
+            expect(self.address, str, "address")
+        for what, least in (("gpus", 0.0), ("cpus", math.ulp(0.0))):
+            value = number(getattr(self, what), what)
+            if not least <= value < math.inf or (value > 1 and value != int(value)):
+                raise FedShuffleError(
+                    f"{what} is {value:g}, but a worker has a fraction of one, or whole ones."
+                )
+
+    @classmethod
+    def read(cls, text: str) -> Ray:
+        """What a text says: ``ray``, then perhaps a number, a kind, and ``gpus=`` or ``cpus=``."""
+        words, found = text.split(":")[1:], dict[str, Any]()
+        if words and words[0].isdecimal():
+            found["workers"] = int(words.pop(0))
+        if words and words[0] in KINDS:
+            found["kind"] = words.pop(0)
+        for word in words:
+            name, _, value = word.partition("=")
+            if name not in ("gpus", "cpus") or name in found:
+                raise FedShuffleError(
+                    f"engine {text!r} cannot be read: write 'ray', 'ray:4' for four workers,"
+                    " 'ray:4:vectorized', or 'ray:4:sequential:gpus=0.5' for half a GPU each."
+                )
+            found[name] = number(value, f"{name} of the engine {text!r}")
+        return cls(**found)
+
+    def __str__(self) -> str:
+        options = [f"gpus={self.gpus:g}"] if self.gpus else []
+        options += [f"cpus={self.cpus:g}"] if self.cpus != 1 else []
+        workers = [] if self.workers is None else [str(self.workers)]
+        kind = [self.kind] if self.kind != "sequential" or options else []
+        return ":".join(["ray", *workers, *kind, *options])
+
+    @property
+    def needs(self) -> dict[str, float]:
+        """The resources of one worker."""
+        return {"CPU": self.cpus, **({"GPU": self.gpus} if self.gpus else {})}
 
 
 class RayEngine(Workers):
@@ -78,11 +154,6 @@ class RayEngine(Workers):
             max_restarts=MAX_RESTARTS,
             scheduling_strategy="SPREAD",
         )
-
-    @property
-    def places(self) -> list[str]:
-        """Where the workers that are ready are."""
-        return list(self._ready.values())
 
     def close(self) -> None:
         """End the workers, and the cluster if it was started for them."""
@@ -140,7 +211,12 @@ class RayEngine(Workers):
             refs, timeout = list(self._pending), None if busy else TIMEOUT
             done, _ = self._ray.wait(refs, num_returns=1, timeout=timeout)
             if not done:
-                raise self._no_room()
+                free = _resources(self._ray.available_resources())
+                raise FedShuffleError(
+                    f"no worker started on the Ray cluster within {TIMEOUT:g} seconds. Each needs"
+                    f" {_resources(self.wanted.needs)}, and {free} are free: make room, such as by"
+                    " closing other engines of this program, or ask for less."
+                )
             worker, share = self._pending.pop(done[0])
             try:
                 ok, result = self._ray.get(done[0])
@@ -191,14 +267,6 @@ class RayEngine(Workers):
         )
         for one in self._idle():
             self._expect(one)
-
-    def _no_room(self) -> FedShuffleError:
-        free = _resources(self._ray.available_resources())
-        return FedShuffleError(
-            f"no worker started on the Ray cluster within {TIMEOUT:g} seconds. Each needs"
-            f" {_resources(self.wanted.needs)}, and {free} are free: make room, such as by closing"
-            " other engines of this program, or ask for less."
-        )
 
 
 class _Worker:
