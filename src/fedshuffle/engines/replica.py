@@ -87,7 +87,6 @@ class Replica:
         self.flat = self.layout.arrange(problem.start).clone()
         self._views = self.layout.views(self.flat)
         if stack is not None:
-            self._views = [view.t() if view.ndim == 2 else view for view in self._views]
             self._scratch: list[Tensor] = []
             return
         self._model = problem.replica()
