@@ -5,15 +5,15 @@ from __future__ import annotations
 from dataclasses import replace
 
 from fedshuffle._arrays import count, expect
-from fedshuffle.engines.base import Engine
+from fedshuffle.engines.base import Engine, OneWorker
 from fedshuffle.engines.cpu_tuning import available_cores
 from fedshuffle.engines.problem import Problem
 from fedshuffle.engines.ray.engine import KINDS, Ray, RayEngine
 from fedshuffle.engines.reference import ReferenceEngine
-from fedshuffle.engines.workers import MakeEngine, ProcessesEngine, ThreadsEngine
+from fedshuffle.engines.workers import ProcessesEngine, ThreadsEngine
 from fedshuffle.errors import FedShuffleError, unknown
 
-_ENGINES: dict[str, MakeEngine] = {ReferenceEngine.name: ReferenceEngine, **KINDS}
+_ENGINES: dict[str, type[OneWorker]] = {ReferenceEngine.name: ReferenceEngine, **KINDS}
 _MAX_WORKERS = 256  # on any machine, such as to resume the run of a larger one
 
 
@@ -66,7 +66,7 @@ def resumed(name: str | Ray, recorded: str) -> str | Ray:
     return name
 
 
-def _read(name: str | Ray) -> Ray | tuple[MakeEngine, int, bool]:
+def _read(name: str | Ray) -> Ray | tuple[type[OneWorker], int, bool]:
     """The engine of one worker, the number of workers, and whether they are processes."""
     if isinstance(name, Ray):
         return name

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -93,12 +92,8 @@ class Replica:
         self._parameters = [p for p in self._model.parameters() if p.requires_grad]
         for parameter, view in zip(self._parameters, self._views, strict=True):
             parameter.data = view
-        if channels_last:
-            if isinstance(problem.loss, MeanLoss):  # it runs the model as a whole
-                _pool_first(self._model)
-            for module in self._model.modules():
-                if isinstance(module, nn.MaxPool2d):
-                    module.register_forward_hook(_pass_gradients_channels_last)
+        if channels_last and isinstance(problem.loss, MeanLoss):  # it runs the model as a whole
+            _pool_first(self._model)
 
     def ready(self, fields: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """Examples in the memory format of this replica."""
@@ -198,11 +193,3 @@ def _pool_first(layers: nn.Module) -> None:
         plain = type(relu) is nn.ReLU and type(pool) is nn.MaxPool2d and not pool.return_indices
         if plain and not hooked(relu) and not hooked(pool):
             layers[k], layers[k + 1] = pool, relu
-
-
-def _pass_gradients_channels_last(_: nn.Module, __: object, output: Any) -> None:
-    """Spare a pooling layer the conversion of its gradient between memory formats."""
-    if isinstance(output, Tensor) and output.requires_grad and output.ndim == 4:
-        output.register_hook(  # type: ignore[no-untyped-call]
-            lambda grad: grad.contiguous(memory_format=torch.channels_last)
-        )

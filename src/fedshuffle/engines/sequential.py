@@ -34,7 +34,7 @@ class SequentialEngine(base.OneWorker):
     name = "sequential"
 
     def __init__(self, problem: Problem) -> None:
-        self.problem = problem
+        super().__init__(problem)
         keep_freed_memory()
         self._random = base.check_model(problem)
         self._draw = ReusableGenerator()

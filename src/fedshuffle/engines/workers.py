@@ -21,7 +21,7 @@ from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import replace
 from multiprocessing.connection import Connection
 from multiprocessing.reduction import recv_handle, send_handle
-from typing import IO, Any, Protocol
+from typing import IO, Any
 
 import numpy as np
 import torch
@@ -34,14 +34,6 @@ from fedshuffle.engines.problem import Problem
 from fedshuffle.engines.processes import WorkerProcess
 from fedshuffle.errors import FedShuffleError, TrainingError
 from fedshuffle.kernel import FullGradient, LocalTraining, Request
-
-
-class MakeEngine(Protocol):
-    """The class of an engine that works alone."""
-
-    name: str
-
-    def __call__(self, problem: Problem) -> OneWorker: ...
 
 
 class Workers(Engine, abc.ABC):
@@ -138,7 +130,7 @@ def lost_worker(problem: Problem, requests: Sequence[Request], message: str) -> 
 class ThreadsEngine(Workers):
     """Workers as threads of this process, each with one thread of torch."""
 
-    def __init__(self, problem: Problem, make: MakeEngine, workers: int) -> None:
+    def __init__(self, problem: Problem, make: type[OneWorker], workers: int) -> None:
         super().__init__(f"{make.name}:{workers}", problem, workers)
         if check_model(problem):
             raise FedShuffleError(
@@ -169,7 +161,7 @@ class ThreadsEngine(Workers):
 class ProcessesEngine(Workers):
     """Workers as separate processes, which share the data."""
 
-    def __init__(self, problem: Problem, make: MakeEngine, workers: int) -> None:
+    def __init__(self, problem: Problem, make: type[OneWorker], workers: int) -> None:
         super().__init__(f"{make.name}:{workers}:processes", problem, workers)
         if problem.device.type != "cpu":
             raise FedShuffleError(
@@ -237,7 +229,7 @@ def _end(running: list[WorkerProcess], owner: int) -> None:
         running.pop().end()
 
 
-def _serve(connection: Connection, make: MakeEngine, dumped: bytes, in_memory: bool) -> None:
+def _serve(connection: Connection, make: type[OneWorker], dumped: bytes, in_memory: bool) -> None:
     """Run a worker process: build the engine, then answer until the parent is gone."""
     reply: tuple[bool, Any] = True, None
     try:

@@ -22,11 +22,12 @@ from torch import Tensor
 
 from fedshuffle._arrays import count, expect, number
 from fedshuffle.engines import serialization
+from fedshuffle.engines.base import OneWorker
 from fedshuffle.engines.problem import Problem
 from fedshuffle.engines.ray import cluster
 from fedshuffle.engines.sequential import SequentialEngine
 from fedshuffle.engines.vectorized import VectorizedEngine
-from fedshuffle.engines.workers import MakeEngine, Workers, lost_worker
+from fedshuffle.engines.workers import Workers, lost_worker
 from fedshuffle.errors import FedShuffleError, unknown
 from fedshuffle.fingerprint import versions
 
@@ -36,7 +37,7 @@ MAX_LOSSES = 3  # of workers over one share, before giving up
 MAX_RESTARTS = 100  # of a worker, so that one that cannot start does not try for ever
 INLINE_BYTES = 100_000  # tensors with fewer bytes in all travel with the request itself
 
-KINDS: dict[str, MakeEngine] = {
+KINDS: dict[str, type[OneWorker]] = {
     engine.name: engine for engine in (SequentialEngine, VectorizedEngine)
 }
 
