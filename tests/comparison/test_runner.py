@@ -135,7 +135,7 @@ def test_finished_runs_are_not_repeated(
 ) -> None:
     out, results = done
     before = {path: path.stat().st_mtime_ns for path in (out / "runs").rglob("*")}
-    monkeypatch.setattr(subprocess, "Popen", None)  # nobody is needed
+    monkeypatch.setattr("fedshuffle.comparison.workers.WorkerProcess", None)  # nobody is needed
     again = comparison.load(out.parent / "compare.toml").run()
     assert {path: path.stat().st_mtime_ns for path in (out / "runs").rglob("*")} == before
     assert again["curves"] == results["curves"]

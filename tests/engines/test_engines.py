@@ -83,17 +83,18 @@ RUNS = [
 def all_engines(problem: Problem) -> dict[str, Engine]:
     """Every engine in every variant that makes a difference to this model."""
     vectorised = not any(isinstance(module, nn.LSTM) for module in problem.model.modules())
-    by_hand = [False] if LinearStack.of(problem) is None else [True, False]
-    wide = {
-        f"{width} wide{' by hand' * fused}": VectorizedEngine(problem, width, fused)
-        for width in (1, 3, 100)
-        for fused in by_hand
-        if vectorised
-    }
-    alone = {
-        f"sequential{' by hand' * fused}": SequentialEngine(problem, fused=fused)
-        for fused in by_hand
-    }
+    problems = {"": problem}
+    if LinearStack.of(problem) is not None:  # not with a loss of unknown derivative
+        loss = problem.loss
+        opaque = lambda m, *batch: loss(m, *batch)  # noqa: E731
+        by_autograd = Problem(problem.replica(), opaque, problem.federation)
+        problems = {" by hand": problem, "": by_autograd}
+    alone = {f"sequential{how}": SequentialEngine(each) for how, each in problems.items()}
+    wide: dict[str, Engine] = {}
+    for width in (1, 3, 100):
+        for how, each in problems.items() if vectorised else ():
+            wide[f"{width} wide{how}"] = engine = VectorizedEngine(each)
+            engine.width = width
     named = ["sequential:2", "sequential:3:processes", *(["vectorized:2"] if vectorised else [])]
     return {**wide, **alone, **{name: make(name, problem) for name in named}}
 

@@ -136,7 +136,7 @@ def test_names_are_read_and_written_in_one_way(text: str, wanted: Ray) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["ray:x", "ray:", "ray:2:reference", "ray:sequential:2", "ray:2:gpus=a"]
+    "text", ["ray:x", "ray:", "ray:2:reference", "ray:sequential:2", "ray:2:gpu=1"]
 )
 def test_names_that_cannot_be_read_are_named(text: str) -> None:
     with pytest.raises(FedShuffleError, match=f"engine '{text}' cannot be read: write 'ray'"):
@@ -209,7 +209,7 @@ def on_both(
     engine = make(wanted, problem(loss))
     assert isinstance(engine, RayEngine)
     ready(engine)
-    found = [place.rpartition(" ")[2] for place in engine.places]
+    found = [place.rpartition(" ")[2] for place in engine._ready.values()]
     assert sorted(map(found.count, set(found))) == [engine.workers / 2] * 2
     return engine
 
@@ -217,7 +217,7 @@ def on_both(
 def ready(engine: RayEngine) -> None:
     """Let it work until all workers are there."""
     wait_for(
-        lambda: len(trained(engine, rounds=1)) > 0 and len(engine.places) == engine.workers,
+        lambda: len(trained(engine, rounds=1)) > 0 and len(engine._ready) == engine.workers,
         "all workers",
     )
 
@@ -419,7 +419,7 @@ def test_a_forked_process_leaves_the_engine_to_its_parent(nodes: Nodes) -> None:
     code = child.exitcode
     child.kill()
     assert code == 0
-    assert len(engine.places) == 2
+    assert len(engine._ready) == 2
     trained(engine)
     engine.close()
 

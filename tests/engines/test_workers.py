@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from multiprocessing import forkserver
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from fedshuffle import Federation, FedShuffleError, LocalWork, TrainingError, losses, train
-from fedshuffle.engines import Problem, ReferenceEngine, forkserver, make
+from fedshuffle.engines import Problem, ReferenceEngine, make
 from fedshuffle.training.rounds import Run, simulate
 from fedshuffle.training.run_folder import RunFolder
 from tests.engines.models import data
@@ -111,11 +112,11 @@ def test_an_engine_can_be_used_again_after_a_failure(engine: str, tmp_path: Path
     torch.testing.assert_close(have.x, want.x, rtol=1e-11, atol=1e-12)
 
 
-def program(text: str, *words: str) -> subprocess.CompletedProcess[str]:
-    """Run a Python program that may import the tests."""
-    root = str(Path(__file__).parents[2])
-    text = f"import sys; sys.path.insert(0, {root!r})\n{text}"
-    return subprocess.run([sys.executable, "-c", text, *words], capture_output=True, text=True)
+def program(folder: Path, text: str, *words: str) -> subprocess.CompletedProcess[str]:
+    """Run a script that may import the tests."""
+    root, script = str(Path(__file__).parents[2]), folder / "script.py"
+    script.write_text(f"import sys; sys.path.insert(0, {root!r})\n{text}")
+    return subprocess.run([sys.executable, script, *words], capture_output=True, text=True)
 
 
 @pytest.mark.slow
@@ -123,9 +124,9 @@ def program(text: str, *words: str) -> subprocess.CompletedProcess[str]:
 def test_worker_processes_do_not_outlive_a_killed_parent(busy: bool, tmp_path: Path) -> None:
     """Not even those that compute for ever, and the process that they are forked from."""
     killed = """
-import os, signal, threading, time
+import multiprocessing.forkserver, os, signal, threading, time
 from pathlib import Path
-from fedshuffle.engines import Problem, forkserver, make
+from fedshuffle.engines import Problem, make
 from fedshuffle.training.rounds import Run, simulate
 from tests.problems import Point, copies, half_squared_distance, targets
 
@@ -139,8 +140,8 @@ def endless(model, rows):
 def end():
     while busy and not started.exists():
         time.sleep(0.01)
-    server = forkserver.fork_server().process
-    print(*(worker.pid for worker in engine._running), server.pid, flush=True)
+    server = multiprocessing.forkserver._forkserver._forkserver_pid
+    print(*(worker.process.pid for worker in engine._running), server, flush=True)
     os.kill(here, signal.SIGKILL)
 
 problem = Problem(Point(2), endless, copies([1, 2], targets(2, 2)))
@@ -150,16 +151,16 @@ if busy:
 list(simulate(engine, [Run(problem.federation, "fedavg-rr")], 1))
 end()
 """
-    done = program(killed, str(busy), str(tmp_path / "started"))
+    done = program(tmp_path, killed, str(busy), str(tmp_path / "started"))
     pids = [int(word) for word in done.stdout.split()]
     assert len(pids) == 3, done.stderr
     wait_for(lambda: not any(map(alive, pids)), "the workers and their server to end")
 
 
 @pytest.mark.slow
-def test_worker_processes_serve_a_program_whose_threads_have_computed() -> None:
+def test_worker_processes_serve_a_program_whose_threads_have_computed(tmp_path: Path) -> None:
     """Its model and its loss are of no module, and nothing guards it against being imported."""
-    found = program("""
+    text = """
 import torch
 from torch import nn
 from fedshuffle import Federation, LocalWork, train
@@ -191,7 +192,8 @@ for _ in range(20):
     for one, other in zip(*(m.parameters() for m in models)):
         assert torch.equal(one, other)
 print("done")
-""")
+"""
+    found = program(tmp_path, text)
     assert found.stdout == "done\n", found.stderr
 
 
@@ -220,5 +222,6 @@ def test_worker_processes_inherit_no_locks_of_threads() -> None:
     (want,) = next(simulate(ReferenceEngine(problem), [run], 1))
     torch.testing.assert_close(have.x, want.x)
     if sys.platform == "linux":
-        threads = Path(f"/proc/{forkserver.fork_server().process.pid}/task")
+        server = forkserver._forkserver._forkserver_pid  # type: ignore[attr-defined]
+        threads = Path(f"/proc/{server}/task")
         assert len(list(threads.iterdir())) == 1

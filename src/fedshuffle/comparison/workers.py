@@ -1,26 +1,20 @@
 """Worker processes: each does runs of a comparison, one after another, with one torch thread.
 
-A worker reads the folder of a run per line and answers each with a line of JSON; how the run ended
-is in its folder. When its input ends, its parent is gone, and it exits at once: the last checkpoint
-of the run is enough to resume.
+A worker is sent the folder of a run and answers when the run is over; how it ended is in its
+folder. If its parent is gone, it exits at once: the last checkpoint of the run is enough to resume.
 """
 
 from __future__ import annotations
 
-import contextlib
-import json
 import os
-import queue
+import pickle
 import shutil
-import signal
-import subprocess
-import sys
-import threading
 import time
 import traceback
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Self
 
@@ -32,6 +26,7 @@ from fedshuffle.comparison.study import write_outcome
 from fedshuffle.config import Config, load
 from fedshuffle.config import runner as config_runner
 from fedshuffle.config.runner import RunInputs
+from fedshuffle.engines.processes import WorkerProcess
 from fedshuffle.errors import DivergedError, FedShuffleError
 from fedshuffle.evaluation import Evaluation, Evaluations
 from fedshuffle.training.divergence import has_diverged, monitored_loss
@@ -52,66 +47,47 @@ class WorkerPool:
     def __init__(self, jobs: int, log: Path) -> None:
         self._log, self._closed = log, False
         self._threads = ThreadPoolExecutor(jobs)
-        self._idle: list[subprocess.Popen[str]] = []
-        self._all: list[subprocess.Popen[str]] = []
+        self._idle: list[WorkerProcess] = []
+        self._all: list[WorkerProcess] = []
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
         self._closed = True
-        for process in self._all:
-            process.terminate()  # saves its run, as after Ctrl-C
+        for worker in self._all:
+            worker.process.terminate()  # saves its run, as after Ctrl-C
         deadline = time.monotonic() + GRACE
-        for process in self._all:
-            try:
-                process.wait(max(0.0, deadline - time.monotonic()))
-            except subprocess.TimeoutExpired:
-                process.kill()
+        for worker in self._all:
+            worker.process.join(max(0.0, deadline - time.monotonic()))
+            worker.process.kill()
         self._threads.shutdown()
-        for process in self._all:
-            process.wait()
-            for pipe in (process.stdin, process.stdout):
-                assert pipe is not None
-                with contextlib.suppress(OSError):
-                    pipe.close()
+        for worker in self._all:
+            worker.end()
 
     def submit(self, folder: Path) -> Future[Answer]:
         """Start the run in a folder; the answer follows when it is over."""
-        return self._threads.submit(self._do, str(folder.resolve()))
+        return self._threads.submit(self._do, folder.resolve())
 
-    def _do(self, folder: str) -> Answer:
+    def _do(self, folder: Path) -> Answer:
         try:
-            process = self._idle.pop()
+            worker = self._idle.pop()
         except IndexError:
-            process = self._start()
-        assert process.stdin is not None
-        assert process.stdout is not None
-        answer = ""
-        with contextlib.suppress(OSError):  # it is dead
-            process.stdin.write(json.dumps(folder) + "\n")
-            process.stdin.flush()
-            answer = process.stdout.readline()
-        if not answer:
+            worker = self._start()
+        worker.send(folder)
+        try:
+            answer: Answer = worker.receive()
+        except (EOFError, OSError):  # it is dead
             return None
-        self._idle.append(process)
-        found: Answer = json.loads(answer)
-        return found
+        self._idle.append(worker)
+        return answer
 
-    def _start(self) -> subprocess.Popen[str]:
-        with self._log.open("ab") as log:
-            process = subprocess.Popen(
-                [sys.executable, "-P", "-m", __name__],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=log,
-                env={**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"},
-                text=True,
-            )
-        self._all.append(process)
+    def _start(self) -> WorkerProcess:
+        worker = WorkerProcess(_serve, self._log, daemon=False)  # a run may have workers itself
+        self._all.append(worker)
         if self._closed:  # meanwhile
-            process.terminate()
-        return process
+            worker.process.terminate()
+        return worker
 
 
 # In the worker ------------------------------------------------------------------------------------
@@ -161,22 +137,14 @@ def _do(folder: Path, inputs: RunInputs, config: Config) -> None:
         shutil.rmtree(folder / "checkpoints")
 
 
-def main() -> None:
-    """Do the runs in the folders that come in, until the input ends."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides when to stop
-    answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
-    os.dup2(2, 1)  # output of the user's modules goes to the log
+def _serve(connection: Connection, log: Path) -> None:
+    """Do the runs in the folders that come in, until the parent is gone."""
+    with log.open("ab") as file:  # also for the output of the user's modules
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
     torch.set_num_threads(1)
-    folders: queue.SimpleQueue[str] = queue.SimpleQueue()
-
-    def listen() -> None:
-        for line in sys.stdin:
-            folders.put(json.loads(line))
-        os._exit(0)
-
-    threading.Thread(target=listen, daemon=True).start()
     shared: dict[str, RunInputs] = {}  # only that of the last run
-    folder = Path(folders.get())
+    folder = pickle.loads(connection.recv_bytes())
     with load(folder / "config.toml").importable():  # the user's modules are imported once
         while True:
             answer = ""
@@ -194,10 +162,5 @@ def main() -> None:
                 answer = f"{type(error).__name__}: {error}."
             except KeyboardInterrupt:  # stopped by the parent: the run is saved
                 os._exit(130)
-            answers.write(json.dumps(answer) + "\n")
-            answers.flush()
-            folder = Path(folders.get())
-
-
-if __name__ == "__main__":
-    main()
+            connection.send_bytes(pickle.dumps(answer))
+            folder = pickle.loads(connection.recv_bytes())

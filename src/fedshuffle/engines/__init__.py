@@ -5,8 +5,7 @@ from __future__ import annotations
 from fedshuffle.engines.auto import Choice, choose
 from fedshuffle.engines.base import Engine
 from fedshuffle.engines.problem import Loss, Problem
-from fedshuffle.engines.ray.engine import RayEngine
-from fedshuffle.engines.ray.options import Ray
+from fedshuffle.engines.ray.engine import Ray, RayEngine
 from fedshuffle.engines.reference import ReferenceEngine
 from fedshuffle.engines.registry import at_address, check, make, resumed
 from fedshuffle.engines.sequential import SequentialEngine

@@ -9,21 +9,16 @@ from contextlib import closing
 from dataclasses import replace
 from typing import NamedTuple
 
-from torch import Tensor
-
-from fedshuffle.engines.agreement import SlowerWarning, tolerance
 from fedshuffle.engines.base import Engine
 from fedshuffle.engines.cpu_tuning import available_cores
+from fedshuffle.engines.gradcheck import SlowerWarning, tolerance
 from fedshuffle.engines.problem import Problem
 from fedshuffle.engines.reference import ReferenceEngine
 from fedshuffle.engines.registry import make
 from fedshuffle.kernel import ClientTask, LocalTraining
 
-_SECONDS = 0.2
-"""About the duration of one trial."""
-
-_GAIN = 1.1
-"""A more elaborate engine is chosen only if it is faster by this factor."""
+_SECONDS = 0.2  # about the duration of one trial
+_GAIN = 1.1  # a more elaborate engine is chosen only if it is faster by this factor
 
 
 class Choice(NamedTuple):
@@ -42,14 +37,14 @@ def choose(problem: Problem, request: LocalTraining) -> Choice:
     if problem.device.type != "cpu":
         if trials.speed("vectorized"):
             return Choice(make("vectorized", problem), f"many clients at once on {problem.device}")
-        best = trials.best(["sequential"])
+        best = trials.best("sequential")
     else:
-        best = trials.best(["sequential", "vectorized"])
-        kind, cores = best, available_cores()
+        kind = best = trials.best("sequential", "vectorized")
+        cores = available_cores()
         if kind is not None and cores > 1 and len(request.tasks) > 1:
-            best = trials.best([kind, f"{kind}:{cores}"]) or kind
+            best = trials.best(kind, f"{kind}:{cores}") or kind
             if trials.speed(best) < 0.75 * cores * trials.speed(kind) and kind != "vectorized":
-                best = trials.best([best, f"{kind}:{cores}:processes"]) or best
+                best = trials.best(best, f"{kind}:{cores}:processes")
     # Whatever is wrong with a model that no engine can train, the reference reports best.
     return Choice(make(best or "reference", problem), trials.report())
 
@@ -60,13 +55,11 @@ class _Trials:
     def __init__(self, problem: Problem, request: LocalTraining) -> None:
         self._problem = problem
         self._request = request
+        self._piece: LocalTraining | None = None
         self._speeds: dict[str, float] = {}
         self._failures: dict[str, str] = {}
-        self._tiny = replace(request, tasks=_shortened(request.tasks[:2], 4))
-        self._piece: LocalTraining | None = None
-        self._reference: Tensor | None = None
 
-    def best(self, names: Sequence[str]) -> str | None:
+    def best(self, *names: str) -> str | None:
         """The fastest of these; an earlier one unless a later one is clearly faster."""
         found = None
         for name in names:
@@ -76,7 +69,8 @@ class _Trials:
 
     def speed(self, name: str) -> float:
         """Local steps per second; zero for an engine that fails or disagrees."""
-        if name not in self._speeds and name not in self._failures:
+        if name not in self._speeds:
+            self._speeds[name] = 0.0
             try:
                 with warnings.catch_warnings():
                     warnings.simplefilter("error")  # such as vmap's about a slow fallback
@@ -85,31 +79,30 @@ class _Trials:
                         self._speeds[name] = self._measured(engine)
             except Exception as error:
                 self._failures[name] = str(error).split("\n")[0]
-        return self._speeds.get(name, 0.0)
+        return self._speeds[name]
 
     def _measured(self, engine: Engine) -> float:
-        if self._reference is None:
-            (self._reference,) = ReferenceEngine(self._problem).local_training([self._tiny])
-        (found,) = engine.local_training([self._tiny])
-        error = (found - self._reference).norm()
-        if not error <= tolerance(self._problem.dtype) * self._reference.norm() + 1e-12:
+        tiny = _shortened(self._request, 4, self._request.tasks[:2])
+        (wanted,) = ReferenceEngine(self._problem).local_training([tiny])
+        (found,) = engine.local_training([tiny])
+        if not (found - wanted).norm() <= tolerance(self._problem.dtype) * wanted.norm() + 1e-12:
             raise ArithmeticError("it does not agree with the reference engine")
         if self._piece is None:  # the first engine decides how much the others are given
-            steps = int(_SECONDS * _steps(self._tiny) / _seconds(engine, self._tiny))
-            tasks = _shortened(self._request.tasks, max(2 * available_cores(), steps))
-            self._piece = replace(self._request, tasks=tasks)
+            steps = int(_SECONDS * _steps(tiny.tasks) / _seconds(engine, tiny))
+            steps = max(2 * available_cores(), steps)
+            self._piece = _shortened(self._request, steps, self._request.tasks)
         engine.local_training([self._piece])
-        return _steps(self._piece) / min(_seconds(engine, self._piece) for _ in range(2))
+        return _steps(self._piece.tasks) / min(_seconds(engine, self._piece) for _ in range(2))
 
     def report(self) -> str:
         """The speed or the failure of each engine that was tried."""
-        speeds = [f"{name} {speed:,.0f} steps/s" for name, speed in self._speeds.items()]
+        speeds = [f"{name} {speed:,.0f} steps/s" for name, speed in self._speeds.items() if speed]
         failures = [f"{name} not ({failure})" for name, failure in self._failures.items()]
         return ", ".join(speeds + failures)
 
 
-def _steps(request: LocalTraining) -> int:
-    return sum(task.minibatches.steps for task in request.tasks)
+def _steps(tasks: Sequence[ClientTask]) -> int:
+    return sum(task.minibatches.steps for task in tasks)
 
 
 def _seconds(engine: Engine, request: LocalTraining) -> float:
@@ -118,16 +111,14 @@ def _seconds(engine: Engine, request: LocalTraining) -> float:
     return time.perf_counter() - begun
 
 
-def _shortened(tasks: Sequence[ClientTask], steps: int) -> list[ClientTask]:
-    """Tasks with about this many steps together: first fewer steps each, then fewer tasks."""
-    total = sum(task.minibatches.steps for task in tasks)
-    share = min(1.0, max(steps / max(1, total), 0.2))
+def _shortened(request: LocalTraining, steps: int, tasks: Sequence[ClientTask]) -> LocalTraining:
+    """A request with about this many steps: first fewer steps per task, then fewer tasks."""
+    share = min(1.0, max(steps / max(1, _steps(tasks)), 0.2))
     kept: list[ClientTask] = []
     for task in tasks:
-        stream = task.minibatches
-        few = max(1, min(stream.steps, round(share * stream.steps)))
-        kept.append(replace(task, minibatches=replace(stream, steps=few)))
+        few = max(1, round(share * task.minibatches.steps))
+        kept.append(replace(task, minibatches=replace(task.minibatches, steps=few)))
         steps -= few
         if steps <= 0:
             break
-    return kept
+    return replace(request, tasks=kept)

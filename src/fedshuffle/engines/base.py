@@ -40,11 +40,14 @@ class Engine(Protocol):
         return
 
 
-class OneWorker(Engine, Protocol):
-    """An engine that another thread can stop."""
+class OneWorker(Engine):
+    """An engine that works alone, and that another thread can stop."""
 
-    stop: bool = False
+    stop = False
     """Set it to abandon the current request with :class:`Stopped` at the next step."""
+
+    def __init__(self, problem: Problem) -> None:
+        self.problem = problem
 
 
 class Stopped(BaseException):

@@ -37,35 +37,6 @@ _ACTIVATIONS: dict[type[nn.Module], _Activation] = {
 }
 
 
-class _Products(NamedTuple):
-    """The matrix products of a layer."""
-
-    features: int
-    """The first dimension of an example's features."""
-    forward: Callable[[Tensor, Tensor, Tensor | None], Tensor]
-    backward: Callable[[Tensor, Tensor], Tensor]
-    add: Callable[[Tensor, Tensor, Tensor, float], Tensor]
-    """``add(weight, inputs, slope, alpha)`` adds alpha times the weight's gradient."""
-
-
-_ONE = _Products(  # weights lie transposed, inputs by outputs, which is faster here
-    1,
-    lambda a, w, bias: a @ w if bias is None else torch.addmm(bias, a, w),
-    lambda slope, w: slope @ w.t(),
-    lambda w, a, slope, alpha: w.addmm_(a.t(), slope, alpha=alpha),
-)
-_MANY = _Products(  # weights lie as they are, outputs by inputs
-    2,
-    lambda a, w, bias: (
-        a @ w.transpose(1, 2)
-        if bias is None
-        else torch.baddbmm(bias.unsqueeze(1), a, w.transpose(1, 2))
-    ),
-    lambda slope, w: slope @ w,
-    lambda w, a, slope, alpha: w.baddbmm_(slope.transpose(1, 2), a, alpha=alpha),
-)
-
-
 class _Layer(NamedTuple):
     """A linear layer: the positions of its parameters, its outputs, and what follows it."""
 
@@ -99,18 +70,23 @@ class LinearStack:
     ) -> None:
         """``into <- keep into + sum_j scale_j grad f_j(at)``, parameter by parameter.
 
-        The sum runs over the examples of the batch; ``into`` may be ``at`` itself. The weights of
-        one client are given transposed. With clients side by side, everything has a leading
-        dimension: ``scale`` has shape (clients, examples) and ``keep`` (clients,).
+        The sum runs over the examples of the batch; ``into`` may be ``at`` itself. With clients
+        side by side, everything has a leading dimension: ``scale`` has shape (clients, examples)
+        and ``keep`` (clients,).
         """
         inputs, targets = batch
-        products = _ONE if at[0].ndim == 2 else _MANY
-        output = inputs.flatten(products.features)
-        outputs = []
+        many = at[0].ndim == 3
+        output, outputs = inputs.flatten(2 if many else 1), []
         for layer in self._layers:
             outputs.append(output)
-            bias = None if layer.bias is None else at[layer.bias]
-            output = layer.activation.forward(products.forward(output, at[layer.weight], bias))
+            weight = at[layer.weight].transpose(-2, -1)
+            if layer.bias is None:
+                output = output @ weight
+            elif many:
+                output = torch.baddbmm(at[layer.bias].unsqueeze(1), output, weight)
+            else:
+                output = torch.addmm(at[layer.bias], output, weight)
+            output = layer.activation.forward(output)
         slope, alpha = self._slope(output, targets), 1.0
         if isinstance(scale, Tensor):
             slope.mul_(scale.unsqueeze(2))
@@ -120,14 +96,15 @@ class LinearStack:
         if isinstance(keep, Tensor):
             of_weight, of_bias = keep.view(-1, 1, 1), keep.view(-1, 1)
         shrinks = isinstance(keep, Tensor) or of_weight != 1
+        add_product = Tensor.baddbmm_ if many else Tensor.addmm_
         for layer in reversed(self._layers):
             slope = layer.activation.backward(slope, output)
             output = outputs.pop()
             # The layer below needs the weights before they change.
-            below = products.backward(slope, at[layer.weight]) if outputs else slope
+            below = slope @ at[layer.weight] if outputs else slope
             if shrinks:
                 into[layer.weight].mul_(of_weight)
-            products.add(into[layer.weight], output, slope, alpha)
+            add_product(into[layer.weight], slope.transpose(-2, -1), output, alpha=alpha)
             if layer.bias is not None:
                 bias = into[layer.bias]
                 if shrinks:

@@ -20,9 +20,6 @@ class ReferenceEngine(base.OneWorker):
 
     name = "reference"
 
-    def __init__(self, problem: Problem) -> None:
-        self.problem = problem
-
     def local_training(self, requests: Sequence[LocalTraining]) -> list[Tensor]:
         return [self._train(request) for request in requests]
 

@@ -5,27 +5,21 @@ from __future__ import annotations
 from dataclasses import replace
 
 from fedshuffle._arrays import count, expect
-from fedshuffle.engines.base import Engine
+from fedshuffle.engines.base import Engine, OneWorker
 from fedshuffle.engines.cpu_tuning import available_cores
 from fedshuffle.engines.problem import Problem
-from fedshuffle.engines.ray.engine import RayEngine
-from fedshuffle.engines.ray.options import Ray
+from fedshuffle.engines.ray.engine import KINDS, Ray, RayEngine
 from fedshuffle.engines.reference import ReferenceEngine
-from fedshuffle.engines.sequential import SequentialEngine
-from fedshuffle.engines.vectorized import VectorizedEngine
-from fedshuffle.engines.workers import MakeEngine, ProcessesEngine, ThreadsEngine
+from fedshuffle.engines.workers import ProcessesEngine, ThreadsEngine
 from fedshuffle.errors import FedShuffleError, unknown
 
-_ENGINES: dict[str, MakeEngine] = {
-    engine.name: engine for engine in (ReferenceEngine, SequentialEngine, VectorizedEngine)
-}
-_MAX_WORKERS = 256
-"""Any machine may be asked for this many, such as to resume the run of a larger one."""
+_ENGINES: dict[str, type[OneWorker]] = {ReferenceEngine.name: ReferenceEngine, **KINDS}
+_MAX_WORKERS = 256  # on any machine, such as to resume the run of a larger one
 
 
 def check(name: str | Ray) -> None:
     """Refuse a name that cannot be read; ``auto`` is left to :func:`fedshuffle.engines.choose`."""
-    if name != "auto" and _ray(name) is None:
+    if name != "auto":
         _read(name)
 
 
@@ -35,9 +29,10 @@ def make(name: str | Ray, problem: Problem) -> Engine:
     ``ray:WORKERS:KIND``; or ``reference``. Workers are threads unless they are said to be processes
     or on Ray.
     """
-    if (wanted := _ray(name)) is not None:
+    wanted = _read(name)
+    if isinstance(wanted, Ray):
         return RayEngine(problem, wanted)
-    one, workers, processes = _read(name)
+    one, workers, processes = wanted
     if processes:
         return ProcessesEngine(problem, one, workers)
     return one(problem) if workers == 1 else ThreadsEngine(problem, one, workers)
@@ -47,7 +42,7 @@ def at_address(name: str, address: str | None) -> str | Ray:
     """The engine of that name, on the Ray cluster at an address if there is one."""
     if address is None:
         return name
-    if (wanted := _ray(name)) is None:
+    if name == "auto" or not isinstance(wanted := _read(name), Ray):
         raise FedShuffleError(
             f"address is {address!r}, but the engine is {name!r}, which needs none. Ask for the"
             " engine 'ray', or leave the address out."
@@ -65,22 +60,20 @@ def resumed(name: str | Ray, recorded: str) -> str | Ray:
     """
     if name == "auto":
         return recorded
-    wanted, before = _ray(name), _ray(recorded)
-    if wanted and before and wanted.workers is None:
-        return replace(wanted, workers=before.workers)
+    wanted = _read(name)
+    if isinstance(wanted, Ray) and wanted.workers is None and recorded.startswith("ray"):
+        return replace(wanted, workers=Ray.read(recorded).workers)
     return name
 
 
-def _ray(name: str | Ray) -> Ray | None:
+def _read(name: str | Ray) -> Ray | tuple[type[OneWorker], int, bool]:
+    """The engine of one worker, the number of workers, and whether they are processes."""
     if isinstance(name, Ray):
         return name
-    return Ray.read(name) if isinstance(name, str) and name.split(":")[0] == "ray" else None
-
-
-def _read(name: object) -> tuple[MakeEngine, int, bool]:
-    """The engine of one worker, the number of workers, and whether they are processes."""
     expect(name, str, "engine")
-    kind, *options = str(name).split(":")
+    kind, *options = name.split(":")
+    if kind == "ray":
+        return Ray.read(name)
     if kind not in _ENGINES:
         raise unknown("engine", kind, [*_ENGINES, "auto", "ray"])
     if not options:

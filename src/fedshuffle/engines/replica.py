@@ -5,13 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from fedshuffle.engines.agreement import Gradients, trusted
 from fedshuffle.engines.base import gradients, model_randomness
+from fedshuffle.engines.gradcheck import Gradients, trusted
 from fedshuffle.engines.linear_stack import LinearStack, hooked
 from fedshuffle.engines.problem import Problem
 from fedshuffle.losses import MeanLoss
@@ -87,19 +86,14 @@ class Replica:
         self.flat = self.layout.arrange(problem.start).clone()
         self._views = self.layout.views(self.flat)
         if stack is not None:
-            self._views = [view.t() if view.ndim == 2 else view for view in self._views]
             self._scratch: list[Tensor] = []
             return
         self._model = problem.replica()
         self._parameters = [p for p in self._model.parameters() if p.requires_grad]
         for parameter, view in zip(self._parameters, self._views, strict=True):
             parameter.data = view
-        if channels_last:
-            if isinstance(problem.loss, MeanLoss):  # it runs the model as a whole
-                _pool_first(self._model)
-            for module in self._model.modules():
-                if isinstance(module, nn.MaxPool2d):
-                    module.register_forward_hook(_pass_gradients_channels_last)
+        if channels_last and isinstance(problem.loss, MeanLoss):  # it runs the model as a whole
+            _pool_first(self._model)
 
     def ready(self, fields: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """Examples in the memory format of this replica."""
@@ -152,14 +146,14 @@ class Replica:
         return self._scratch
 
 
-def fastest_replica(problem: Problem, fused: bool) -> Callable[[], Replica]:
+def fastest_replica(problem: Problem) -> Callable[[], Replica]:
     """Makes the fastest replica that agrees with the reference.
 
     On a CPU, max-pooling is ten times as fast with channels last, while convolutions hardly care.
     But a model that looks at the memory of its activations cannot be run so.
     """
     ways: dict[str, Callable[[], Replica]] = {}
-    if fused and (stack := LinearStack.of(problem)) is not None:
+    if (stack := LinearStack.of(problem)) is not None:
         ways["differentiated by hand"] = partial(Replica, problem, stack)
     pools = any(isinstance(module, nn.MaxPool2d) for module in problem.model.modules())
     if pools and problem.device.type == "cpu":
@@ -199,11 +193,3 @@ def _pool_first(layers: nn.Module) -> None:
         plain = type(relu) is nn.ReLU and type(pool) is nn.MaxPool2d and not pool.return_indices
         if plain and not hooked(relu) and not hooked(pool):
             layers[k], layers[k + 1] = pool, relu
-
-
-def _pass_gradients_channels_last(_: nn.Module, __: object, output: Any) -> None:
-    """Spare a pooling layer the conversion of its gradient between memory formats."""
-    if isinstance(output, Tensor) and output.requires_grad and output.ndim == 4:
-        output.register_hook(  # type: ignore[no-untyped-call]
-            lambda grad: grad.contiguous(memory_format=torch.channels_last)
-        )

@@ -22,25 +22,23 @@ from fedshuffle.engines.replica import Replica, fastest_replica
 from fedshuffle.kernel import ClientTask, FullGradient, LocalTraining
 from fedshuffle.randomness import ReusableGenerator
 
-_GATHERED_ROWS = 4096
-"""A client's minibatches are gathered in portions of about this many examples."""
+_GATHERED_ROWS = 4096  # a client's minibatches are gathered in portions of about this length
 
 
 class SequentialEngine(base.OneWorker):
     """Trains clients one by one, in place, into one running sum.
 
-    A stack of linear layers is differentiated by hand (unless ``fused`` is False), any other model
-    by autograd.
+    A stack of linear layers is differentiated by hand, any other model by autograd.
     """
 
     name = "sequential"
 
-    def __init__(self, problem: Problem, fused: bool = True) -> None:
-        self.problem = problem
+    def __init__(self, problem: Problem) -> None:
+        super().__init__(problem)
         keep_freed_memory()
         self._random = base.check_model(problem)
         self._draw = ReusableGenerator()
-        self._replica = fastest_replica(problem, fused)
+        self._replica = fastest_replica(problem)
         self._here = self._replica()
         # Made when needed: at the global model, and to collect a direction or a sum.
         self._there: Replica | None = None

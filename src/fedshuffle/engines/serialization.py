@@ -26,8 +26,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from fedshuffle import fingerprint
-from fedshuffle.engines.agreement import check_digest, digest
 from fedshuffle.engines.base import Engine
+from fedshuffle.engines.gradcheck import check_gradient_norm, gradient_norm
 from fedshuffle.engines.problem import Problem
 from fedshuffle.errors import FedShuffleError, TrainingError, error_context
 from fedshuffle.federation import Federation
@@ -56,10 +56,6 @@ class Flat(NamedTuple):
             return torch.from_numpy(self.bits).view(self.dtype).view(self.shape)
 
 
-Tensors = Mapping[int, Flat]
-"""Tensors by the numbers that stand for them in pickled requests."""
-
-
 def share_memory(tensors: Sequence[Tensor]) -> IO[bytes]:
     """Put tensors into memory that processes share: a file without a name.
 
@@ -67,7 +63,7 @@ def share_memory(tensors: Sequence[Tensor]) -> IO[bytes]:
     ...     from_shared_memory(file.fileno())
     [tensor([1, 2]), tensor([[3.]])]
     """
-    if hasattr(os, "memfd_create"):
+    if hasattr(os, "memfd_create"):  # not limited by the size of /dev/shm
         file: IO[bytes] = os.fdopen(os.memfd_create("fedshuffle"), "w+b")
     else:
         file = tempfile.TemporaryFile()  # noqa: SIM115  closed by the caller
@@ -86,10 +82,11 @@ def from_shared_memory(handle: int) -> list[Tensor]:
 def dump_problem(problem: Problem) -> bytes:
     """The problem for workers, without data in memory: they follow as tensors."""
     federation = problem.federation
-    stored = federation.path is not None
+    if federation.path is None:
+        federation = replace(federation, fields=())
     settings = torch.get_default_dtype(), torch.get_float32_matmul_precision()
-    data = (federation, _stamp(federation)) if stored else (replace(federation, fields=()), "")
-    checks = digest(problem), problem.tried
+    data = federation, _stamp(federation)
+    checks = gradient_norm(problem), problem.tried
     with error_context(
         lambda error: (
             f"the model or the loss cannot be sent to workers: {error}. Make them in a"
@@ -114,27 +111,31 @@ def load_problem(
             f" or the loss needs ({type(error).__name__}: {error}). Install the same code on every"
             " machine of the cluster, or make it importable there by PYTHONPATH."
         ) from error
-    except pickle.UnpicklingError as error:
-        raise FedShuffleError(f"the model or the loss cannot be read: {error}.") from error
     torch.set_default_dtype(dtype)
     torch.set_float32_matmul_precision(precision)
-    if federation.path is None:
-        federation = replace(federation, fields=tuple(fields))
-    elif _stamp(federation) != stamp:
+    if _stamp(federation) != stamp:
         raise FedShuffleError(
             f"the store {str(federation.path)!r} holds other data for a worker than for the run."
             " Copy it to every machine of the cluster once more."
         )
+    if federation.path is None:
+        federation = replace(federation, fields=tuple(fields))
     problem = Problem(model.to(device), loss, federation)
-    wanted, problem.tried = checks  # all workers compute in the same way
-    check_digest(problem, wanted)
+    norm, problem.tried = checks  # all workers compute in the same way
+    check_gradient_norm(problem, norm)
     return problem
 
 
 def _stamp(federation: Federation) -> str:
     """Tells whether another process opens the same store."""
+    if federation.path is None:
+        return ""
     sizes = hashlib.sha256(federation.sizes.tobytes()).hexdigest()
     return f"{fingerprint.data(federation)} {sizes}"
+
+
+Tensors = Mapping[int, Flat]
+"""Tensors by the numbers that stand for them in pickled requests."""
 
 
 class Packed(NamedTuple):
@@ -161,29 +162,30 @@ def pack(requests: Sequence[Any]) -> tuple[Tensors, list[Packed]]:
     >>> one.unpack(shared, torch.device("cpu"))
     {'start': tensor([0., 0.]), 'v': tensor([1., 1., 1.])}
     """
-    picklers = [_Pickler(request) for request in requests]
-    everything = {number: t for pickler in picklers for number, t in pickler.tensors.items()}
-    common = set.intersection(*(set(pickler.tensors) for pickler in picklers))
-    return {number: Flat.of(everything[number]) for number in common}, [
-        Packed(one.pickled, {n: Flat.of(t) for n, t in one.tensors.items() if n not in common})
-        for one in picklers
+    pickled = []
+    for request in requests:
+        buffer, tensors = io.BytesIO(), dict[int, Tensor]()
+        _Pickler(buffer, tensors).dump(request)
+        pickled.append((buffer.getvalue(), tensors))
+    common = set.intersection(*(set(tensors) for _, tensors in pickled))
+    shared = {k: Flat.of(pickled[0][1][k]) for k in common}
+    return shared, [
+        Packed(text, {k: Flat.of(t) for k, t in tensors.items() if k not in common})
+        for text, tensors in pickled
     ]
 
 
 class _Pickler(pickle.Pickler):
-    """Leaves tensors out, and remembers them."""
+    """Leaves tensors out, and puts them into a dictionary."""
 
-    def __init__(self, request: Any) -> None:
-        buffer = io.BytesIO()
+    def __init__(self, buffer: io.BytesIO, tensors: dict[int, Tensor]) -> None:
         super().__init__(buffer, protocol=5)
-        self.tensors: dict[int, Tensor] = {}
-        self.dump(request)
-        self.pickled = buffer.getvalue()
+        self._tensors = tensors
 
     def persistent_id(self, thing: Any) -> int | None:
         if not isinstance(thing, Tensor):
             return None
-        self.tensors[id(thing)] = thing  # referenced, so that its id stays unique
+        self._tensors[id(thing)] = thing  # referenced, so that its id stays unique
         return id(thing)
 
 

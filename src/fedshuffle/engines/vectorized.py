@@ -11,7 +11,6 @@ import math
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -19,39 +18,34 @@ from torch import Tensor
 
 from fedshuffle._arrays import FloatArray, IntArray
 from fedshuffle.engines import base
-from fedshuffle.engines.agreement import fault, trusted
 from fedshuffle.engines.cpu_tuning import flushed_denormals, keep_freed_memory, threads_for
+from fedshuffle.engines.gradcheck import fault, trusted
 from fedshuffle.engines.linear_stack import LinearStack
-from fedshuffle.engines.minibatch_schedule import PackedMinibatches, Step, without_examples
 from fedshuffle.engines.problem import GRADIENT_ROWS, Problem
 from fedshuffle.engines.vmap import Batch, Descend, Tables, by_vmap, column
 from fedshuffle.errors import FedShuffleError
 from fedshuffle.kernel import ClientTask, FullGradient, LocalTraining
+from fedshuffle.local_work import Minibatches
 from fedshuffle.randomness import ReusableGenerator
 
-_MAX_NUMBERS = 1 << 22
-"""Most parameters of all clients of a group together, so that memory does not grow with cohorts."""
-
-_MAX_EXAMPLES = 1 << 20
-"""About the most examples that a group of clients visits."""
-
-_FEW_SUMS = 16
-"""Requests with more sums than this may have clients that contribute to few of them."""
+_MAX_NUMBERS = 1 << 22  # parameters of a group, so that memory does not grow with cohorts
+_MAX_EXAMPLES = 1 << 20  # about the most examples that a group of clients visits
+_FEW_SUMS = 16  # with more sums than this, clients may contribute to few of them
 
 
 class VectorizedEngine(base.OneWorker):
     """Trains up to ``width`` clients at once, each in one row.
 
     Python and dispatch are paid once per step of a whole group instead of once per client, which
-    decides the speed of small models. A stack of linear layers is differentiated by hand (unless
-    ``fused`` is False), any other model through vmap.
+    decides the speed of small models. A stack of linear layers is differentiated by hand, any other
+    model through vmap.
     """
 
     name = "vectorized"
 
-    def __init__(self, problem: Problem, width: int | None = None, fused: bool = True) -> None:
-        self.problem = problem
-        self.width = width or max(1, min(1024, _MAX_NUMBERS // len(problem.start)))
+    def __init__(self, problem: Problem) -> None:
+        super().__init__(problem)
+        self.width = max(1, min(1024, _MAX_NUMBERS // len(problem.start)))
         keep_freed_memory()
         if base.check_model(problem):
             raise FedShuffleError(
@@ -61,7 +55,7 @@ class VectorizedEngine(base.OneWorker):
             )
         self._shapes = [p.shape for p in problem.parameters.values()]
         self._draw = ReusableGenerator()
-        stack = LinearStack.of(problem) if fused else None
+        stack = LinearStack.of(problem)
         way = "differentiated by hand, many clients at once"
         # Without autograd, the examples of a minibatch may have different shares, even none.
         self._by_hand = stack is not None and trusted(
@@ -97,9 +91,10 @@ class VectorizedEngine(base.OneWorker):
         starts = self._tables(torch.stack([request.start for request in requests]))
         sums = [start.new_zeros(int(first[-1]), start[0].numel()) for start in starts]
         tasks = [(k, task) for k, request in enumerate(requests) for task in request.tasks]
-        # Similar lengths side by side; and only those together that need the same gradients.
-        tasks.sort(key=lambda one: (_needs(one[1]), -one[1].minibatches.steps))
-        for _, alike in itertools.groupby(tasks, lambda one: _needs(one[1])):
+        # Similar lengths side by side; and apart from others those that need no gradient at y.
+        tasks.sort(key=lambda one: -one[1].minibatches.steps)
+        for needed in (True, False):
+            alike = [one for one in tasks if bool(one[1].coefficients.alpha) is needed]
             for group in self._groups(alike):
                 self._train_group(group, starts, sums, first)
         return list(torch.split(torch.cat(sums, dim=1), [request.sums for request in requests]))
@@ -164,9 +159,7 @@ class VectorizedEngine(base.OneWorker):
         at_y, at_x = bool(alpha.any()), bool(beta.any())
 
         y = [table.clone() for table in x]
-        for rows, examples, shares in (
-            self._packed_steps(tasks) if at_y or at_x else without_examples(tasks)
-        ):
+        for rows, examples, shares in self._packed_steps(tasks):
             if self.stop:
                 raise base.Stopped
             batch = self.problem.batch(examples) if at_y or at_x else ()
@@ -228,13 +221,13 @@ class VectorizedEngine(base.OneWorker):
             torch._foreach_mul_(into, [column(keep, table) for table in into])
         torch._foreach_add_(into, _scaled(gradient, shorter * by))
 
-    def _packed_steps(self, tasks: Sequence[ClientTask]) -> Iterator[Step]:
+    def _packed_steps(self, tasks: Sequence[ClientTask]) -> Iterator[_Step]:
         """The steps of a group, with the longest clients first."""
         streams = [task.minibatches for task in tasks]
         # Runs in lockstep often share their minibatches: draw them once.
         drawn = {stream: stream.positions(self._draw) for stream in dict.fromkeys(streams)}
         firsts = self.problem.rows(np.array([stream.client for stream in streams]), 0)
-        packed = PackedMinibatches(streams, [drawn[stream] for stream in streams], firsts)
+        packed = _PackedMinibatches(streams, [drawn[stream] for stream in streams], firsts)
         padded = packed.full or self._by_hand
         return packed.side_by_side() if padded else packed.by_length()
 
@@ -243,23 +236,19 @@ class VectorizedEngine(base.OneWorker):
         points = torch.stack([x for request in requests for x in request.points])
         shapes = [(request.weights.shape[1], len(request.points)) for request in requests]
         answers = points.new_zeros(sum(map(math.prod, shapes)), points.shape[1])
-        pieces: dict[int, list[_Piece]] = defaultdict(list)
-        for piece in self._pieces(requests):
-            pieces[len(piece.rows)].append(piece)
         tables, most = self._tables(points), max(sums for sums, _ in shapes)
-        for length, alike in pieces.items():
+        for length, pieces in self._pieces(requests).items():
             width = max(1, min(self.width, 64 * GRADIENT_ROWS // length))
-            for begin in range(0, len(alike), width):
-                group = alike[begin : begin + width]
-                at = torch.tensor([piece.point for piece in group], device=points.device)
-                found = [torch.zeros_like(table[at]) for table in tables]
-                batch = self.problem.batch(np.stack([piece.rows for piece in group]))
-                each = points.new_full((len(group), length), 1 / length)
-                with threads_for(self.problem, len(group) * length):
-                    self._descend([table[at] for table in tables], batch, each, found, None)
-                weights = np.zeros((len(answers), len(group)))
-                for k, piece in enumerate(group):
-                    weights[piece.answers, k] = piece.weights
+            for begin in range(0, len(pieces), width):
+                rows, at, places, each_weights = zip(*pieces[begin : begin + width], strict=True)
+                here = [table[torch.tensor(at, device=points.device)] for table in tables]
+                found = [torch.zeros_like(table) for table in here]
+                each = points.new_full((len(at), length), 1 / length)
+                with threads_for(self.problem, len(at) * length):
+                    self._descend(here, self.problem.batch(np.stack(rows)), each, found, None)
+                weights = np.zeros((len(answers), len(at)))
+                for k, (place, row) in enumerate(zip(places, each_weights, strict=True)):
+                    weights[place, k] = row
                 flat = torch.cat([_flat(table) for table in found], dim=1)
                 _Product(flat, weights, most).add(flat, answers)
         parts = torch.split(answers, [math.prod(shape) for shape in shapes])
@@ -268,8 +257,9 @@ class VectorizedEngine(base.OneWorker):
             for request, part, shape in zip(requests, parts, shapes, strict=True)
         ]
 
-    def _pieces(self, requests: Sequence[FullGradient]) -> Iterator[_Piece]:
-        """Every piece of every client's data, once for each of the points."""
+    def _pieces(self, requests: Sequence[FullGradient]) -> dict[int, list[_Piece]]:
+        """Every piece of every client's data, once for each of the points, by length."""
+        found: dict[int, list[_Piece]] = defaultdict(list)
         point = answer = 0
         for request in requests:
             count = len(request.points)
@@ -278,24 +268,84 @@ class VectorizedEngine(base.OneWorker):
                 for rows, share in self.problem.pieces(client) if weights.any() else ():
                     for j in range(count):
                         places = slice(answer + j, end, count)
-                        yield _Piece(rows, point + j, places, weights * share)
+                        found[len(rows)].append((rows, point + j, places, weights * share))
             point, answer = point + count, end
+        return found
 
 
-class _Piece(NamedTuple):
-    """Add the mean gradient of these rows at this point to the answers, with these weights."""
-
-    rows: IntArray
-    point: int
-    answers: slice
-    weights: FloatArray
+_Piece = tuple[IntArray, int, slice, FloatArray]
+"""Add the mean gradient of these rows at this point to these answers, with these weights."""
 
 
-def _needs(task: ClientTask) -> int:
-    """Which gradients a task needs: 0 at y and perhaps at x, 1 only at x, 2 none at all."""
-    if task.coefficients.alpha:
-        return 0
-    return 1 if task.coefficients.beta else 2
+_Step = tuple[slice | list[int], IntArray, FloatArray]
+"""Which clients take a step together, the rows of their minibatches, and each row's share in the
+mean of its minibatch."""
+
+
+class _PackedMinibatches:
+    """The minibatches of a group of clients, of which the longest come first.
+
+    In every step, each client that is not done has ``width`` places; places that a shorter
+    minibatch leaves empty hold the client's first row, with no share.
+    """
+
+    def __init__(
+        self, streams: Sequence[Minibatches], positions: Sequence[IntArray], firsts: IntArray
+    ) -> None:
+        size, batch, self.steps = np.array([(s.size, s.batch_size, s.steps) for s in streams]).T
+        self.width = int(batch.max())
+        active: IntArray = (self.steps > np.arange(self.steps[0])[:, None]).sum(axis=1)
+        self.begins = np.concatenate([[0], np.cumsum(active * self.width)])
+
+        # Every position of every stream: its epoch, its step, and its place in the minibatch.
+        counts = np.array([len(some) for some in positions])
+        client = np.repeat(np.arange(len(streams)), counts)
+        epoch, within = np.divmod(_ranges(counts), size[client])
+        turn, place = np.divmod(within, batch[client])
+        step = epoch * (-(-size // batch))[client] + turn
+        target = self.begins[step] + client * self.width + place
+        length = np.minimum(batch[client], size[client] - turn * batch[client])
+
+        self.rows = np.repeat(firsts[_ranges(active)], self.width)
+        self.rows[target] += np.concatenate(positions)
+        self.shares = np.zeros(len(self.rows))
+        self.shares[target] = 1 / length
+        self.full = len(target) == len(self.rows)
+
+    def side_by_side(self) -> Iterator[_Step]:
+        """All clients that are not done take each step together."""
+        for begin, end in itertools.pairwise(self.begins.tolist()):
+            shape = (end - begin) // self.width, self.width
+            rows, shares = self.rows[begin:end], self.shares[begin:end]
+            yield slice(0, shape[0]), rows.reshape(shape), shares.reshape(shape)
+
+    def by_length(self) -> Iterator[_Step]:
+        """Clients whose next minibatches have the same length step together, the largest such
+        group first; the others wait.
+        """
+        waiting: dict[int, list[tuple[int, int]]] = defaultdict(list)
+
+        def wait(client: int, step: int) -> None:
+            if step < self.steps[client]:
+                begin = int(self.begins[step]) + client * self.width
+                length = int(np.count_nonzero(self.shares[begin : begin + self.width]))
+                waiting[length].append((client, step))
+
+        for client in range(len(self.steps)):
+            wait(client, 0)
+        while waiting:
+            length = max(waiting, key=lambda length: (len(waiting[length]), length))
+            clients, steps = np.array(waiting.pop(length)).T
+            begins = self.begins[steps] + clients * self.width
+            rows = self.rows[begins[:, None] + np.arange(length)]
+            yield clients.tolist(), rows, np.full(rows.shape, 1 / length)
+            for client, step in zip(clients.tolist(), steps.tolist(), strict=True):
+                wait(client, step + 1)
+
+
+def _ranges(lengths: IntArray) -> IntArray:
+    """``0, 1, ..`` for every length, one after another."""
+    return np.arange(lengths.sum()) - np.repeat(np.cumsum(lengths) - lengths, lengths)
 
 
 class _Product:

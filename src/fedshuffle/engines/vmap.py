@@ -5,10 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.func import functional_call, vmap
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from fedshuffle.engines.base import gradients
 from fedshuffle.engines.problem import Loss, Problem
@@ -34,8 +32,7 @@ class _Objective(nn.Module):
 
     def __init__(self, model: nn.Module, loss: Loss) -> None:
         super().__init__()
-        self.model = model
-        self.loss = loss
+        self.model, self.loss = model, loss
 
     def forward(self, *batch: Tensor) -> Tensor:
         return self.loss(self.model, *batch)
@@ -77,34 +74,13 @@ def by_vmap(problem: Problem) -> Descend:
 
 def _refuse_ignored_options(problem: Problem) -> None:
     """Options of embeddings whose effect the comparison with the reference might not show."""
-    options = ["max_norm"] if problem.changes_parameters else []
-    if not options:
-        with _Embeddings() as embeddings:
-            problem.loss(problem.replica(), *problem.few())
-        options = embeddings.options
-    if options:
+    found = ["max_norm"] if problem.changes_parameters else []
+    for module in problem.model.modules():
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag):
+            found += ["padding_idx"] * (module.padding_idx is not None)
+            found += ["scale_grad_by_freq"] * module.scale_grad_by_freq
+    if found:
         raise FedShuffleError(
-            f"an embedding has {options[0]}, which has no effect in the vectorized engine. Use the"
+            f"an embedding has {found[0]}, which has no effect in the vectorized engine. Use the"
             " engine 'sequential'."
         )
-
-
-class _Embeddings(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Notes the options of embeddings that a layer or a function looks up."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.options: list[str] = []
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        packet, aten = func.overloadpacket, torch.ops.aten
-        if packet in (aten.embedding, aten._embedding_bag):
-            named = zip((argument.name for argument in func._schema.arguments), args, strict=False)
-            given = {**dict(named), **(kwargs or {})}
-            if packet is aten.embedding and given.get("padding_idx", -1) >= 0:
-                self.options.append("padding_idx")
-            if given.get("scale_grad_by_freq"):
-                self.options.append("scale_grad_by_freq")
-        return func(*args, **(kwargs or {}))

@@ -15,14 +15,13 @@ import abc
 import contextlib
 import os
 import pickle
-import sys
 import weakref
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import replace
 from multiprocessing.connection import Connection
 from multiprocessing.reduction import recv_handle, send_handle
-from typing import IO, Any, NamedTuple, Protocol
+from typing import IO, Any
 
 import numpy as np
 import torch
@@ -31,18 +30,10 @@ from torch import Tensor
 from fedshuffle._arrays import FloatArray
 from fedshuffle.engines import serialization
 from fedshuffle.engines.base import Engine, OneWorker, check_model
-from fedshuffle.engines.forkserver import ONE_THREAD, fork_server
 from fedshuffle.engines.problem import Problem
+from fedshuffle.engines.processes import WorkerProcess
 from fedshuffle.errors import FedShuffleError, TrainingError
 from fedshuffle.kernel import FullGradient, LocalTraining, Request
-
-
-class MakeEngine(Protocol):
-    """The class of an engine that works alone."""
-
-    name: str
-
-    def __call__(self, problem: Problem) -> OneWorker: ...
 
 
 class Workers(Engine, abc.ABC):
@@ -61,12 +52,21 @@ class Workers(Engine, abc.ABC):
 
     def _divided(self, what: str, requests: Sequence[Request]) -> list[Tensor]:
         shares = [self._shares(request) for request in requests]
-        by_worker = [[share.request for share in mine] for mine in zip(*shares, strict=True)]
-        answers = zip(*self._answers(what, by_worker), strict=True)
-        return [_added(*pair) for pair in zip(shares, answers, strict=True)]
+        by_worker = [[part for part, _ in mine] for mine in zip(*shares, strict=True)]
+        answers = self._answers(what, by_worker)
+        totals = []
+        for k, request in enumerate(requests):
+            sums = request.sums if isinstance(request, LocalTraining) else request.weights.shape[1]
+            total = answers[0][k].new_zeros(sums, *answers[0][k].shape[1:])
+            for (_, places), answer in zip(shares[k], answers, strict=True):
+                total.index_add_(0, places.to(total.device), answer[k])
+            totals.append(total)
+        return totals
 
-    def _shares(self, request: Request) -> list[_Share]:
-        """Each worker's part of a request, with only the sums to which its clients contribute."""
+    def _shares(self, request: Request) -> list[tuple[Request, Tensor]]:
+        """Each worker's part of a request, with only the sums to which its clients contribute, and
+        the places of these among all sums.
+        """
         weights: FloatArray
         if isinstance(request, LocalTraining):
             streams = [task.minibatches for task in request.tasks]
@@ -76,45 +76,23 @@ class Workers(Engine, abc.ABC):
         else:
             loads = self.problem.federation.sizes[request.clients].tolist()
             weights = request.weights
-        found = []
+        shares: list[tuple[Request, Tensor]] = []
         for chosen in longest_first(loads, self.workers):
-            used = np.flatnonzero(weights[chosen].any(axis=0))
-            sums = used if len(used) else np.zeros(1, np.int64)  # an answer needs a row
-            few, part = weights[chosen][:, sums], request
+            places = np.flatnonzero(weights[chosen].any(axis=0))
+            places = places if len(places) else np.zeros(1, np.int64)  # an answer needs a row
+            mine = weights[chosen][:, places]
             if isinstance(request, FullGradient):
-                part = replace(request, clients=request.clients[chosen], weights=few)
+                part: Request = replace(request, clients=request.clients[chosen], weights=mine)
             else:
-                tasks = [request.tasks[k] for k in chosen]
-                if len(sums) < request.sums:
-                    pairs = zip(tasks, few.tolist(), strict=True)
-                    tasks = [replace(task, weights=row) for task, row in pairs]
-                part = replace(request, tasks=tasks, sums=len(sums))
-            found.append(_Share(part, torch.from_numpy(sums), weights.shape[1]))
-        return found
+                pairs = zip(chosen, mine.tolist(), strict=True)
+                tasks = [replace(request.tasks[k], weights=row) for k, row in pairs]
+                part = replace(request, tasks=tasks, sums=len(places))
+            shares.append((part, torch.from_numpy(places)))
+        return shares
 
     @abc.abstractmethod
     def _answers(self, what: str, requests: Sequence[list[Any]]) -> list[list[Tensor]]:
         """Each worker's answers to its requests, by the engine's method ``what``."""
-
-
-class _Share(NamedTuple):
-    request: Request
-    sums: Tensor
-    total: int
-    """The number of sums of the whole request."""
-
-
-def _added(shares: Sequence[_Share], answers: Sequence[Tensor]) -> Tensor:
-    """The sums of all workers, in the workers' order."""
-    total, begin = answers[0], 1
-    if len(shares[0].sums) < shares[0].total:
-        total, begin = total.new_zeros(shares[0].total, *total.shape[1:]), 0
-    for share, answer in zip(shares[begin:], answers[begin:], strict=True):
-        if len(share.sums) == share.total:
-            total += answer
-        else:
-            total.index_add_(0, share.sums.to(total.device), answer)
-    return total
 
 
 def longest_first(loads: Sequence[int], workers: int) -> list[list[int]]:
@@ -132,36 +110,27 @@ def longest_first(loads: Sequence[int], workers: int) -> list[list[int]]:
     return shares
 
 
-class RequestContext(NamedTuple):
-    """The clients, the round and the stage of some requests, for errors."""
-
-    clients: str
-    round: int
-    stage: str
-
-    @classmethod
-    def of(cls, problem: Problem, requests: Sequence[Request]) -> RequestContext:
-        clients: list[int] = []
-        round, stage = 0, "local training"
-        for request in requests:
-            if isinstance(request, LocalTraining):
-                clients += [task.minibatches.client for task in request.tasks]
-                round = request.tasks[0].minibatches.round if request.tasks else round
-            else:
-                clients += request.clients.tolist()
-                round, stage = request.round, "full gradient"
-        ids = [str(problem.federation.ids[client]) for client in dict.fromkeys(clients)]
-        more = f" and {len(ids) - 5} more" if len(ids) > 5 else ""
-        return cls("one of " * (len(ids) > 1) + ", ".join(ids[:5]) + more, round, stage)
-
-    def error(self, message: str) -> TrainingError:
-        return TrainingError(message, client=self.clients, round=self.round, stage=self.stage)
+def lost_worker(problem: Problem, requests: Sequence[Request], message: str) -> TrainingError:
+    """The error for a worker that died, with the clients, the round and the stage of its work."""
+    clients: list[int] = []
+    round, stage = 0, "local training"
+    for request in requests:
+        if isinstance(request, LocalTraining):
+            clients += [task.minibatches.client for task in request.tasks]
+            round = request.tasks[0].minibatches.round if request.tasks else round
+        else:
+            clients += request.clients.tolist()
+            round, stage = request.round, "full gradient"
+    ids = [str(problem.federation.ids[client]) for client in dict.fromkeys(clients)]
+    more = f" and {len(ids) - 5} more" if len(ids) > 5 else ""
+    some = "one of " * (len(ids) > 1) + ", ".join(ids[:5]) + more
+    return TrainingError(message, client=some, round=round, stage=stage)
 
 
 class ThreadsEngine(Workers):
     """Workers as threads of this process, each with one thread of torch."""
 
-    def __init__(self, problem: Problem, make: MakeEngine, workers: int) -> None:
+    def __init__(self, problem: Problem, make: type[OneWorker], workers: int) -> None:
         super().__init__(f"{make.name}:{workers}", problem, workers)
         if check_model(problem):
             raise FedShuffleError(
@@ -192,7 +161,7 @@ class ThreadsEngine(Workers):
 class ProcessesEngine(Workers):
     """Workers as separate processes, which share the data."""
 
-    def __init__(self, problem: Problem, make: MakeEngine, workers: int) -> None:
+    def __init__(self, problem: Problem, make: type[OneWorker], workers: int) -> None:
         super().__init__(f"{make.name}:{workers}:processes", problem, workers)
         if problem.device.type != "cpu":
             raise FedShuffleError(
@@ -203,11 +172,11 @@ class ProcessesEngine(Workers):
         self._make = make
         self._dumped = serialization.dump_problem(problem)
         self._data: IO[bytes] | None = None
-        self._running: list[_Process] = []
-        weakref.finalize(self, _end, self._running)
+        self._running: list[WorkerProcess] = []
+        weakref.finalize(self, _end, self._running, os.getpid())
 
     def close(self) -> None:
-        _end(self._running)
+        _end(self._running, os.getpid())
 
     def _answers(self, what: str, requests: Sequence[list[Any]]) -> list[list[Tensor]]:
         try:
@@ -227,10 +196,9 @@ class ProcessesEngine(Workers):
         if self._data is None and self.problem.federation.path is None:
             self._data = serialization.share_memory(self.problem.fields)
             weakref.finalize(self, self._data.close)
-        environment = {**os.environ, **ONE_THREAD}, os.getcwd(), sys.path
         for _ in range(self.workers):
-            self._running.append(worker := _Process())
-            worker.send((environment, self._make, self._dumped, self._data is not None))
+            worker = WorkerProcess(_serve, self._make, self._dumped, self._data is not None)
+            self._running.append(worker)
             if self._data:
                 with contextlib.suppress(ConnectionError):
                     send_handle(worker.connection, self._data.fileno(), None)
@@ -240,13 +208,15 @@ class ProcessesEngine(Workers):
         found = []
         for worker, request in zip(self._running, requests, strict=True):
             try:
-                ok, result = pickle.loads(worker.connection.recv_bytes())
+                ok, result = worker.receive()
             except (EOFError, ConnectionError):
-                code = worker.end()
+                code = worker.end(patience=1.0)
                 how = f"killed by signal {-code}" if code and code < 0 else f"ended ({code})"
-                raise RequestContext.of(self.problem, request).error(
+                raise lost_worker(
+                    self.problem,
+                    request,
                     f"the worker process that trained it was {how} (out of memory?). Use fewer"
-                    " workers, or resume from the last checkpoint."
+                    " workers, or resume from the last checkpoint.",
                 ) from None
             if not ok:
                 raise result
@@ -254,44 +224,20 @@ class ProcessesEngine(Workers):
         return found
 
 
-class _Process:
-    """One worker process, seen from the parent."""
-
-    def __init__(self) -> None:
-        self._server = fork_server()
-        self.pid, self.connection = self._server.fork()
-
-    def send(self, message: Any) -> None:
-        with contextlib.suppress(ConnectionError):  # its death is reported when it should answer
-            self.connection.send_bytes(pickle.dumps(message, protocol=5))
-
-    def end(self) -> int | None:
-        self.connection.close()
-        return self._server.end(self.pid)
-
-
-def _end(running: list[_Process]) -> None:
-    while running:
+def _end(running: list[WorkerProcess], owner: int) -> None:
+    while running and os.getpid() == owner:  # a fork of the program leaves them alone
         running.pop().end()
 
 
-def serve(connection: Connection) -> None:
+def _serve(connection: Connection, make: type[OneWorker], dumped: bytes, in_memory: bool) -> None:
     """Run a worker process: build the engine, then answer until the parent is gone."""
-    with contextlib.suppress(EOFError, ConnectionError):
-        environment, make, dumped, in_memory = pickle.loads(connection.recv_bytes())
-        reply: tuple[bool, Any] = True, None
-        try:
-            handle = recv_handle(connection) if in_memory else None
-            fields = [] if handle is None else serialization.from_shared_memory(handle)
-            variables, folder, sys.path[:] = environment
-            os.environ.clear()
-            os.environ.update(variables)
-            with contextlib.suppress(OSError):  # it may have been deleted
-                os.chdir(folder)
-            torch.set_num_threads(1)
-            engine = make(serialization.load_problem(dumped, fields))
-        except Exception as error:
-            reply = False, serialization.sendable(error)
-        while True:
-            connection.send_bytes(pickle.dumps(reply, protocol=5))
-            reply = serialization.answer(engine, *pickle.loads(connection.recv_bytes()))
+    reply: tuple[bool, Any] = True, None
+    try:
+        fields = serialization.from_shared_memory(recv_handle(connection)) if in_memory else []
+        torch.set_num_threads(1)
+        engine = make(serialization.load_problem(dumped, fields))
+    except Exception as error:
+        reply = False, serialization.sendable(error)
+    while True:
+        connection.send_bytes(pickle.dumps(reply, protocol=5))
+        reply = serialization.answer(engine, *pickle.loads(connection.recv_bytes()))

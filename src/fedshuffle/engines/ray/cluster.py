@@ -16,21 +16,18 @@ from typing import Any
 
 from fedshuffle._terminal import signals
 from fedshuffle.engines.cpu_tuning import available_cores
-from fedshuffle.errors import FedShuffleError
+from fedshuffle.errors import FedShuffleError, optional_import
 
-_TIMEOUT = 10.0
-"""Seconds within which a cluster must accept a connection."""
+_TIMEOUT = 10.0  # seconds within which a cluster must accept a connection
 
+# Settings of a local cluster that Ray reads only once, when it is imported.
 _BEFORE_IMPORT = {
     "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # listen on the loopback address only
     "RAY_AUTH_MODE": "token",
 }
-"""Settings of a local cluster that Ray reads only once, when it is imported."""
 
-_joined: str | None = None
-"""The cluster that was started or joined here, and not by the program."""
-_users = 0
-"""How many engines use it."""
+_joined: str | None = None  # the cluster that was started or joined here, not by the program
+_users = 0  # the engines that use it
 _lock = threading.RLock()
 
 
@@ -39,14 +36,8 @@ def library(local: bool = False) -> Any:
     if local and "ray" not in sys.modules:
         for name, value in _BEFORE_IMPORT.items():
             os.environ.setdefault(name, value)
-    try:
-        with signals(None, signal.SIGTERM, signal.SIGINT):  # Ray takes SIGTERM, which saves runs
-            import ray
-    except ImportError as error:
-        raise FedShuffleError(
-            f"the engine 'ray' needs Ray ({error}). Install it with pip install 'fedshuffle[ray]'."
-        ) from error
-    return ray
+    with signals(None, signal.SIGTERM, signal.SIGINT):  # Ray takes SIGTERM, which saves runs
+        return optional_import("ray", "the engine 'ray'", "ray")
 
 
 def current() -> str | None:
@@ -68,38 +59,35 @@ def join(address: str | None, cpus: float) -> str | None:
     wanted = address or os.environ.get("RAY_ADDRESS") or "local"
     with _lock:
         ray = library(local=wanted == "local")
-        if current() != _joined:  # the program has shut it down in the meantime
-            _joined, _users = None, 0
         if ray.is_initialized():
             _refuse_another(ray, address)
-            if _joined is None:
-                return None
         else:
+            options: dict[str, Any] = {}
             if wanted == "local":
                 _create_token()
                 cores = max(available_cores(), math.ceil(cpus))
-                _initialise(ray, wanted, num_cpus=cores, include_dashboard=False)
+                options = {"num_cpus": cores, "include_dashboard": False}
             else:
                 _check(wanted)
-                _initialise(ray, wanted)
-            _joined = current()
+            _initialise(ray, wanted, options)
+            _joined, _users = current(), 0
+        if current() != _joined:  # it is the program's own
+            return None
         _users += 1
         return _joined
 
 
 def leave(cluster: str | None) -> None:
     """Shut down what :func:`join` started when its last user leaves."""
-    global _joined, _users
+    global _users
     with _lock:
         if cluster is not None and cluster == _joined:
             _users -= 1
-            if not _users:
-                _joined = None
-                if current() == cluster:  # or else the program has joined another
-                    library().shutdown()
+            if not _users and current() == cluster:  # or else the program has joined another
+                library().shutdown()
 
 
-def _initialise(ray: Any, address: str, **options: Any) -> None:
+def _initialise(ray: Any, address: str, options: dict[str, Any]) -> None:
     try:
         with signals(None, signal.SIGTERM, signal.SIGINT), warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)
@@ -132,12 +120,8 @@ def _create_token() -> None:
 
 
 def _refuse_another(ray: Any, address: str | None) -> None:
-    if address is None or address == "auto":
-        return
     here = ray.get_runtime_context().gcs_address
-    host, _, port = address.rpartition(":")
-    loopback = host in ("localhost", "[::1]") or host.startswith("127.")
-    if address != here and not (loopback and port == here.rpartition(":")[2]):
+    if address not in (None, "auto", here):
         raise FedShuffleError(
             f"this program is connected to a Ray cluster at {here!r} already, and address is"
             f" {address!r}. Leave the address out, or call ray.shutdown() first."
@@ -146,19 +130,18 @@ def _refuse_another(ray: Any, address: str | None) -> None:
 
 def _check(address: str) -> None:
     """Refuse an address at which no cluster can be joined; Ray itself would wait for minutes."""
-    if "://" in address:
+    if address == "auto":
+        return
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdecimal() or "://" in host:
         raise FedShuffleError(
-            f"the address {address!r} is one for Ray's client. Run on a machine of the cluster, and"
-            " give HOST:PORT of its head."
+            f"the address {address!r} cannot be read: run on a machine of the cluster, and write"
+            " HOST:PORT of its head."
         )
-    if address != "auto":
-        host, _, port = address.rpartition(":")
-        if not (host and port.isdecimal()):
-            raise FedShuffleError(f"the address {address!r} cannot be read: write HOST:PORT.")
-        try:
-            socket.create_connection((host.strip("[]"), int(port)), _TIMEOUT).close()
-        except OSError as error:
-            raise FedShuffleError(
-                f"no Ray cluster answers at {address!r}. Start one with 'ray start --head', or"
-                " leave the address out for a local one."
-            ) from error
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), _TIMEOUT).close()
+    except OSError as error:
+        raise FedShuffleError(
+            f"no Ray cluster answers at {address!r}. Start one with 'ray start --head', or leave"
+            " the address out for a local one."
+        ) from error

@@ -1,67 +1,124 @@
 """Workers on the machines of a Ray cluster, each with one engine, the model and the data.
 
 A worker gets one share of the clients per request and answers with one running sum. The answer
-depends on the share alone, so the share of a lost worker is simply given to another.
+depends on the share alone, so the share of a lost worker is simply given to another. Ray itself
+starts lost workers again, on another machine if need be.
 """
 
 from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import os
 import sys
-import time
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from fedshuffle._arrays import count, expect, number
 from fedshuffle.engines import serialization
+from fedshuffle.engines.base import OneWorker
 from fedshuffle.engines.problem import Problem
 from fedshuffle.engines.ray import cluster
-from fedshuffle.engines.ray.options import KINDS, Ray
-from fedshuffle.engines.workers import RequestContext, Workers
-from fedshuffle.errors import FedShuffleError
+from fedshuffle.engines.sequential import SequentialEngine
+from fedshuffle.engines.vectorized import VectorizedEngine
+from fedshuffle.engines.workers import Workers, lost_worker
+from fedshuffle.errors import FedShuffleError, unknown
 from fedshuffle.fingerprint import versions
 
-TIMEOUT = 120.0
-"""Seconds to wait for a worker when there is none."""
+MAX_WORKERS = 10_000
+TIMEOUT = 120.0  # seconds to wait for a worker when there is none
+MAX_LOSSES = 3  # of workers over one share, before giving up
+MAX_RESTARTS = 100  # of a worker, so that one that cannot start does not try for ever
+INLINE_BYTES = 100_000  # tensors with fewer bytes in all travel with the request itself
 
-MAX_ATTEMPTS = 3
-"""Workers lost over one share, or that fail to start in one place, before giving up."""
-
-INLINE_BYTES = 100_000
-"""Tensors with fewer bytes in all travel with the request itself."""
+KINDS: dict[str, type[OneWorker]] = {
+    engine.name: engine for engine in (SequentialEngine, VectorizedEngine)
+}
 
 _LOG = logging.getLogger("fedshuffle")
 _of_parent: list[Any] = []
 """What belongs to the process that this one was forked from; deleting it would wait for ever."""
 
 
-class _Place(NamedTuple):
-    """Where a worker is."""
+@dataclass(frozen=True)
+class Ray:
+    """Workers on a Ray cluster, as an engine: ``train(..., engine=Ray(workers=4))``.
 
-    node: str
-    address: str
-    pid: int
+    As text, without the address, which does not change the result:
+
+        >>> str(Ray(4)), str(Ray(4, "vectorized")), str(Ray(4, gpus=0.5))
+        ('ray:4', 'ray:4:vectorized', 'ray:4:sequential:gpus=0.5')
+        >>> Ray.read("ray:4:vectorized:cpus=2") == Ray(4, "vectorized", cpus=2)
+        True
+
+    Args:
+        workers: how many; None for as many as the cluster has room for. The number changes only
+            the rounding, and a cluster with less room gives the same result with fewer.
+        kind: the engine of each worker, ``"sequential"`` or ``"vectorized"``.
+        gpus: GPUs per worker, perhaps a fraction; with any, it computes on the GPU.
+        cpus: CPUs per worker; torch gets as many threads.
+        address: HOST:PORT of the cluster's head; if None, ``RAY_ADDRESS``, or else a local
+            cluster is started.
+    """
+
+    workers: int | None = None
+    kind: str = "sequential"
+    gpus: float = 0.0
+    cpus: float = 1.0
+    address: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.workers is not None and count(self.workers, "the number of workers") > MAX_WORKERS:
+            raise FedShuffleError(
+                f"the engine 'ray' is asked for {self.workers} workers. Ask for at most"
+                f" {MAX_WORKERS}."
+            )
+        if self.kind not in KINDS:
+            raise unknown("engine of a worker", self.kind, KINDS)
+        if self.address is not None:
+            expect(self.address, str, "address")
+        for what, least in (("gpus", 0.0), ("cpus", math.ulp(0.0))):
+            value = number(getattr(self, what), what)
+            if not least <= value < math.inf or (value > 1 and value != int(value)):
+                raise FedShuffleError(
+                    f"{what} is {value:g}, but a worker has a fraction of one, or whole ones."
+                )
+
+    @classmethod
+    def read(cls, text: str) -> Ray:
+        """What a text says: ``ray``, then perhaps a number, a kind, and ``gpus=`` or ``cpus=``."""
+        words, found = text.split(":")[1:], dict[str, Any]()
+        if words and words[0].isdecimal():
+            found["workers"] = int(words.pop(0))
+        if words and words[0] in KINDS:
+            found["kind"] = words.pop(0)
+        for word in words:
+            name, _, value = word.partition("=")
+            if name not in ("gpus", "cpus") or name in found:
+                raise FedShuffleError(
+                    f"engine {text!r} cannot be read: write 'ray', 'ray:4' for four workers,"
+                    " 'ray:4:vectorized', or 'ray:4:sequential:gpus=0.5' for half a GPU each."
+                )
+            found[name] = number(value, f"{name} of the engine {text!r}")
+        return cls(**found)
 
     def __str__(self) -> str:
-        return f"process {self.pid} on {self.address}, node {self.node[:8]}"
+        options = [f"gpus={self.gpus:g}"] if self.gpus else []
+        options += [f"cpus={self.cpus:g}"] if self.cpus != 1 else []
+        workers = [] if self.workers is None else [str(self.workers)]
+        kind = [self.kind] if self.kind != "sequential" or options else []
+        return ":".join(["ray", *workers, *kind, *options])
 
-
-@dataclass(eq=False)
-class _Member:
-    """A worker, seen from the driver."""
-
-    number: int
-    actor: Any
-    attempt: int
-    """How many workers were lost or failed to start before it."""
-    place: _Place | None = None
-    """Where it is, once it was heard of."""
+    @property
+    def needs(self) -> dict[str, float]:
+        """The resources of one worker."""
+        return {"CPU": self.cpus, **({"GPU": self.gpus} if self.gpus else {})}
 
 
 class RayEngine(Workers):
@@ -73,18 +130,18 @@ class RayEngine(Workers):
         joined = cluster.join(wanted.address, (wanted.workers or 1) * wanted.cpus)
         self._ray = cluster.library()
         self._cluster = cluster.current()
-        self._members: dict[int, _Member] = {}
-        self._pending: dict[Any, tuple[_Member, int | None]] = {}
-        """What is waited for: a member's share, or (None) a sign of life."""
+        self._ready: dict[Any, str] = {}
+        """Workers that can be given a share, and where they are."""
+        self._pending: dict[Any, tuple[Any, int | None]] = {}
+        """What is waited for: a worker's share, or (None) a sign that it is ready."""
         self._held: list[Any] = []
-        mine = os.getpid(), self._ray, joined, self._members, self._pending, self._held
-        self._close = weakref.finalize(self, _close, *mine)
+        """What stays in the cluster's memory as long as this engine, for workers that restart."""
+        mine = self._ready, self._pending, self._held
+        self._close = weakref.finalize(self, _close, os.getpid(), self._ray, joined, *mine)
         try:
-            self._worker = self._ray.remote(_Worker)
             room = _room(self._ray, wanted)
             self.wanted = replace(wanted, workers=wanted.workers or room)
             super().__init__(str(self.wanted), problem, wanted.workers or room)
-            # They stay in the cluster's memory as long as this engine, for workers that join later.
             self._held.append(self._put(dumped))
             if problem.federation.path is None:
                 fields = [serialization.Flat.of(field) for field in problem.fields]
@@ -92,11 +149,12 @@ class RayEngine(Workers):
         except BaseException:
             self.close()
             raise
-
-    @property
-    def places(self) -> list[str]:
-        """Where the workers that are ready are."""
-        return [str(member.place) for member in self._members.values() if member.place]
+        self._worker = self._ray.remote(_Worker).options(
+            num_cpus=wanted.cpus,
+            num_gpus=wanted.gpus,
+            max_restarts=MAX_RESTARTS,
+            scheduling_strategy="SPREAD",
+        )
 
     def close(self) -> None:
         """End the workers, and the cluster if it was started for them."""
@@ -117,14 +175,21 @@ class RayEngine(Workers):
     def _answers(self, what: str, requests: Sequence[list[Any]]) -> list[list[Tensor]]:
         if not self._close.alive or cluster.current() != self._cluster:
             raise FedShuffleError("the engine's Ray cluster was shut down: make a new engine.")
-        if not self._members:
-            for place in range(self.workers):
-                self._start_worker(place)
+        if not self._ready and not self._pending:
+            paths = [os.path.abspath(path) for path in sys.path]
+            for _ in range(self.workers):
+                self._expect(self._worker.remote(paths, versions(), self.wanted, *self._held))
         try:
             return self._shared(what, requests)
         except BaseException:
-            _kill(self._ray, self._members, self._pending)  # they may be busy: start new ones
+            _kill(self._ray, self._ready, self._pending)  # they may be busy: start new ones
             raise
+
+    def _expect(self, worker: Any) -> None:
+        """Let a worker say that it is ready; if it is restarting, as soon as it has restarted."""
+        self._ready.pop(worker, None)
+        ref = worker.ready.options(max_task_retries=-1).remote()
+        self._pending[ref] = worker, None
 
     def _shared(self, what: str, requests: Sequence[list[Any]]) -> list[list[Tensor]]:
         """The answers to all shares, in their order, whoever computes them."""
@@ -134,104 +199,75 @@ class RayEngine(Workers):
         waiting, losses = list(range(len(requests))), [0] * len(requests)
         found: dict[int, list[Tensor]] = {}
         failure = ""
-        deadline = time.monotonic() + TIMEOUT
         while len(found) < len(requests):
-            idle = self._idle()
-            for k in waiting[: len(idle)]:
-                member = idle.pop(k if k in idle else min(idle))  # its own worker, or else any
-                ref = member.actor.answer.remote(what, packed[k], everywhere)
-                self._pending[ref] = member, k
-                waiting.remove(k)
+            for worker in self._idle()[: len(waiting)]:
+                k = waiting.pop(0)
+                self._pending[worker.answer.remote(what, packed[k], everywhere)] = worker, k
+            if not self._pending:
+                raise FedShuffleError(
+                    f"no worker started on the Ray cluster: {failure.rstrip('.')}. Every machine of"
+                    " it needs the same fedshuffle, and memory for a worker."
+                )
             busy = any(share is not None for _, share in self._pending.values())
-            left = None if busy else max(0.0, deadline - time.monotonic())
-            refs = list(self._pending)
-            done, _ = self._ray.wait(refs, num_returns=1, timeout=left) if refs else ([], [])
+            refs, timeout = list(self._pending), None if busy else TIMEOUT
+            done, _ = self._ray.wait(refs, num_returns=1, timeout=timeout)
             if not done:
-                raise self._no_worker(failure)
-            member, share = self._pending.pop(done[0])
+                free = _resources(self._ray.available_resources())
+                raise FedShuffleError(
+                    f"no worker started on the Ray cluster within {TIMEOUT:g} seconds. Each needs"
+                    f" {_resources(self.wanted.needs)}, and {free} are free: make room, such as by"
+                    " closing other engines of this program, or ask for less."
+                )
+            worker, share = self._pending.pop(done[0])
             try:
                 ok, result = self._ray.get(done[0])
-            except self._ray.exceptions.RayTaskError as error:  # of Ray, not of the worker
-                why = f"a worker of Ray cannot be used: {_last_line(error).rstrip('.')}."
-                if isinstance(error.cause, ImportError | AttributeError):
-                    why += " Install the same fedshuffle on every machine of the cluster."
-                ok, result = False, FedShuffleError(why)
             except self._ray.exceptions.RayError as error:
-                failure, context = _last_line(error), None
-                if share is not None:
-                    waiting.insert(0, share)
-                    losses[share] += 1
-                    context = RequestContext.of(self.problem, requests[share])
-                    if losses[share] == MAX_ATTEMPTS:
-                        raise context.error(
-                            f"{MAX_ATTEMPTS} workers that trained it were lost one after another"
-                            " (out of memory?). Use fewer workers per machine, or resume from the"
-                            " last checkpoint."
-                        ) from error
-                self._replace(member, error, context)
+                if share is None:  # it cannot even start: Ray has given it up
+                    failure = _last_line(error)
+                    continue
+                losses[share] += 1
+                waiting.insert(0, share)
+                self._lost(worker, requests[share], losses[share], error)
                 continue
-            if share is None:
-                self._heard(member, ok, result)
-            elif not ok:
-                raise result
+            if share is not None:
+                if not ok:
+                    raise result
+                found[share] = [flat.tensor().to(self.problem.device) for flat in result]
+            elif ok:
+                self._ready[worker] = result
+            elif self._ready:
+                _LOG.warning("Ray: a worker cannot work: %s", result)
+                self._ray.kill(worker)
             else:
-                # The cluster's memory is read-only, and the others are added to the first.
-                device = self.problem.device
-                found[share] = [flat.tensor().to(device, copy=share == 0) for flat in result]
-                deadline = time.monotonic() + TIMEOUT
+                raise result
         return [found[share] for share in range(len(requests))]
 
-    def _idle(self) -> dict[int, _Member]:
-        pending = {member.number for member, _ in self._pending.values()}
-        return {k: member for k, member in self._members.items() if k not in pending}
+    def _idle(self) -> list[Any]:
+        busy = {worker for worker, _ in self._pending.values()}
+        return [worker for worker in self._ready if worker not in busy]
 
-    def _start_worker(self, place: int, attempt: int = 0) -> None:
-        resources = {"num_cpus": self.wanted.cpus, "num_gpus": self.wanted.gpus}
-        options = self._worker.options(max_restarts=0, scheduling_strategy="SPREAD", **resources)
-        self._members[place] = member = _Member(place, options.remote(), attempt)
-        paths = [os.path.abspath(path) for path in sys.path]
-        ref = member.actor.prepare.remote(paths, versions(), self.wanted, *self._held)
-        self._pending[ref] = member, None
-
-    def _heard(self, member: _Member, ok: bool, result: Any) -> None:
-        """A worker is ready, or says why it cannot work."""
-        if ok:
-            member.place = result
-        elif member.attempt and any(other.place for other in self._members.values()):
-            _LOG.warning("Ray: a new worker %d cannot work: %s", member.number, result)
-            del self._members[member.number]
-        else:
-            raise result
-
-    def _replace(self, lost: _Member, error: Exception, context: RequestContext | None) -> None:
-        """Start another worker. Perhaps the machine is lost: ask its other workers, too."""
-        with contextlib.suppress(Exception):
-            self._ray.kill(lost.actor)  # it may only have been out of reach
-        what = f"({lost.place}) was lost" if lost.place else "did not start"
-        again = ""
-        if context:
-            clients = context.clients.removeprefix("one of ")
-            again = f"; clients ({clients}) of round {context.round} are trained again by another"
-        _LOG.warning("Ray: worker %d %s (%s)%s.", lost.number, what, type(error).__name__, again)
-        del self._members[lost.number]
-        for other in self._idle().values():
-            if other.place and lost.place and other.place.node == lost.place.node:
-                self._pending[other.actor.alive.remote()] = other, None
-        if (attempt := 1 if lost.place else lost.attempt + 1) < MAX_ATTEMPTS:
-            self._start_worker(lost.number, attempt)
-
-    def _no_worker(self, failure: str) -> FedShuffleError:
-        if not self._members:
-            return FedShuffleError(
-                f"no worker started on the Ray cluster: {failure.rstrip('.')}. Every machine of it"
-                " needs the same fedshuffle, and memory for a worker."
-            )
-        free = self._ray.available_resources()
-        return FedShuffleError(
-            f"no worker started on the Ray cluster within {TIMEOUT:g} seconds. Each needs"
-            f" {_resources(self.wanted.needs)}, and {_resources(free)} are free: make room, such as"
-            " by closing other engines of this program, or ask for less."
+    def _lost(self, worker: Any, request: Any, losses: int, error: Exception) -> None:
+        """Say that a worker was lost over a share. Perhaps its machine is: ask all that are idle
+        whether they are still there.
+        """
+        lost = lost_worker(
+            self.problem,
+            request,
+            f"{losses} workers that trained it were lost one after another (out of memory?). Use"
+            " fewer workers per machine, or resume from the last checkpoint.",
         )
+        if losses == MAX_LOSSES:
+            raise lost from error
+        _LOG.warning(
+            "Ray: a worker (%s) was lost (%s); clients (%s) of round %d are trained again by"
+            " another.",
+            self._ready[worker],
+            type(error).__name__,
+            str(lost.client).removeprefix("one of "),
+            lost.round,
+        )
+        for one in self._idle():
+            self._expect(one)
 
 
 class _Worker:
@@ -240,21 +276,21 @@ class _Worker:
     It never raises, since Ray would wrap that: it answers whether all went well, and what.
     """
 
-    def prepare(
+    def __init__(
         self,
         paths: list[str],
         needed: dict[str, str],
         wanted: Ray,
         dumped: bytes,
         fields: Sequence[serialization.Flat] = (),
-    ) -> tuple[bool, Any]:
-        """Get ready to work on a problem; where this is."""
+    ) -> None:
         import ray
 
         node, address = ray.get_runtime_context().get_node_id(), ray.util.get_node_ip_address()
-        self._place = _Place(node, address, os.getpid())
+        place = f"process {os.getpid()} on {address}, node {node[:8]}"
         there = [path for path in paths if os.path.exists(path)]
         sys.path[:] = [*there, *(path for path in sys.path if path not in there)]
+        self._state: tuple[bool, Any] = True, place
         try:
             for what, version in versions().items():
                 if version != needed.get(what):
@@ -267,11 +303,10 @@ class _Worker:
             problem = serialization.load_problem(dumped, tensors, _device(wanted.gpus))
             self._engine = KINDS[wanted.kind](problem)
         except Exception as error:
-            return False, serialization.sendable(error, str(self._place))
-        return self.alive()
+            self._state = False, serialization.sendable(error, place)
 
-    def alive(self) -> tuple[bool, Any]:
-        return True, self._place
+    def ready(self) -> tuple[bool, Any]:
+        return self._state
 
     def answer(self, what: str, packed: Any, shared: Any) -> tuple[bool, Any]:
         return serialization.answer(self._engine, what, packed, shared)
@@ -308,25 +343,24 @@ def _resources(found: dict[str, float]) -> str:
 
 def _last_line(error: Exception) -> str:
     """What Ray says in the end, after a page of context."""
-    lines = [line.strip() for line in str(error).split("\n") if line.strip()]
-    return lines[-1] if lines else repr(error)
+    return next((line.strip() for line in reversed(str(error).split("\n")) if line.strip()), "")
 
 
-def _kill(ray: Any, members: dict[int, _Member], pending: dict[Any, Any]) -> None:
+def _kill(ray: Any, ready: dict[Any, str], pending: dict[Any, Any]) -> None:
     if ray.is_initialized():  # or else it would start a cluster to kill them in
-        for member in members.values():
+        for worker in {*ready, *(worker for worker, _ in pending.values())}:
             with contextlib.suppress(Exception):
-                ray.kill(member.actor)
-    members.clear()
+                ray.kill(worker)
+    ready.clear()
     pending.clear()
 
 
-def _close(pid: int, ray: Any, joined: str | None, members: dict[int, _Member], *held: Any) -> None:
+def _close(pid: int, ray: Any, joined: str | None, *mine: Any) -> None:
+    ready, pending, held = mine
     if os.getpid() != pid:  # a fork, in which Ray has no threads and would wait for them for ever
-        _of_parent.append((members, held))
+        _of_parent.append(mine)
         return
-    pending, kept = held
-    _kill(ray, members, pending)
-    kept.clear()
+    _kill(ray, ready, pending)
+    held.clear()
     with contextlib.suppress(ImportError):  # of a program that ends; its cluster ends with it
         cluster.leave(joined)
