@@ -71,6 +71,7 @@ def audit(
             " not go downhill, so it minimises nothing."
         )
     objective, effective = federation.weights, raw / raw.sum()
+    biased = differ(objective, effective, errors)
     certain = True if errors is None and averaged is None else None
     momentum = "" if method.momentum == "none" else f", momentum {method.momentum}"
     return Audit(
@@ -83,12 +84,12 @@ def audit(
         objective_weights=objective,
         effective_weights=effective,
         inclusion_probabilities=sampling.p,
-        consistent=False if differ(objective, effective, errors) else certain,
+        consistent=False if biased else certain,
         exact=errors is None,
         how=how,
         rounds=averaged,
         standard_errors=errors,
-        findings=method_findings(subject, effective, errors, averaged),
+        findings=tuple(method_findings(subject, effective, biased, averaged)),
     )
 
 

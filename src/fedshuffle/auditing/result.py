@@ -12,7 +12,7 @@ import numpy as np
 from fedshuffle._arrays import FloatArray, IntArray, jsonable
 from fedshuffle.auditing.estimation import WeightEstimate
 from fedshuffle.auditing.findings import TOLERANCE, Finding
-from fedshuffle.auditing.properties import CLOSE, ServerProperties, bias_findings, uneven
+from fedshuffle.auditing.properties import CLOSE, ServerProperties, uneven
 from fedshuffle.errors import visible
 from fedshuffle.federation import Federation
 from fedshuffle.methods import Method
@@ -172,37 +172,28 @@ def blackbox_result(
     estimate: WeightEstimate,
     server: ServerProperties,
     federation: Federation,
-    probabilities: FloatArray,
-    uneven_steps: tuple[int, int] | None,
     confidence: float,
-    sampling: Sampling | None = None,
     *,
-    name: str,
-    source: str,
-    how: str,
+    probabilities: FloatArray,
+    sampling: Sampling | None = None,
+    steps: tuple[int, int] | None,
+    **names: Any,
 ) -> Audit:
-    """The audit that follows from an estimate; of a log, which has no sampling, the
-    probabilities are estimated too.
+    """The audit that follows from an estimate; ``steps`` are the fewest and the most if these make
+    a difference. A log has no sampling; its probabilities are shares of rounds.
     """
     objective, weights = federation.weights, estimate.weights
     consistent = _consistent(estimate, objective, confidence, server)
     findings = server.findings()
     if consistent is False:
-        findings += bias_findings(
-            server,
-            objective,
-            weights,
-            partial=bool((probabilities < 1).any()),
-            uneven_steps=uneven_steps,
-            # In a log, chance alone makes the shares of rounds differ.
-            uneven_probabilities=sampling is not None and uneven(probabilities),
-        )
+        # In a log, chance alone makes the shares of rounds differ.
+        known_uneven = sampling is not None and uneven(probabilities)
+        partial = bool((probabilities < 1).any())
+        findings += server.bias_findings(objective, weights, steps, partial, known_uneven)
     exact = not estimate.errors.any()
     half = np.maximum(estimate.half_widths(confidence), _ROUNDING * np.abs(weights))
     return Audit(
-        name=name,
-        source=source,
-        how=how,
+        **names,
         client_ids=federation.ids,
         sizes=federation.sizes,
         objective_weights=objective,
@@ -225,7 +216,7 @@ def _consistent(
     """False if simultaneous intervals exclude the objective that was meant, True if they leave no
     room for another, None if they leave some.
     """
-    if server.non_finite_rounds or server.moves_without_updates or server.long_run_gain == np.inf:
+    if server.never_settles:
         return False
     linear = server.linear is not False
     reach = np.maximum(estimate.half_widths(confidence, together=True), _SURE * estimate.errors)
