@@ -167,7 +167,7 @@ def said(result: Audit) -> str:
         (servers.drifting, "full", "no client moves"),
         (servers.nan_for_small_cohorts, "independent:0.5,0.5,0.5,0.5,0.5", "NaN"),
         (servers.MomentumTwice, "full", "without bound"),
-        (fedavg, "uniform:2", "sum to one"),
+        (fedavg, "uniform:2", "normalised over the cohort"),
     ],
 )
 def test_planted_faults_are_flagged(server: Any, sampling: str, words: str) -> None:

@@ -121,7 +121,7 @@ def _ratio(
 ) -> WeightEstimate:
     """Normalised weights, with errors from how far each observation moved its client's weight."""
     client, n, k = seen.client, len(count), seen.rounds
-    whole = _positive_sum(raw)
+    whole = positive_sum(raw)
     weights = raw / whole
     together = np.bincount(seen.round, weights=moved, minlength=k)[seen.round]
     present = np.bincount(client, weights=(moved - weights[client] * together) ** 2, minlength=n)
@@ -188,7 +188,7 @@ def error_of_mean(batches: FloatArray) -> FloatArray:
 def estimate_by_batches(moves: FloatArray, seen: IntArray) -> WeightEstimate:
     """The effective weights from the mean moves over batches of rounds: (batches, clients)."""
     raw = moves.mean(axis=0)
-    whole = _positive_sum(raw)
+    whole = positive_sum(raw)
     weights = raw / whole
     residuals = moves - weights * moves.sum(axis=1, keepdims=True)
     errors = error_of_mean(residuals) / whole
@@ -200,10 +200,11 @@ def weights_from_all_cohorts(seen: Observations, n: int, shares: FloatArray) -> 
     """The weights from every cohort with its probability: nothing is estimated."""
     shared = seen.contribution * shares[seen.round]
     raw = np.bincount(seen.client, weights=shared, minlength=n).astype(np.float64)
-    return WeightEstimate(raw / _positive_sum(raw), np.zeros(n), np.full(n, np.inf))
+    return WeightEstimate(raw / positive_sum(raw), np.zeros(n), np.full(n, np.inf))
 
 
-def _positive_sum(raw: FloatArray) -> float:
+def positive_sum(raw: FloatArray) -> float:
+    """The sum of contributions, if the mean round goes downhill."""
     whole = float(raw.sum())
     if not whole > 0:
         raise FedShuffleError(

@@ -1,4 +1,4 @@
-"""Findings: what is wrong with a method in a setting, why it matters, and how to fix it."""
+"""Findings: what is wrong with a method or a server, why it matters, and how to fix it."""
 
 from __future__ import annotations
 
@@ -18,12 +18,68 @@ from fedshuffle.sampling import Full
 TOLERANCE = 1e-8
 """Effective weights within this relative distance of the objective's count as equal."""
 
-
-def differ(objective: FloatArray, effective: FloatArray, errors: FloatArray | None) -> bool:
-    """Whether two objectives differ, beyond rounding or beyond chance."""
-    # Five standard errors, so that among a thousand clients chance alone hardly ever accuses one.
-    slack = TOLERANCE * objective if errors is None else 5 * errors + 1e-12
-    return bool((np.abs(effective - objective) > slack).any())
+_TEXTS = {  # what, why and fix, a line each
+    "steps": """Clients take from {low} to {high} local steps {at}.
+        A client that takes more steps moves the model further, so it also counts by steps.
+        Divide each client's step size, or its weight, by its number of steps{instead}.""",
+    "common steps": """The number of steps is the {steps} over each cohort.
+        Clients that are sampled together with large clients move the model further.
+        Give every client its own epochs and scale the step size{instead}.""",
+    "interruption": """Some clients do not finish the steps that they planned.
+        A client that stops early moves less far than its weight says.
+        Weigh by the share of the work that was done: method fedshuffle-gen.""",
+    "normalised": """The aggregation weights are normalised over the cohort.
+        {why_not_normalise}
+        Divide each weight by the client's inclusion probability{instead}.""",
+    "joint": """{name} estimates the gradient from the cohort that then follows it.
+        A cohort of large total weight both counts more in the estimate and moves further.
+        Use {other}, or a sampling whose cohorts all have the same total weight (full \
+participation, or one client with probability w).""",
+    "rules": """The rules of {name} do not weigh clients as the objective does.
+        In the mean over cohorts client {client} counts {ratio:.3g} times what was meant.
+        Make weight times steps over normalisations proportional to the objective's weight\
+{instead}.""",
+    "rounds": """A rule or an interruption depends on the round.
+        The weights are the mean over the first {rounds} rounds; later ones may differ.
+        Let every round treat clients alike, or audit over as many rounds as you train.""",
+    "pooled": """All data is in one place, and every example counts equally.
+        The objective goes by the number of examples, not by the weights you gave.
+        Weigh clients by size, or use a federated method.""",
+    "sizes": """The server ignores how many examples clients have.
+        Small clients count like large ones.
+        Weigh clients by size, or say that you mean an objective of equal weights.""",
+    "probability": """The server ignores inclusion probability.
+        Clients that take part more often count more.
+        Divide each client's weight by its inclusion probability.""",
+    "not finite": """{non_finite_rounds} of {rounds} rounds gave NaN or infinity.
+        One such step destroys the model for good.
+        Look for divisions by zero: cohorts of one client, clients that did not move.""",
+    "drift": """The model moves although no client moves.
+        It is led away from every objective that clients have.
+        Add nothing to the step that does not come from updates.""",
+    "unbounded": """The steps grow without bound while clients send the same updates.
+        Memory is fed back with a factor of one or more, so any step size diverges.
+        Let momentum decay, and add it once.""",
+    "only one": """Only the {only_client_counted} client of a cohort counts.
+        The updates of all other clients are thrown away.
+        Sum the updates instead of overwriting the sum.""",
+    "order": """The step depends on the order in which replies arrive.
+        Fast clients count differently from slow ones.
+        Let the weights depend on who takes part, not on when.""",
+    "fails": """The server fails if no client moves.
+        A client that has nothing to learn, or has converged, stops the training.
+        Look for divisions by the norm of an update.""",
+    "optimiser": """The server's optimiser is not linear in the updates.
+        The weights are those of the average that it gets; if cohorts differ, it may shift them.
+        Judge by the weights where the optimiser's steps are small.""",
+    "not linear": """Not linear in the updates.
+        No weighted sum of the clients' objectives is minimised; the weights describe the \
+response to small differences between clients that move alike.
+        Trust the weights only near a point where clients agree.""",
+    "ignored": """{ignored_rounds} of {rounds} rounds ignored all their clients.
+        Clients that are mostly sampled in such rounds count too little.
+        Let every cohort move the model.""",
+}
 
 
 @dataclass(frozen=True)
@@ -35,9 +91,17 @@ class Finding:
     fix: str
 
 
-def findings_of(*rows: tuple[Any, str, str, str]) -> list[Finding]:
-    """The findings of the rows (condition, what, why, fix) whose condition holds."""
-    return [Finding(*texts) for holds, *texts in rows if holds]
+def findings_of(causes: dict[str, Any], **values: Any) -> list[Finding]:
+    """The findings of the causes that hold."""
+    texts = [_TEXTS[cause].split("\n") for cause, holds in causes.items() if holds]
+    return [Finding(*(line.strip().format_map(values) for line in text)) for text in texts]
+
+
+def differ(objective: FloatArray, effective: FloatArray, errors: FloatArray | None) -> bool:
+    """Whether two objectives differ, beyond rounding or beyond chance."""
+    # Five standard errors, so that among a thousand clients chance alone hardly ever accuses one.
+    slack = TOLERANCE * objective if errors is None else 5 * errors + 1e-12
+    return bool((np.abs(effective - objective) > slack).any())
 
 
 def method_findings(
@@ -46,80 +110,41 @@ def method_findings(
     """The causes of the bias of a method. Without a bias, the only possible finding is that rounds
     differ: ``rounds`` is then the number of rounds that were averaged.
     """
-    method, sampling, work = subject.method, subject.sampling, subject.workload.work
-    objective, steps = subject.federation.weights, subject.workload.possible_steps[0]
-    if method.pooled:
-        return findings_of(
-            (
-                biased,
-                "All data is in one place, and every example counts equally.",
-                "The objective goes by the number of examples, not by the weights you gave.",
-                "Weigh clients by size, or use a federated method.",
-            )
-        )
-    findings = findings_of(
-        (
-            rounds is not None,
-            "A rule or an interruption depends on the round.",
-            f"The weights are the mean over the first {rounds} rounds; later ones may differ.",
-            "Let every round treat clients alike, or audit over as many rounds as you train.",
-        )
-    )
-    if not biased:
-        return findings
-    uneven, partial = steps.min() != steps.max(), not isinstance(sampling, Full)
-    few, many = int(steps.max(axis=1).min()), int(steps.max())
-    by_steps = uneven and work.steps is None and _moves_apart(subject, (few, few), (many, many))
-    scaled = by_steps and _step_scale(subject, few) != _step_scale(subject, many)
-    at_scale = "at step sizes that do not make up for it" if scaled else "at one step size"
-    consistent, mvr = consistent_variant(method), isinstance(method.direction, MVR)
-    findings += findings_of(
-        (
-            by_steps,
-            f"Clients take from {steps.min()} to {steps.max()} local steps {at_scale}.",
-            "A client that takes more steps moves the model further, so it also counts by steps.",
-            f"Scale each client's step size by its number of steps: method {consistent}.",
-        ),
-        (
-            uneven and isinstance(work.steps, str),
-            f"The number of steps is the {work.steps} over each cohort.",
-            "Clients that are sampled together with large clients move the model further.",
-            f"Give every client its own epochs and scale the step size: method {consistent}.",
-        ),
-        (
-            _stops_early(subject.workload) and _moves_apart(subject, (many, 1), (many, many)),
-            "Some clients do not finish the steps that they planned.",
-            "A client that stops early moves less far than its weight says.",
-            "Weigh by the share of the work that was done: method fedshuffle-gen.",
-        ),
-    )
-    findings += findings_of(
-        (
-            partial and not isinstance(method.averaging.normaliser, InclusionProbability),
-            "The aggregation weights are normalised over the cohort.",
-            why_not_normalise(objective, effective, other_causes=bool(findings)),
-            f"Divide each weight by the client's inclusion probability: method {consistent}.",
-        ),
-        (
-            partial and method.direction.needs_joint,
-            f"{'Exact MVR' if mvr else method.name} estimates the gradient from the cohort that"
-            " then follows it.",
-            "A cohort of large total weight both counts more in the estimate and moves further.",
-            f"Use {'the cheap global momentum' if mvr else 'scaffold'}, or a sampling whose cohorts"
-            " all have the same total weight (full participation, or one client with probability"
-            " w).",
-        ),
-    )
+    method, work, objective = subject.method, subject.workload.work, subject.federation.weights
+    if method.pooled or not biased:
+        pooled = method.pooled and biased
+        return findings_of({"pooled": pooled, "rounds": rounds is not None}, rounds=rounds)
+    steps, partial = subject.workload.possible_steps[0], not isinstance(subject.sampling, Full)
+    uneven, few, many = np.ptp(steps) > 0, int(steps.max(axis=1).min()), int(steps.max())
+    by_steps = uneven and work.steps is None and _differ(subject, _moved, (few, few), (many, many))
+    scaled = by_steps and _differ(subject, _scale, (few, few), (many, many))
+    early = _stops_early(subject.workload) and _differ(subject, _moved, (many, 1), (many, many))
+    causes = {
+        "rounds": rounds is not None,
+        "steps": by_steps,
+        "common steps": uneven and isinstance(work.steps, str),
+        "interruption": early,
+    }
+    why = why_not_normalise(objective, effective, other_causes=any(causes.values()))
+    by_probability = isinstance(method.averaging.normaliser, InclusionProbability)
+    causes["normalised"] = partial and not by_probability
+    causes["joint"] = partial and method.direction.needs_joint
+    causes["rules"] = not any(causes.values())
     most = int(np.argmax(np.abs(np.log(np.maximum(effective, 1e-300) / objective))))
-    return findings or findings_of(
-        (
-            True,
-            f"The rules of {method.name} do not weigh clients as the objective does.",
-            f"In the mean over cohorts client {subject.federation.ids[most]} counts"
-            f" {effective[most] / objective[most]:.3g} times what was meant.",
-            "Make weight times steps over normalisations proportional to the objective's weight,"
-            f" as method {consistent} does.",
-        )
+    mvr = isinstance(method.direction, MVR)
+    return findings_of(
+        causes,
+        rounds=rounds,
+        low=steps.min(),
+        high=many,
+        steps=work.steps,
+        at="at step sizes that do not make up for it" if scaled else "at one step size",
+        instead=f", as method {consistent_variant(method)} does",
+        why_not_normalise=why,
+        name="Exact MVR" if mvr else method.name,
+        other="the cheap global momentum" if mvr else "scaffold",
+        client=subject.federation.ids[most],
+        ratio=effective[most] / objective[most],
     )
 
 
@@ -128,22 +153,18 @@ def why_not_normalise(objective: FloatArray, effective: FloatArray, other_causes
 
     ``other_causes`` says whether there are other causes of a bias, which may outweigh this one.
     """
-    why = (
-        "A client is divided by a larger sum when it is sampled itself, and most of all when it is"
-        " large"
-    )
     order = np.argsort(objective, kind="stable")
     tenth = max(1, len(order) // 10)
     small, large = (
         effective[part].sum() / objective[part].sum() for part in (order[:tenth], order[-tenth:])
     )
+    then = ", so it does not count in proportion to its weight."
     if objective[order[0]] < objective[order[-1]] and large < 1 < small:
-        return f"{why}, so large clients count too little and small ones too much."
-    if other_causes:
-        return (
-            f"{why}. By itself this takes weight from large clients; here other causes outweigh it."
-        )
-    return f"{why}, so it does not count in proportion to its weight."
+        then = ", so large clients count too little and small ones too much."
+    elif other_causes:
+        then = ". By itself this takes weight from large clients; here other causes outweigh it."
+    sampled = "A client is divided by a larger sum when it is sampled itself"
+    return f"{sampled}, and most of all when it is large{then}"
 
 
 def _stops_early(workload: Workload) -> bool:
@@ -154,22 +175,23 @@ def _stops_early(workload: Workload) -> bool:
     return bool((workload.done(planned, np.arange(len(planned)), 0, 0) < planned).any())
 
 
-def _client(subject: Subject, planned: int, done: int) -> Cohort:
-    """The first client with other steps, so that only these differ."""
-    client, half = np.zeros(1, dtype=np.int64), np.full(1, 0.5)
-    longest = subject.workload.longest
-    return Cohort(client, half, half, np.array([planned]), np.array([done]), longest)
+def _scale(method: Method, client: Cohort) -> float:
+    return float(method.averaging.step_scale(client).item())
 
 
-def _step_scale(subject: Subject, steps: int) -> float:
-    return float(subject.method.averaging.step_scale(_client(subject, steps, steps)).item())
+def _moved(method: Method, client: Cohort) -> float:
+    weights = method.averaging.client_weights(client)
+    return float((weights * _scale(method, client) * client.done).item())
 
 
-def _moves_apart(subject: Subject, one: tuple[int, int], other: tuple[int, int]) -> bool:
-    """Whether a client moves the model differently far with these (planned, done) steps."""
-    rule, clients = subject.method.averaging, (_client(subject, *one), _client(subject, *other))
-    moved = [(rule.client_weights(c) * rule.step_scale(c) * c.done).item() for c in clients]
-    return not math.isclose(*moved, rel_tol=1e-9)
+def _differ(subject: Subject, value: Any, *steps: tuple[int, int]) -> bool:
+    """Whether a value of the first client differs with these (planned, done) steps."""
+    first, half, longest = np.zeros(1, dtype=np.int64), np.full(1, 0.5), subject.workload.longest
+    one, other = (
+        value(subject.method, Cohort(first, half, half, np.array([a]), np.array([b]), longest))
+        for a, b in steps
+    )
+    return not math.isclose(one, other, rel_tol=1e-9)
 
 
 def consistent_variant(method: Method) -> str:

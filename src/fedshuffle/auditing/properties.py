@@ -59,64 +59,18 @@ class ServerProperties:
 
     def findings(self) -> list[Finding]:
         """What is wrong with the server, whatever its weights are."""
-        return findings_of(
-            (
-                self.non_finite_rounds,
-                f"{self.non_finite_rounds} of {self.rounds} rounds gave NaN or infinity.",
-                "One such step destroys the model for good.",
-                "Look for divisions by zero: cohorts of one client, clients that did not move.",
-            ),
-            (
-                self.moves_without_updates,
-                "The model moves although no client moves.",
-                "It is led away from every objective that clients have.",
-                "Add nothing to the step that does not come from updates.",
-            ),
-            (
-                self.long_run_gain == np.inf,
-                "The steps grow without bound while clients send the same updates.",
-                "Memory is fed back with a factor of one or more, so any step size diverges.",
-                "Let momentum decay, and add it once.",
-            ),
-            (
-                self.only_client_counted,
-                f"Only the {self.only_client_counted} client of a cohort counts.",
-                "The updates of all other clients are thrown away.",
-                "Sum the updates instead of overwriting the sum.",
-            ),
-            (
-                self.ordered and not self.only_client_counted,
-                "The step depends on the order in which replies arrive.",
-                "Fast clients count differently from slow ones.",
-                "Let the weights depend on who takes part, not on when.",
-            ),
-            (
-                self.fails_on_zero_updates,
-                "The server fails if no client moves.",
-                "A client that has nothing to learn, or has converged, stops the training.",
-                "Look for divisions by the norm of an update.",
-            ),
-            (
-                self.linear is False and self.optimiser,
-                "The server's optimiser is not linear in the updates.",
-                "The weights are those of the average that it gets; if cohorts differ, it may shift"
-                " them further.",
-                "Judge by the weights where the optimiser's steps are small.",
-            ),
-            (
-                self.linear is False and not self.optimiser,
-                "Not linear in the updates.",
-                "No weighted sum of the clients' objectives is minimised; the weights describe the"
-                " response to small differences between clients that move alike.",
-                "Trust the weights only near a point where clients agree.",
-            ),
-            (
-                self.ignored_rounds,
-                f"{self.ignored_rounds} of {self.rounds} rounds ignored all their clients.",
-                "Clients that are mostly sampled in such rounds count too little.",
-                "Let every cohort move the model.",
-            ),
-        )
+        causes = {
+            "not finite": self.non_finite_rounds,
+            "drift": self.moves_without_updates,
+            "unbounded": self.long_run_gain == np.inf,
+            "only one": self.only_client_counted,
+            "order": self.ordered and not self.only_client_counted,
+            "fails": self.fails_on_zero_updates,
+            "optimiser": self.linear is False and self.optimiser,
+            "not linear": self.linear is False and not self.optimiser,
+            "ignored": self.ignored_rounds,
+        }
+        return findings_of(causes, **vars(self))
 
     def bias_findings(
         self,
@@ -129,40 +83,19 @@ class ServerProperties:
         """The causes of a bias; ``steps`` are the fewest and the most if these make a difference,
         ``partial`` says whether some clients do not always take part.
         """
-        form, sums = self.form or "", self.sums_to or 0
+        form, (low, high) = self.form or "", steps or (0, 0)
         by_steps = steps is not None and "/ steps" not in form and "/ (steps" not in form
         ignores_sizes = form == "all alike" or (self.uses_sizes is False and not form)
         ignores_sizes = ignores_sizes and uneven(objective)
-        low, high = steps or (0, 0)
-        return findings_of(
-            (
-                by_steps,
-                f"Clients take from {low} to {high} local steps at one step size, and the server"
-                " counts by steps.",
-                "A client that takes more steps moves the model further, and nothing makes up for"
-                " it.",
-                "Divide each client's step size, or its weight, by its number of steps.",
-            ),
-            (
-                ignores_sizes,
-                "The server ignores how many examples clients have.",
-                "Small clients count like large ones.",
-                "Weigh clients by size, or say that you mean an objective of equal weights.",
-            ),
-            (
-                partial and self.sums_to is not None and not self.constant,
-                f"The weights sum to {'one' if abs(sums - 1) < CLOSE else f'{sums:.4g}'} over the"
-                " cohort.",
-                why_not_normalise(objective, effective, other_causes=by_steps or ignores_sizes),
-                "Divide each client's weight by its inclusion probability instead.",
-            ),
-            (
-                uneven_probabilities and "probability" not in form,
-                "The server ignores inclusion probability.",
-                "Clients that take part more often count more.",
-                "Divide each client's weight by its inclusion probability.",
-            ),
-        )
+        causes = {
+            "steps": by_steps,
+            "sizes": ignores_sizes,
+            "normalised": partial and self.sums_to is not None and not self.constant,
+            "probability": uneven_probabilities and "probability" not in form,
+        }
+        why = why_not_normalise(objective, effective, other_causes=by_steps or ignores_sizes)
+        at = {"low": low, "high": high, "at": "at one step size", "instead": ""}
+        return findings_of(causes, why_not_normalise=why, **at)
 
 
 def describe_weights(

@@ -36,38 +36,23 @@ class Audit:
     ([0.1, 0.9], False)
     """
 
-    name: str
-    """The audited method, server or log."""
-    source: str
-    """Which clients took part: the sampling, or the log."""
+    name: str  # the audited method, server or log
+    source: str  # which clients took part: the sampling, or the log
     client_ids: Sequence[Hashable]
-    sizes: IntArray
-    """Examples of each client."""
+    sizes: IntArray  # examples of each client
     objective_weights: FloatArray
     effective_weights: FloatArray
-    inclusion_probabilities: FloatArray
-    """For a log: the share of rounds in which the client took part."""
-    consistent: bool | None
-    """Whether the two objectives are the same; None if undecided."""
+    inclusion_probabilities: FloatArray  # for a log, shares of rounds
+    consistent: bool | None  # whether the two objectives are the same; None if undecided
     exact: bool
-    how: str
-    """How the weights were found."""
-    standard_errors: FloatArray | None
-    """Of the effective weights; None if nothing is estimated, infinite for a client never seen."""
-    findings: tuple[Finding, ...]
-    """What is wrong, why it matters and how to fix it."""
-    method: Method | None = None
-    """The audited method; None for a server or a log."""
-    sampling: Sampling | None = None
-    """None for a log."""
-    rounds: int | None = None
-    """Number of rounds, from round 0, that the weights are averaged over, if a rule or an
-    interruption of a method depends on the round.
-    """
-    intervals: FloatArray | None = None
-    """Of a server or a log: lower and upper ends for each client's effective weight."""
-    confidence: float | None = None
-    """Of each interval."""
+    how: str  # how the weights were found
+    standard_errors: FloatArray | None  # infinite for a client never seen; None if exact
+    findings: tuple[Finding, ...]  # what is wrong, why it matters and how to fix it
+    method: Method | None = None  # None for a server or a log
+    sampling: Sampling | None = None  # None for a log
+    rounds: int | None = None  # rounds from 0 on that were averaged, if a method's rounds differ
+    intervals: FloatArray | None = None  # of a server or a log: lower and upper ends, per client
+    confidence: float | None = None  # of each interval
     properties: ServerProperties = ServerProperties()  # noqa: RUF009
     """How a server or the system of a log behaves; all unknown for a method."""
 
@@ -143,12 +128,8 @@ class Audit:
         """Plain data, ready for JSON; null for what is infinite."""
         audited: dict[str, Any]
         if self.method is not None:
-            audited = {
-                "method": self.method.name,
-                "momentum": self.method.momentum,
-                "sampling": repr(self.sampling),
-                "rounds": self.rounds,
-            }
+            audited = {"method": self.method.name, "momentum": self.method.momentum}
+            audited |= {"sampling": repr(self.sampling), "rounds": self.rounds}
         else:
             fields = ("name", "source", "intervals", "confidence")
             audited = {name: getattr(self, name) for name in fields}
