@@ -149,28 +149,17 @@ def _measure(server: ServerQueries) -> _Found:
 
 def _observe(server: ServerQueries, checked: ServerProperties) -> _Found:
     """The contributions in each cohort, from a fresh server each."""
-    shuffled, linear = bool(checked.ordered), checked.linear is not False
-    seen: list[tuple[QueryCohort, FloatArray]] = []
-    asked = 0
-    for cohort in server.cohorts(shuffled):
-        asked += 1
-        if linear:
-            found = server.contributions(cohort, bool(checked.moves_without_updates))
-        else:
-            found = server.local_response(cohort)
-        if np.isfinite(found).all():
-            seen.append((cohort, found))
+    asked = [(c, server.contributions(c, checked)) for c in server.cohorts(bool(checked.ordered))]
+    seen = [(cohort, found) for cohort, found in asked if np.isfinite(found).all()]
+    rounds, lost = len(asked), len(asked) - len(seen)
     if not seen:
-        raise FedShuffleError(f"{server.name} gave NaN or infinity in every one of {asked} rounds.")
+        raise FedShuffleError(f"{server.name} gave NaN or infinity in every one of {lost} rounds.")
     ignored = sum(not found.any() for _, found in seen)
-    lost = asked - len(seen)
+    ignored = 0 if ignored == rounds else ignored
     checked = dataclasses.replace(
-        checked,
-        non_finite_rounds=lost,
-        ignored_rounds=0 if ignored == asked else ignored,
-        rounds=asked,
+        checked, non_finite_rounds=lost, ignored_rounds=ignored, rounds=rounds
     )
-    n, listed = len(server.federation), None if shuffled else server.listed
+    n, listed = len(server.federation), None if checked.ordered else server.listed
     # Empty rounds count too, where cohorts are drawn.
     observations = _observations(seen, server.draws - lost if listed is None else len(seen))
     if listed is not None:
@@ -183,7 +172,7 @@ def _observe(server: ServerQueries, checked: ServerProperties) -> _Found:
         estimated = estimate(observations, server.federation.weights, known, controls)
         unseen = n - len(np.unique(observations.client))
         how = f"{server.draws} cohorts" + (f", {unseen} clients in none of them" if unseen else "")
-    how += "" if linear else ", small differences around a common update"
+    how += ", small differences around a common update" if checked.linear is False else ""
     how += ", a fresh server each" if checked.stateful else ""
     checked = describe_weights(checked, server.federation, server.sampling.p, observations)
     return estimated, how, checked
@@ -225,8 +214,7 @@ def _simulate(server: ServerQueries, checked: ServerProperties) -> _Found:
     cohorts = list(server.cohorts(True, settle + each * BATCHES))
     checked = dataclasses.replace(checked, rounds=len(cohorts))
     if checked.repeatable is not False:
-        drifting = bool(checked.moves_without_updates)
-        seen = [(c, server.contributions(c, drifting)) for c in cohorts[:_DESCRIBED]]
+        seen = [(c, server.contributions(c, checked)) for c in cohorts[:_DESCRIBED]]
         described = _observations(seen, len(seen))
         checked = describe_weights(checked, server.federation, server.sampling.p, described)
     server.aggregator.reset()

@@ -136,34 +136,26 @@ class ServerQueries:
             )
         return step
 
-    def _portions(self, cohort: QueryCohort) -> Iterator[tuple[FloatArray, IntArray]]:
-        """One-hot gradients for as many clients as there are coordinates, and these coordinates."""
-        size = len(cohort.clients)
-        for begin in range(0, size, self.places):
+    def contributions(self, cohort: QueryCohort, checked: ServerProperties) -> FloatArray:
+        """How far each client moves the model, or would by a small difference if the server is not
+        linear: clients follow unit vectors, alone or in addition to a common gradient.
+        """
+        size, found = len(cohort.clients), []
+        for begin in range(0, size, self.places):  # as many clients as there are coordinates
             end = min(begin + self.places, size)
             places = cohort.clients if self.own else np.arange(end - begin)
             gradients = np.zeros((size, self.coordinates))
             gradients[np.arange(begin, end), places] = 1.0
-            yield gradients, places
-
-    def contributions(self, cohort: QueryCohort, moves_without_updates: bool) -> FloatArray:
-        """How far each client moves the model, if the server is linear."""
-        found = []
-        for gradients, places in self._portions(cohort):
-            step = self.ask(cohort, gradients)
-            if moves_without_updates:
-                step = step - self.ask(cohort, np.zeros_like(gradients))
+            if checked.linear is False:
+                small = _SMALL * gradients
+                step = self.ask(cohort, 1.0 + small) - self.ask(cohort, 1.0 - small)
+                # Subtract the change of the unused coordinate: it is common to all clients.
+                step = (step - step[-1]) / (2 * _SMALL)
+            else:
+                step = self.ask(cohort, gradients)
+                if checked.moves_without_updates:
+                    step = step - self.ask(cohort, np.zeros_like(gradients))
             found.append(step[places])
-        return np.concatenate(found)
-
-    def local_response(self, cohort: QueryCohort) -> FloatArray:
-        """The response to small differences when all clients follow the same gradient."""
-        found = []
-        for gradients, places in self._portions(cohort):
-            small = _SMALL * gradients
-            change = self.ask(cohort, 1.0 + small) - self.ask(cohort, 1.0 - small)
-            # Subtract the change of the unused coordinate: it is common to all clients.
-            found.append((change[places] - change[-1]) / (2 * _SMALL))
         return np.concatenate(found)
 
     def check(self) -> ServerProperties:
@@ -223,7 +215,8 @@ def _check(server: ServerQueries, cohort: QueryCohort, before: QueryCohort) -> d
     moved = first - still
     linear = same(ask(2 * one) - still, 2 * moved)
     linear = linear and same(ask(one + other) - still, moved + (ask(other) - still), times=10.0)
-    contributions = server.contributions(cohort, moves)
+    drifting = ServerProperties(moves_without_updates=moves)
+    contributions = server.contributions(cohort, drifting)
     linear = linear and same(contributions @ one, moved, times=10.0)
     later = ask(one, round=1)
     server.ask(before, np.ones((len(before.clients), server.coordinates)))

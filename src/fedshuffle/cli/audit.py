@@ -22,7 +22,7 @@ from fedshuffle.sampling import Sampling
 _Text = str | None
 _Path = Path | None
 _Count = int | None
-_Subject = tuple[Federation, Method, str | Sampling, LocalWork]
+_Subject = tuple[Federation, Method, Sampling, LocalWork]
 _SAMPLINGS = (
     "full, uniform:B, importance:B, independent:p1,p2,..., one, ais:B, stratified:B:K, optimal:B,"
     " optimal:B:of:SAMPLING."
@@ -94,29 +94,40 @@ def audit(
     if config is not None:
         refuse_unused(context, ["sizes", "data", "weights", "epochs", "batch_size"], "--config")
     objective = None if weights is None else _numbers(weights, "--weights")
-    counts = {"draws": draws, "rounds": rounds}
-    given: dict[str, Any] = {key: value for key, value in counts.items() if value is not None}
     if log is not None:
         from fedshuffle.auditing.adapters import read_log
 
         result, _ = read_log(log, weights=objective, confidence=confidence)
     else:
-        if config is not None:
-            names = {"method": method, "sampling": sampling, "momentum": momentum}
-            changes = {key: value for key, value in names.items() if was_given(context, key)}
-            subject = _subject_of_config(config, changes)
-        else:
-            federation = _clients(sizes, data, objective)
-            chosen, drawn = _find(method, sampling, federation)
-            if momentum is not None:
-                chosen = chosen.with_momentum(methods.parse_momentum(momentum))
-            work = LocalWork(None if epochs is None else _epochs(epochs), batch_size=batch_size)
-            subject = federation, chosen, drawn, work
-        if server is not None:
-            given |= {"step_sizes": step_sizes, "confidence": confidence, "seed": seed}
-            result = _audit_server(subject, server, flower is not None, given)
-        else:
-            result = auditing.audit(*subject, seed=seed, **given)
+        from fedshuffle.config import imports
+
+        here = Path.cwd()
+        with imports.importable(here):
+            if config is not None:
+                names = {"method": method, "sampling": sampling, "momentum": momentum}
+                changes = {key: value for key, value in names.items() if was_given(context, key)}
+                subject = _subject_of_config(config, changes)
+            else:
+                federation = _clients(sizes, data, objective)
+                chosen = imports.method(method, here)
+                if momentum is not None:
+                    chosen = chosen.with_momentum(methods.parse_momentum(momentum))
+                work = LocalWork(None if epochs is None else _epochs(epochs), batch_size=batch_size)
+                drawn = imports.sampling(sampling, federation, here)
+                subject = federation, chosen, drawn, work
+            counts = {"draws": draws, "rounds": rounds}
+            given: dict[str, Any] = {
+                k: number for k, number in counts.items() if number is not None
+            }
+            if server is None:
+                result = auditing.audit(*subject, seed=seed, **given)
+            else:
+                given |= {"step_sizes": step_sizes, "confidence": confidence, "seed": seed}
+                federation, _, drawn, work = subject
+                found = imports.find(server, here)
+                if flower is not None:
+                    found = _aggregator(found, len(federation))
+                result = auditing.audit_server(found, federation, drawn, work, **given)
     if as_json:
         print(json.dumps(result.to_dict(), allow_nan=False))
     else:
@@ -149,29 +160,10 @@ def _subject_of_config(file: Path, changes: dict[str, Any]) -> _Subject:
         return federation, runner.method(config), sampling, config.work
 
 
-def _find(method: str, sampling: str, federation: Federation) -> tuple[Method, Sampling]:
-    """The method and the sampling, also where these are import paths, from this folder."""
-    from fedshuffle.config import imports
-
-    here = Path.cwd()
-    with imports.importable(here):
-        return imports.method(method, here), imports.sampling(sampling, federation, here)
-
-
-def _audit_server(
-    subject: _Subject, path: str, is_flower: bool, given: dict[str, Any]
-) -> auditing.Audit:
-    """The audit of a strategy or a function with the clients, sampling and work of a subject."""
+def _aggregator(strategy: Any, clients: int) -> auditing.adapters.Aggregator:
     from fedshuffle.auditing.adapters import Aggregator, FlowerAggregator
-    from fedshuffle.config import imports
 
-    federation, _, sampling, work = subject
-    here = Path.cwd()
-    with imports.importable(here):
-        server = imports.find(path, here)
-        if is_flower and not isinstance(server, Aggregator):
-            server = FlowerAggregator(server, len(federation))
-        return auditing.audit_server(server, federation, sampling, work, **given)
+    return strategy if isinstance(strategy, Aggregator) else FlowerAggregator(strategy, clients)
 
 
 def _numbers(text: str, option: str) -> FloatArray:
