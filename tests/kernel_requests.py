@@ -17,8 +17,14 @@ import torch
 from fedshuffle import methods
 from fedshuffle.kernel import FullGradient, Request
 from fedshuffle.methods import Method
-from fedshuffle.testing.clients import WORK, federation, make_run, quadratic_clients
-from fedshuffle.testing.problems import numbers, partial_sampling
+from fedshuffle.testing.problems import (
+    WORK,
+    federation,
+    make_run,
+    numbers,
+    partial_sampling,
+    quadratic_clients,
+)
 
 Kind = tuple[Any, ...]
 

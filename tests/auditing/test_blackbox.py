@@ -11,7 +11,7 @@ import pytest
 
 from fedshuffle import EpochRange, Federation, FedShuffleError, LocalWork, audit
 from fedshuffle.auditing import Audit, audit_server
-from fedshuffle.auditing.properties import estimate_gain
+from fedshuffle.auditing.server import estimate_gain
 from fedshuffle.sampling import resolve
 from tests.auditing import servers
 from tests.auditing.servers import EQUAL_STEPS, FEDERATION, WORK, fedavg, ignores_sizes, server_of
@@ -142,8 +142,8 @@ def test_many_clients_in_small_cohorts() -> None:
 
 
 def test_large_cohorts_are_sent_in_portions(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fedshuffle.auditing.server_queries._COORDINATES", 10)
-    monkeypatch.setattr("fedshuffle.auditing.server_queries._NUMBERS", 60)
+    monkeypatch.setattr("fedshuffle.auditing.server._COORDINATES", 10)
+    monkeypatch.setattr("fedshuffle.auditing.server._NUMBERS", 60)
     federation = Federation.from_sizes(range(1, 41))
     found = audit_server(fedavg, federation, "full")
     np.testing.assert_allclose(
@@ -167,7 +167,7 @@ def said(result: Audit) -> str:
         (servers.drifting, "full", "no client moves"),
         (servers.nan_for_small_cohorts, "independent:0.5,0.5,0.5,0.5,0.5", "NaN"),
         (servers.MomentumTwice, "full", "without bound"),
-        (fedavg, "uniform:2", "sum to one"),
+        (fedavg, "uniform:2", "normalised over the cohort"),
     ],
 )
 def test_planted_faults_are_flagged(server: Any, sampling: str, words: str) -> None:

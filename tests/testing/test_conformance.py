@@ -37,7 +37,7 @@ from fedshuffle.methods.momentum import MVR, GlobalMomentum
 from fedshuffle.methods.servers import ServerOptimiser
 from fedshuffle.sampling import Listed, Optimal, Sampling, Uniform
 from fedshuffle.testing import ConformanceError, check, check_sampling
-from fedshuffle.testing import clients as ideal
+from fedshuffle.testing import problems as ideal
 from fedshuffle.testing.problems import half_squared_distance
 from fedshuffle.training.rounds import Run
 from tests.kernel_requests import covering
@@ -549,7 +549,7 @@ METHOD = Method("pushes", "a push along the model", RULE, Pushes())
 def test_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "200")
     few = {name: conformance.CHECKS[name] for name in ("rest", "order")}
-    monkeypatch.setattr("fedshuffle.testing.suite.CHECKS", few)
+    monkeypatch.setattr("fedshuffle.testing.CHECKS", few)
     good = CliRunner().invoke(app, ["conformance", "fedavg"])
     assert good.exit_code == 0
     assert "9 passed, 0 failed, 2 do not apply" in " ".join(good.output.split())

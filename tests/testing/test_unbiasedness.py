@@ -12,14 +12,14 @@ from fedshuffle import MVR, GlobalMomentum, LocalWork, MissLast, audit, methods
 from fedshuffle.methods import Plain
 from fedshuffle.methods.servers import Average
 from fedshuffle.sampling import Listed, Sampling, resolve
-from fedshuffle.testing.clients import (
+from fedshuffle.testing.problems import (
     WORK,
     federation,
-    listed_cohorts,
     make_run,
+    numbers,
     quadratic_clients,
 )
-from fedshuffle.testing.problems import numbers
+from fedshuffle.testing.sampling_checks import listed_cohorts
 from fedshuffle.testing.unbiasedness import OPTIMA, limit_point, measured_weights
 
 NAMES = [  # the averaging methods; the conformance suite covers the others

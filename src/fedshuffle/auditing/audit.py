@@ -23,6 +23,7 @@ import numpy as np
 
 from fedshuffle import methods
 from fedshuffle._arrays import FloatArray, count, expect
+from fedshuffle.auditing.estimation import BATCHES, positive_sum
 from fedshuffle.auditing.expectation import NoFormulaError, exact_weights, monte_carlo
 from fedshuffle.auditing.findings import differ, method_findings
 from fedshuffle.auditing.result import Audit
@@ -60,17 +61,14 @@ def audit(
     sampling = resolve(sampling, federation)
     work = LocalWork() if work is None else work
     expect(work, LocalWork, "work")
-    count(draws, "draws")
+    if count(draws, "draws") < BATCHES:
+        raise FedShuffleError(f"{draws} draws are too few to judge by: use {BATCHES} or more.")
     workload = method.local_work(work).on(method.clients(federation).sizes)
     method.check(workload, method.sampling(sampling))
     subject = Subject(federation, method, sampling, workload, count(rounds, "rounds"))
     raw, how, errors, averaged = _weights(subject, check_seed(seed), draws)
-    if not raw.sum() > 0:
-        raise FedShuffleError(
-            f"the clients' contributions to {method.name} sum to {raw.sum():g}: the mean round does"
-            " not go downhill, so it minimises nothing."
-        )
-    objective, effective = federation.weights, raw / raw.sum()
+    objective, effective = federation.weights, raw / positive_sum(raw)
+    biased = differ(objective, effective, errors)
     certain = True if errors is None and averaged is None else None
     momentum = "" if method.momentum == "none" else f", momentum {method.momentum}"
     return Audit(
@@ -83,12 +81,12 @@ def audit(
         objective_weights=objective,
         effective_weights=effective,
         inclusion_probabilities=sampling.p,
-        consistent=False if differ(objective, effective, errors) else certain,
+        consistent=False if biased else certain,
         exact=errors is None,
         how=how,
         rounds=averaged,
         standard_errors=errors,
-        findings=method_findings(subject, effective, errors, averaged),
+        findings=tuple(method_findings(subject, effective, biased, averaged)),
     )
 
 
@@ -101,16 +99,14 @@ def _weights(
     if subject.method.pooled:  # every example counts equally
         return subject.federation.sizes.astype(np.float64), "closed form", None, None
     depends, optimal = subject.dependencies, subject.sampling.two_phase
-    rounds = depends.rounds
-    has_formula = (
-        type(subject.method.direction).effective_weights is not Direction.effective_weights
-    )
+    rounds, formula = depends.rounds, type(subject.method.direction).effective_weights
     # Under optimal sampling the probability to be asked depends on the updates, so on the data.
-    if has_formula and not (optimal and (depends.probability or depends.others)):
+    by_data = optimal and (depends.probability or depends.others)
+    if formula is not Direction.effective_weights and not by_data:
         with suppress(NoFormulaError):
-            exact, how = exact_weights(subject)
-            if exact is not None:
-                return exact, how if rounds is None else f"{how}, {_range(rounds)}", None, rounds
+            if (exact := exact_weights(subject)) is not None:
+                raw, how = exact
+                return raw, how if rounds is None else f"{how}, {_range(rounds)}", None, rounds
             raw, errors = monte_carlo(subject, seed, draws)
             of = f" of {_range(depends.window)}" if depends.window else ""
             return raw, f"Monte Carlo, {draws} draws{of}", errors, rounds

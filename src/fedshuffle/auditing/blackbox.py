@@ -20,8 +20,7 @@ from typing import Any, Literal
 import numpy as np
 
 from fedshuffle._arrays import FloatArray, count, expect, number
-from fedshuffle.auditing.adapters.base import Aggregator
-from fedshuffle.auditing.adapters.callable import FunctionAggregator
+from fedshuffle.auditing.adapters.base import Aggregator, FunctionAggregator
 from fedshuffle.auditing.estimation import (
     BATCHES,
     Control,
@@ -32,11 +31,10 @@ from fedshuffle.auditing.estimation import (
     proportions,
     weights_from_all_cohorts,
 )
-from fedshuffle.auditing.properties import ServerProperties, uneven
+from fedshuffle.auditing.properties import ServerProperties, describe_weights, uneven
 from fedshuffle.auditing.quadrature import expected_ratio
 from fedshuffle.auditing.result import Audit, blackbox_result
-from fedshuffle.auditing.server_checks import check_server, describe_cohorts
-from fedshuffle.auditing.server_queries import QueryCohort, ServerQueries
+from fedshuffle.auditing.server import QueryCohort, ServerQueries
 from fedshuffle.errors import FedShuffleError
 from fedshuffle.federation import Federation
 from fedshuffle.local_work import LocalWork
@@ -45,7 +43,7 @@ from fedshuffle.sampling import Sampling, resolve
 
 StepSizes = Literal["equal", "scaled"]
 
-_DESCRIBED = 64  # cohorts that are compared to find a rule for the weights
+_DESCRIBED = 64  # cohorts of a simulation that are compared to find a rule for the weights
 _DIFFERENT = 2000  # most different clients for which control variates are computed
 
 _Found = tuple[WeightEstimate, str, ServerProperties]
@@ -117,10 +115,10 @@ def audit_server(
         found,
         properties,
         federation,
-        drawn.p,
-        None if server.scaled or low == high else (low, high),
         confidence,
-        drawn,
+        probabilities=drawn.p,
+        sampling=drawn,
+        steps=None if server.scaled or low == high else (low, high),
         name=server.name,
         source=f"sampling {drawn!r}",
         how=how,
@@ -129,7 +127,7 @@ def audit_server(
 
 def _measure(server: ServerQueries) -> _Found:
     """Check the server, then measure its weights in the way that suits it."""
-    checked = check_server(server)
+    checked = server.check()
     average = server.aggregator.average() if checked.linear is False else None
     if average is not None:  # of an optimiser, take the weights of the average that it gets
         found, how, inner = _measure(dataclasses.replace(server, aggregator=average))
@@ -146,57 +144,49 @@ def _measure(server: ServerQueries) -> _Found:
                 f"{server.name} has state, or is random, and cannot be reset: give a class instead"
                 " of a function, so that a new object is a fresh server."
             )
-    seen, shares, checked = _observe(server, checked)
-    n = len(server.federation)
-    if server.listed is not None and not checked.ordered:
-        found = weights_from_all_cohorts(seen, n, shares)
-        how = f"all {len(server.listed)} cohorts" if len(server.listed) > 1 else "the only cohort"
+    return _observe(server, checked)
+
+
+def _observe(server: ServerQueries, checked: ServerProperties) -> _Found:
+    """The contributions in each cohort, from a fresh server each."""
+    asked = [(c, server.contributions(c, checked)) for c in server.cohorts(bool(checked.ordered))]
+    seen = [(cohort, found) for cohort, found in asked if np.isfinite(found).all()]
+    rounds, lost = len(asked), len(asked) - len(seen)
+    if not seen:
+        raise FedShuffleError(f"{server.name} gave NaN or infinity in every one of {lost} rounds.")
+    ignored = sum(not found.any() for _, found in seen)
+    ignored = 0 if ignored == rounds else ignored
+    checked = dataclasses.replace(
+        checked, non_finite_rounds=lost, ignored_rounds=ignored, rounds=rounds
+    )
+    n, listed = len(server.federation), None if checked.ordered else server.listed
+    # Empty rounds count too, where cohorts are drawn.
+    observations = _observations(seen, server.draws - lost if listed is None else len(seen))
+    if listed is not None:
+        shares = np.array([cohort.share for cohort, _ in seen])
+        estimated = weights_from_all_cohorts(observations, n, shares)
+        how = f"all {len(listed)} cohorts" if len(listed) > 1 else "the only cohort"
     else:
-        p = None if checked.non_finite_rounds else server.sampling.p
-        found = estimate(seen, server.federation.weights, p, _controls(server, seen))
-        unseen = n - len(np.unique(seen.client))
+        known = None if lost else server.sampling.p
+        controls = _controls(server, observations)
+        estimated = estimate(observations, server.federation.weights, known, controls)
+        unseen = n - len(np.unique(observations.client))
         how = f"{server.draws} cohorts" + (f", {unseen} clients in none of them" if unseen else "")
     how += ", small differences around a common update" if checked.linear is False else ""
     how += ", a fresh server each" if checked.stateful else ""
-    return found, how, checked
+    checked = describe_weights(checked, server.federation, server.sampling.p, observations)
+    return estimated, how, checked
 
 
-def _observe(
-    server: ServerQueries, checked: ServerProperties
-) -> tuple[Observations, FloatArray, ServerProperties]:
-    """The contributions in each cohort, the cohorts' probabilities, and further properties."""
-    shuffled = bool(checked.ordered)
-    seen: list[tuple[QueryCohort, FloatArray]] = []
-    asked = 0
-    for cohort in server.cohorts(shuffled):
-        asked += 1
-        if checked.linear is False:
-            found = server.local_response(cohort)
-        else:
-            found = server.contributions(cohort, bool(checked.moves_without_updates))
-        if np.isfinite(found).all():
-            seen.append((cohort, found))
-    if not seen:
-        raise FedShuffleError(f"{server.name} gave NaN or infinity in every one of {asked} rounds.")
-    ignored = sum(not found.any() for _, found in seen)
-    checked = dataclasses.replace(
-        checked,
-        non_finite_rounds=asked - len(seen),
-        ignored_rounds=0 if ignored == asked else ignored,
-        rounds=asked,
-    )
-    rounds = len(seen)
-    if server.listed is None or shuffled:  # empty rounds count too
-        rounds += server.draws - asked
-    observations = Observations(
+def _observations(seen: list[tuple[QueryCohort, FloatArray]], rounds: int) -> Observations:
+    return Observations(
+        rounds,
         np.repeat(np.arange(len(seen)), [len(found) for _, found in seen]),
         np.concatenate([cohort.clients for cohort, _ in seen]),
         np.concatenate([found for _, found in seen]),
-        rounds,
-        np.concatenate([cohort.distance for cohort, _ in seen]),
+        np.concatenate([found / cohort.distance for cohort, found in seen]),
+        np.concatenate([cohort.steps for cohort, _ in seen]),
     )
-    shares = np.array([cohort.share for cohort, _ in seen])
-    return observations, shares, describe_cohorts(server, checked, seen[:_DESCRIBED])
 
 
 def _controls(server: ServerQueries, seen: Observations) -> Iterator[Control]:
@@ -212,7 +202,7 @@ def _controls(server: ServerQueries, seen: Observations) -> Iterator[Control]:
             continue
         shares = expected_ratio(server.sampling, u[:, None], c=u[:, None])
         if shares is not None:
-            yield Control(values, shares / server.sampling.p)
+            yield values, shares / server.sampling.p
 
 
 def _simulate(server: ServerQueries, checked: ServerProperties) -> _Found:
@@ -222,10 +212,11 @@ def _simulate(server: ServerQueries, checked: ServerProperties) -> _Found:
     settle, each = server.draws // 8, server.draws // BATCHES
     moves = np.zeros((BATCHES, n))
     cohorts = list(server.cohorts(True, settle + each * BATCHES))
-    seen = []
+    checked = dataclasses.replace(checked, rounds=len(cohorts))
     if checked.repeatable is not False:
-        drifting = bool(checked.moves_without_updates)
-        seen = [(c, server.contributions(c, drifting)) for c in cohorts[:_DESCRIBED]]
+        seen = [(c, server.contributions(c, checked)) for c in cohorts[:_DESCRIBED]]
+        described = _observations(seen, len(seen))
+        checked = describe_weights(checked, server.federation, server.sampling.p, described)
     server.aggregator.reset()
     for r, cohort in enumerate(cohorts):
         step = server.ask(cohort, np.eye(n, n + 1)[cohort.clients], fresh=False, round=r)
@@ -237,6 +228,5 @@ def _simulate(server: ServerQueries, checked: ServerProperties) -> _Found:
         if r >= settle:
             moves[(r - settle) // each] += step[:n] / each
             count[cohort.clients] += 1
-    checked = dataclasses.replace(checked, rounds=len(cohorts))
     how = f"a simulation over {len(cohorts)} rounds"
-    return estimate_by_batches(moves, count), how, describe_cohorts(server, checked, seen)
+    return estimate_by_batches(moves, count), how, checked

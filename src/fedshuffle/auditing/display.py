@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import html as markup
-from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -12,7 +11,6 @@ from rich.markup import escape
 from rich.padding import Padding
 
 from fedshuffle import _html
-from fedshuffle._arrays import IntArray
 from fedshuffle._terminal import plain_table
 from fedshuffle.auditing.result import Audit
 
@@ -20,7 +18,6 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 _ROWS = 24  # larger federations are shown in ten groups of clients instead of client by client
-_COLUMNS = ("examples", "takes part", "you meant", "really", "really / meant")
 _COLOURS = {"consistent": "green", "not consistent": "red"}
 
 
@@ -28,8 +25,9 @@ def print_audit(console: Console, audit: Audit) -> None:
     """Print how much each client counts, the conclusion, and what to change."""
     about = f" on {len(audit.sizes)} clients, {audit.source}"
     console.print(f"[bold]{escape(audit.name)}[/]{escape(about)}", highlight=False)
-    table = plain_table(_first_column(audit), *_COLUMNS, align="rrrrr")
-    for *cells, ratio in _rows(audit):
+    columns, rows = _table(audit)
+    table = plain_table(*columns, align="rrrrr")
+    for *cells, ratio in rows:
         table.add_row(*map(escape, cells), _bar(ratio))
     console.print(table)
     word, sentence = audit.conclusion
@@ -47,9 +45,9 @@ def print_audit(console: Console, audit: Audit) -> None:
 def html(audit: Audit) -> str:
     """The same for a notebook, in the colours of its theme."""
     safe = markup.escape
-    rows = [
-        (*cells, f"{r:.3f}", ("▸" if r > 1 else "◂") * _length(r)) for *cells, r in _rows(audit)
-    ]
+    columns, rows = _table(audit)
+    marks = [("▸" if ratio > 1 else "◂") * _length(ratio) for *_, ratio in rows]
+    cells = [(*row[:-1], f"{row[-1]:.3f}", mark) for row, mark in zip(rows, marks, strict=True)]
     word, sentence = audit.conclusion
     items = [safe(fact) for fact in audit.properties.facts()]
     for finding in audit.findings:
@@ -57,7 +55,7 @@ def html(audit: Audit) -> str:
         items.append(f"<b>{what}</b> {why} <i>Fix:</i> {fix}")
     about = f"<b>{safe(audit.name)}</b> on {len(audit.sizes)} clients, {safe(audit.source)}"
     return (
-        f"<div><p>{about}</p>{_html.table((_first_column(audit), *_COLUMNS, ''), rows)}"
+        f"<div><p>{about}</p>{_html.table((*columns, ''), cells)}"
         f"<p>{safe(_how(audit))}<br><b>{word}</b>: {safe(sentence)}</p>"
         f"<ul>{''.join(f'<li>{item}</li>' for item in items)}</ul></div>"
     )
@@ -83,36 +81,34 @@ def plot(audit: Audit, axes: Axes | None = None) -> Axes:
     return axes
 
 
-def _first_column(audit: Audit) -> str:
-    return "client" if len(audit.sizes) <= _ROWS else "clients"
+_Row = tuple[str, str, str, str, str, float]
 
 
-def _rows(audit: Audit) -> Iterator[tuple[str, str, str, str, str, float]]:
-    """For every client or group: its name, a text for each column, and really / meant."""
-    for name, members in _groups(audit):
-        meant = float(audit.objective_weights[members].sum())
-        really = float(audit.effective_weights[members].sum())
-        small, large = audit.sizes[members].min(), audit.sizes[members].max()
-        examples = f"{small}" if small == large else f"{small} to {large}"
-        takes_part = f"{audit.inclusion_probabilities[members].mean():.3g}"
-        counts = f"{really:.2%}{_margin(audit, members)}"
-        yield name, examples, takes_part, f"{meant:.2%}", counts, really / meant
-
-
-def _groups(audit: Audit) -> list[tuple[str, IntArray]]:
-    """Every client alone, or ten groups from the smallest to the largest clients."""
-    if len(audit.sizes) <= _ROWS:
-        return [(str(name), np.array([i])) for i, name in enumerate(audit.client_ids)]
+def _table(audit: Audit) -> tuple[tuple[str, ...], list[_Row]]:
+    """The columns, and a row for every client, or for ten groups of clients by size."""
+    each = len(audit.sizes) <= _ROWS
     order = np.argsort(audit.sizes, kind="stable")
-    return [(f"{len(part)}", part) for part in np.array_split(order, 10)]
-
-
-def _margin(audit: Audit, members: IntArray) -> str:
-    """The half width of the interval of one client, if its weight was estimated."""
-    if audit.intervals is None or audit.standard_errors is None or len(members) > 1:
-        return ""
-    low, high = audit.intervals[members[0]]
-    return f" ± {(high - low) / 2:.2%}" if np.isfinite(high) else " ± ?"
+    groups = np.split(np.arange(len(order)), len(order)) if each else np.array_split(order, 10)
+    rows: list[_Row] = []
+    for members in groups:
+        first = members[0]
+        small, large = audit.sizes[members].min(), audit.sizes[members].max()
+        meant = float(audit.objective_weights[members].sum())
+        really, margin = float(audit.effective_weights[members].sum()), ""
+        if each and audit.intervals is not None and audit.standard_errors is not None:
+            low, high = audit.intervals[first]
+            margin = f" ± {(high - low) / 2:.2%}" if np.isfinite(high) else " ± ?"
+        row = (
+            str(audit.client_ids[first]) if each else f"{len(members)}",
+            f"{small}" if small == large else f"{small} to {large}",
+            f"{audit.inclusion_probabilities[members].mean():.3g}",
+            f"{meant:.2%}",
+            f"{really:.2%}{margin}",
+            really / meant,
+        )
+        rows.append(row)
+    name = "client" if each else "clients"
+    return (name, "examples", "takes part", "you meant", "really", "really / meant"), rows
 
 
 def _length(ratio: float) -> int:
@@ -123,7 +119,7 @@ def _length(ratio: float) -> int:
 def _bar(ratio: float) -> str:
     """The ratio with a bar: to the right for more than was meant, to the left for less."""
     length = _length(ratio)
-    bar = ("#" * length).rjust(8) + "|" + " " * 8 if ratio < 1 else " " * 8 + "|" + "#" * length
+    bar = f"{'#' * length:>8}|{'':8}" if ratio < 1 else f"{'':8}|{'#' * length}"
     colour = "dim" if length == 0 else ("red" if ratio > 1 else "blue")
     return f"{ratio:6.3f}  [{colour}]{bar}[/]"
 

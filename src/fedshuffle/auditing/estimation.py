@@ -31,11 +31,12 @@ _FITS = 1000  # most iterations to fit proportions; ten to a hundred are usual
 class Observations:
     """Which client moved the model how far in which round: entries of equal length."""
 
+    rounds: int
     round: IntArray  # numbered from 0 on
     client: IntArray
     contribution: FloatArray
-    rounds: int
-    distance: FloatArray | None = None  # contribution over this is the aggregation weight
+    weight: FloatArray  # the aggregation weight
+    steps: IntArray
 
 
 @dataclass(frozen=True, eq=False)
@@ -57,12 +58,10 @@ class WeightEstimate:
         return reach
 
 
-@dataclass(frozen=True, eq=False)
-class Control:
-    """A control variate: a number for every observation, with a known expectation."""
-
-    value: FloatArray
-    expected: FloatArray  # given that the client takes part: one number per client
+Control = tuple[FloatArray, FloatArray]
+"""A control variate: a number for every observation, and for every client its known expectation,
+given that the client takes part.
+"""
 
 
 def estimate(
@@ -122,7 +121,7 @@ def _ratio(
 ) -> WeightEstimate:
     """Normalised weights, with errors from how far each observation moved its client's weight."""
     client, n, k = seen.client, len(count), seen.rounds
-    whole = _positive_sum(raw)
+    whole = positive_sum(raw)
     weights = raw / whole
     together = np.bincount(seen.round, weights=moved, minlength=k)[seen.round]
     present = np.bincount(client, weights=(moved - weights[client] * together) ** 2, minlength=n)
@@ -147,9 +146,9 @@ def _regressed(
     client: IntArray, apart: FloatArray, mean: FloatArray, count: FloatArray, control: Control
 ) -> tuple[FloatArray, FloatArray]:
     """The mean contributions if the control had its expectation, and the residuals."""
-    n = len(mean)
-    middle = np.bincount(client, weights=control.value, minlength=n) / np.maximum(count, 1.0)
-    value = control.value - middle[client]
+    (value, expected), n = control, len(mean)
+    middle = np.bincount(client, weights=value, minlength=n) / np.maximum(count, 1.0)
+    value = value - middle[client]
     squares = np.bincount(client, weights=value**2, minlength=n)
     varied = squares > 1e-18 * count * middle**2
     usable = varied & (count >= _FEW)
@@ -158,22 +157,15 @@ def _regressed(
     unit = np.where(middle > 0, mean / np.where(middle > 0, middle, 1.0), 0.0)
     typical = slope[usable & (unit != 0)] / unit[usable & (unit != 0)]
     slope = np.where(usable, slope, unit * (np.median(typical) if len(typical) else 0.0))
-    way = np.where(count > 0, control.expected - middle, 0.0)
+    way = np.where(count > 0, expected - middle, 0.0)
     return mean + slope * way, apart - slope[client] * value
 
 
 def proportions(seen: Observations, n: int) -> FloatArray:
     """A positive number for every client to which aggregation weights are proportional within
     cohorts, as nearly as possible: a fit of ``log weight = x_i + y_k`` for client i in round k.
-
-    >>> rounds, clients = np.array([0, 0, 1, 1]), np.array([0, 1, 1, 2])
-    >>> seen = Observations(rounds, clients, np.array([1.0, 2.0, 20.0, 30.0]), 2)
-    >>> fitted = proportions(seen, 3)
-    >>> (fitted / fitted[0]).round(6).tolist()
-    [1.0, 2.0, 3.0]
     """
-    level = np.log(seen.contribution / (1.0 if seen.distance is None else seen.distance))
-    x = np.zeros(n)
+    level, x = np.log(seen.weight), np.zeros(n)
     members = np.maximum(np.bincount(seen.round, minlength=seen.rounds), 1)
     count = np.maximum(np.bincount(seen.client, minlength=n), 1)
     for _ in range(_FITS):
@@ -196,7 +188,7 @@ def error_of_mean(batches: FloatArray) -> FloatArray:
 def estimate_by_batches(moves: FloatArray, seen: IntArray) -> WeightEstimate:
     """The effective weights from the mean moves over batches of rounds: (batches, clients)."""
     raw = moves.mean(axis=0)
-    whole = _positive_sum(raw)
+    whole = positive_sum(raw)
     weights = raw / whole
     residuals = moves - weights * moves.sum(axis=1, keepdims=True)
     errors = error_of_mean(residuals) / whole
@@ -208,10 +200,11 @@ def weights_from_all_cohorts(seen: Observations, n: int, shares: FloatArray) -> 
     """The weights from every cohort with its probability: nothing is estimated."""
     shared = seen.contribution * shares[seen.round]
     raw = np.bincount(seen.client, weights=shared, minlength=n).astype(np.float64)
-    return WeightEstimate(raw / _positive_sum(raw), np.zeros(n), np.full(n, np.inf))
+    return WeightEstimate(raw / positive_sum(raw), np.zeros(n), np.full(n, np.inf))
 
 
-def _positive_sum(raw: FloatArray) -> float:
+def positive_sum(raw: FloatArray) -> float:
+    """The sum of contributions, if the mean round goes downhill."""
     whole = float(raw.sum())
     if not whole > 0:
         raise FedShuffleError(

@@ -24,9 +24,6 @@ _LEVELS = 200  # largest number of distinct step counts for the level-by-level f
 _Moments = tuple[FloatArray, FloatArray | None, FloatArray | None]
 """The expectations of CohortMoments: contribution, joint, estimate."""
 
-_Table = tuple[FloatArray, RatioOfSums | None]
-"""Contribution times q, and q, of every client in each of its alternatives: shape (n, A)."""
-
 
 class NoFormulaError(Exception):
     """The direction has no formula in this case."""
@@ -42,26 +39,25 @@ def contributions(method: Method, cohort: Cohort) -> FloatArray:
     return rule.aggregation_weights(cohort) * rule.step_scale(cohort) * cohort.done
 
 
-def exact_weights(subject: Subject) -> tuple[FloatArray | None, str]:
+def exact_weights(subject: Subject) -> tuple[FloatArray, str] | None:
     """Effective weights by formula or by enumeration; None if neither applies."""
-    if subject.dependencies.random:
-        return None, ""
-    ways = [_by_enumeration]
-    if subject.common_steps:
+    depends = subject.dependencies
+    ways = [] if depends.random else [_by_enumeration]
+    if ways and subject.common_steps:
         ways.insert(0, _by_levels)
-    elif not subject.dependencies.others:
+    elif ways and not depends.others:
         ways.insert(0, _by_formula)
     for way in ways:
         with suppress(_NotExactError):
             moments, how = way(subject)
             return _effective(subject, moments), how
-    return None, ""
+    return None
 
 
 def _effective(subject: Subject, moments: _Moments) -> FloatArray:
     """The direction's effective weights from the expectations over the cohorts."""
     direction, w = subject.method.direction, subject.federation.weights
-    name, nonempty = type(direction).__name__, nonempty_probability(subject.sampling)
+    nonempty = nonempty_probability(subject.sampling)
     weights = direction.effective_weights(CohortMoments(w, nonempty, *moments))
     if weights is None:
         raise NoFormulaError
@@ -69,33 +65,30 @@ def _effective(subject: Subject, moments: _Moments) -> FloatArray:
         # Momentum is not updated in rounds in which no client is selected from the pool, and how
         # often that happens depends on the data.
         other = direction.effective_weights(CohortMoments(w, nonempty / 2, *moments))
-        if other is None or not np.array_equal(other, weights):
+        if not np.array_equal(weights, other):  # type: ignore[arg-type]
             raise NoFormulaError
-    if np.shape(weights) != (len(w),):
+    if np.shape(weights) != w.shape or not np.isfinite(weights).all():
         raise FedShuffleError(
-            f"{name}.effective_weights gives an array of shape {np.shape(weights)}: give a number"
-            f" for each of the {len(w)} clients, or leave it out, and the audit simulates."
-        )
-    if not np.isfinite(weights).all():
-        raise FedShuffleError(
-            f"{name}.effective_weights gives {weights!r:.60}, not finite numbers."
+            f"{type(direction).__name__}.effective_weights gives {weights!r:.60}, of shape"
+            f" {np.shape(weights)}: give a finite number for each of the {len(w)} clients, or leave"
+            " it out, and the audit simulates."
         )
     return weights
 
 
 def _by_formula(subject: Subject) -> tuple[_Moments, str]:
     """Closed forms and quadrature, if steps do not depend on the cohort: the mean over rounds."""
-    rounds = subject.dependencies.rounds or 1
-    tables: dict[bytes, tuple[_Table, int]] = {}
-    for round in range(rounds):  # most tables are equal
-        moved, ratio = table = _table(subject, round)
+    known: dict[bytes, _Moments] = {}
+    moments: list[_Moments] = []
+    for round in range(subject.dependencies.rounds or 1):
+        moved, ratio = _table(subject, round)
         arrays = [moved, *(() if ratio is None else (ratio.u, ratio.v))]
         key = b"".join(array.tobytes() for array in arrays if array is not None)
-        tables[key] = table, tables.get(key, (table, 0))[1] + 1
-    shares = [times / rounds for _, times in tables.values()]
-    columns = zip(*(_of_table(subject, *table) for table, _ in tables.values()), strict=True)
+        if key not in known:  # most rounds are equal
+            known[key] = _of_table(subject, moved, ratio)
+        moments.append(known[key])
     contribution, joint, estimate = (
-        None if parts[0] is None else np.average(parts, axis=0, weights=shares) for parts in columns
+        None if parts[0] is None else np.mean(parts, axis=0) for parts in zip(*moments, strict=True)
     )
     assert contribution is not None
     closed = isinstance(subject.method.averaging.normaliser, InclusionProbability)
@@ -104,8 +97,10 @@ def _by_formula(subject: Subject) -> tuple[_Moments, str]:
     return (contribution, joint, estimate), "closed form" if closed else "quadrature"
 
 
-def _table(subject: Subject, round: int) -> _Table:
-    """Each alternative is shown to the rules as a cohort of its own, as in training."""
+def _table(subject: Subject, round: int) -> tuple[FloatArray, RatioOfSums | None]:
+    """Contribution times q, and q, of every client in each of its alternatives: shape (n, A). Each
+    alternative is shown to the rules as a cohort of its own, as in training.
+    """
     rule = subject.method.averaging
     moved, ratios = [], []
     for alternative in range(len(subject.workload.possible_steps[1])):
@@ -166,14 +161,20 @@ def _by_levels(subject: Subject) -> tuple[_Moments, str]:
 
     A cohort takes at least t steps if all its members would: the others must be absent.
     """
-    direction, rule = subject.method.direction, subject.method.averaging
-    work, (planned, chances) = subject.workload.work, subject.workload.possible_steps
+    direction, rule, work = (
+        subject.method.direction,
+        subject.method.averaging,
+        subject.workload.work,
+    )
+    planned, chances = subject.workload.possible_steps
     levels = np.unique(planned)
-    plain = work.steps == "min" and work.interruption is None and len(chances) == 1
-    plain = plain and not (direction.needs_joint or direction.needs_estimate)
-    simple = rule.weight is objective_weight and rule.step_normalisation is steps_of_the_longest
-    simple = simple and isinstance(rule.normaliser, SumOne)
-    if not (plain and simple and len(levels) <= _LEVELS):
+    applies = (
+        *(work.steps == "min", work.interruption is None, len(chances) == 1),
+        *(not direction.needs_joint, not direction.needs_estimate, len(levels) <= _LEVELS),
+        *(rule.weight is objective_weight, rule.step_normalisation is steps_of_the_longest),
+        isinstance(rule.normaliser, SumOne),
+    )
+    if not all(applies):
         raise _NotExactError
     w = subject.federation.weights[:, None]
     total = np.zeros(len(w))
@@ -196,8 +197,7 @@ def _by_enumeration(subject: Subject) -> tuple[_Moments, str]:
     total = _Totals(subject)
     for round in range(rounds):
         for members, probability in cohorts:
-            if len(members):
-                total.add(members, planned[members, 0], 0, round, probability / rounds)
+            total.add(members, planned[members, 0], 0, round, probability / rounds)
     return (total.contribution, total.joint, total.estimate), "enumeration"
 
 
@@ -210,6 +210,8 @@ class _Totals:
 
     def add(self, members: IntArray, alone: IntArray, seed: int, round: int, share: float) -> None:
         """Add one cohort; ``alone`` are the steps its members would plan independently."""
+        if not len(members):
+            return
         subject, method = self.subject, self.subject.method
         cohort = subject.cohort(members, subject.workload.cohort_steps(alone), seed, round)
         own = contributions(method, cohort)
@@ -223,8 +225,6 @@ def monte_carlo(subject: Subject, seed: int, draws: int) -> tuple[FloatArray, Fl
 
     Interchangeable clients have equal expectations, so their draws are pooled.
     """
-    if draws < BATCHES:
-        raise FedShuffleError(f"{draws} draws are too few to judge by: use at least {BATCHES}.")
     values, chances = subject.workload.possible_steps
     pool = _pool_alike(subject)
     each, batches = draws // BATCHES, []
@@ -232,8 +232,6 @@ def monte_carlo(subject: Subject, seed: int, draws: int) -> tuple[FloatArray, Fl
         total = _Totals(subject)
         for draw in range(batch * each, (batch + 1) * each):
             members = subject.sampling.draw(seed, draw)
-            if not len(members):
-                continue
             rng = generator(seed, Purpose.MONTE_CARLO, round=draw)
             pick = rng.choice(len(chances), size=len(members), p=chances)
             total.add(members, values[members, pick], *subject.address(seed, draw), share=1 / each)
@@ -256,11 +254,10 @@ def _pool_alike(subject: Subject) -> Callable[[FloatArray], FloatArray]:
     """A function that averages over clients with equal weight, steps and probability, if nothing
     else distinguishes them.
     """
-    depends = subject.dependencies
-    equal_pairs = isinstance(subject.sampling, EqualPairCorrelation)  # else cohorts may differ
-    if not equal_pairs or depends.clients or depends.others:
+    depends, sampling = subject.dependencies, subject.sampling
+    if not isinstance(sampling, EqualPairCorrelation) or depends.clients or depends.others:
         return lambda values: values
-    columns = [subject.federation.weights, subject.sampling.p, subject.workload.possible_steps[0]]
+    columns = [subject.federation.weights, sampling.p, subject.workload.possible_steps[0]]
     table = np.column_stack(columns)
     _, group, count = np.unique(table, axis=0, return_inverse=True, return_counts=True)
     return lambda values: (np.bincount(group, weights=values) / count)[group]

@@ -1,35 +1,85 @@
-"""Findings: what is wrong with a method in a setting, why it matters, and how to fix it."""
+"""Findings: what is wrong with a method or a server, why it matters, and how to fix it."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
 from fedshuffle._arrays import FloatArray
 from fedshuffle.auditing.subject import Subject
 from fedshuffle.local_work import Workload
-from fedshuffle.methods import (
-    MVR,
-    Cohort,
-    FedShuffleGen,
-    GlobalMomentum,
-    InclusionProbability,
-    Method,
-    Plain,
-)
+from fedshuffle.methods import MVR, Cohort, GlobalMomentum, InclusionProbability, Method, Plain
 from fedshuffle.methods.servers import Average
 from fedshuffle.sampling import Full
 
 TOLERANCE = 1e-8
 """Effective weights within this relative distance of the objective's count as equal."""
 
-
-def differ(objective: FloatArray, effective: FloatArray, errors: FloatArray | None) -> bool:
-    """Whether two objectives differ, beyond rounding or beyond chance."""
-    # Five standard errors, so that among a thousand clients chance alone hardly ever accuses one.
-    slack = TOLERANCE * objective if errors is None else 5 * errors + 1e-12
-    return bool((np.abs(effective - objective) > slack).any())
+_TEXTS = {  # what, why and fix, a line each
+    "steps": """Clients take from {low} to {high} local steps {at}.
+        A client that takes more steps moves the model further, so it also counts by steps.
+        Divide each client's step size, or its weight, by its number of steps{instead}.""",
+    "common steps": """The number of steps is the {steps} over each cohort.
+        Clients that are sampled together with large clients move the model further.
+        Give every client its own epochs and scale the step size{instead}.""",
+    "interruption": """Some clients do not finish the steps that they planned.
+        A client that stops early moves less far than its weight says.
+        Weigh by the share of the work that was done: method fedshuffle-gen.""",
+    "normalised": """The aggregation weights are normalised over the cohort.
+        {why_not_normalise}
+        Divide each weight by the client's inclusion probability{instead}.""",
+    "joint": """{name} estimates the gradient from the cohort that then follows it.
+        A cohort of large total weight both counts more in the estimate and moves further.
+        Use {other}, or a sampling whose cohorts all have the same total weight (full \
+participation, or one client with probability w).""",
+    "rules": """The rules of {name} do not weigh clients as the objective does.
+        In the mean over cohorts client {client} counts {ratio:.3g} times what was meant.
+        Make weight times steps over normalisations proportional to the objective's weight\
+{instead}.""",
+    "rounds": """A rule or an interruption depends on the round.
+        The weights are the mean over the first {rounds} rounds; later ones may differ.
+        Let every round treat clients alike, or audit over as many rounds as you train.""",
+    "pooled": """All data is in one place, and every example counts equally.
+        The objective goes by the number of examples, not by the weights you gave.
+        Weigh clients by size, or use a federated method.""",
+    "sizes": """The server ignores how many examples clients have.
+        Small clients count like large ones.
+        Weigh clients by size, or say that you mean an objective of equal weights.""",
+    "probability": """The server ignores inclusion probability.
+        Clients that take part more often count more.
+        Divide each client's weight by its inclusion probability.""",
+    "not finite": """{non_finite_rounds} of {rounds} rounds gave NaN or infinity.
+        One such step destroys the model for good.
+        Look for divisions by zero: cohorts of one client, clients that did not move.""",
+    "drift": """The model moves although no client moves.
+        It is led away from every objective that clients have.
+        Add nothing to the step that does not come from updates.""",
+    "unbounded": """The steps grow without bound while clients send the same updates.
+        Memory is fed back with a factor of one or more, so any step size diverges.
+        Let momentum decay, and add it once.""",
+    "only one": """Only the {only_client_counted} client of a cohort counts.
+        The updates of all other clients are thrown away.
+        Sum the updates instead of overwriting the sum.""",
+    "order": """The step depends on the order in which replies arrive.
+        Fast clients count differently from slow ones.
+        Let the weights depend on who takes part, not on when.""",
+    "fails": """The server fails if no client moves.
+        A client that has nothing to learn, or has converged, stops the training.
+        Look for divisions by the norm of an update.""",
+    "optimiser": """The server's optimiser is not linear in the updates.
+        The weights are those of the average that it gets; if cohorts differ, it may shift them.
+        Judge by the weights where the optimiser's steps are small.""",
+    "not linear": """Not linear in the updates.
+        No weighted sum of the clients' objectives is minimised; the weights describe the \
+response to small differences between clients that move alike.
+        Trust the weights only near a point where clients agree.""",
+    "ignored": """{ignored_rounds} of {rounds} rounds ignored all their clients.
+        Clients that are mostly sampled in such rounds count too little.
+        Let every cohort move the model.""",
+}
 
 
 @dataclass(frozen=True)
@@ -41,90 +91,61 @@ class Finding:
     fix: str
 
 
+def findings_of(causes: dict[str, Any], **values: Any) -> list[Finding]:
+    """The findings of the causes that hold."""
+    texts = [_TEXTS[cause].split("\n") for cause, holds in causes.items() if holds]
+    return [Finding(*(line.strip().format_map(values) for line in text)) for text in texts]
+
+
+def differ(objective: FloatArray, effective: FloatArray, errors: FloatArray | None) -> bool:
+    """Whether two objectives differ, beyond rounding or beyond chance."""
+    # Five standard errors, so that among a thousand clients chance alone hardly ever accuses one.
+    slack = TOLERANCE * objective if errors is None else 5 * errors + 1e-12
+    return bool((np.abs(effective - objective) > slack).any())
+
+
 def method_findings(
-    subject: Subject, effective: FloatArray, errors: FloatArray | None, rounds: int | None
-) -> tuple[Finding, ...]:
+    subject: Subject, effective: FloatArray, biased: bool, rounds: int | None
+) -> list[Finding]:
     """The causes of the bias of a method. Without a bias, the only possible finding is that rounds
     differ: ``rounds`` is then the number of rounds that were averaged.
     """
-    method, sampling, workload = subject.method, subject.sampling, subject.workload
-    federation, objective = subject.federation, subject.federation.weights
-    findings: list[Finding] = []
-
-    def add(what: str, why: str, fix: str) -> None:
-        findings.append(Finding(what, why, fix))
-
-    if rounds is not None:
-        add(
-            "A rule or an interruption depends on the round.",
-            f"The weights are the mean over the first {rounds} rounds; later ones may differ.",
-            "Let every round treat clients alike, or audit over as many rounds as you train.",
-        )
-    if not differ(objective, effective, errors):
-        return tuple(findings)
-    if method.pooled:
-        return (
-            Finding(
-                "All data is in one place, and every example counts equally.",
-                "The objective goes by the number of examples, not by the weights you gave.",
-                "Weigh clients by size, or use a federated method.",
-            ),
-        )
-    rule, work = method.averaging, workload.work
-    steps = workload.possible_steps[0]
-    uneven = int(steps.min()) != int(steps.max())
-    consistent = consistent_variant(method)
-    # Two clients that differ only in their steps, with the fewest and the most of the federation.
-    few, many = int(steps.max(axis=1).min()), int(steps.max())
-    short, long = _client(workload, few, few), _client(workload, many, many)
-    if uneven and work.steps is None and not _equal(_moved(rule, short), _moved(rule, long)):
-        scaled = rule.step_scale(short).item() != rule.step_scale(long).item()
-        at = "at step sizes that do not make up for it" if scaled else "at one step size"
-        add(
-            f"Clients take from {steps.min()} to {steps.max()} local steps {at}.",
-            "A client that takes more steps moves the model further, so it also counts by steps.",
-            f"Scale each client's step size by its number of steps: method {consistent}.",
-        )
-    if uneven and isinstance(work.steps, str):
-        add(
-            f"The number of steps is the {work.steps} over each cohort.",
-            "Clients that are sampled together with large clients move the model further.",
-            f"Give every client its own epochs and scale the step size: method {consistent}.",
-        )
-    if _stops_early(workload) and not _equal(
-        _moved(rule, _client(workload, many, 1)), _moved(rule, long)
-    ):
-        add(
-            "Some clients do not finish the steps that they planned.",
-            "A client that stops early moves less far than its weight says.",
-            "Weigh by the share of the work that was done: method fedshuffle-gen.",
-        )
-    if not isinstance(rule.normaliser, InclusionProbability) and not isinstance(sampling, Full):
-        add(
-            "The aggregation weights are normalised over the cohort.",
-            why_not_normalise(objective, effective, other_causes=bool(findings)),
-            f"Divide each weight by the client's inclusion probability: method {consistent}.",
-        )
-    if method.direction.needs_joint and not isinstance(sampling, Full):
-        mvr = isinstance(method.direction, MVR)
-        add(
-            f"{'Exact MVR' if mvr else method.name} estimates the gradient from the cohort that"
-            " then follows it.",
-            "A cohort of large total weight both counts more in the estimate and moves further.",
-            f"Use {'the cheap global momentum' if mvr else 'scaffold'}, or a sampling whose cohorts"
-            " all have the same total weight (full participation, or one client with probability"
-            " w).",
-        )
-    if not findings:
-        most = int(np.argmax(np.abs(np.log(np.maximum(effective, 1e-300) / objective))))
-        add(
-            f"The rules of {method.name} do not weigh clients as the objective does.",
-            f"In the mean over cohorts client {federation.ids[most]} counts"
-            f" {effective[most] / objective[most]:.3g} times what was meant.",
-            "Make weight times steps over normalisations proportional to the objective's weight,"
-            f" as method {consistent} does.",
-        )
-    return tuple(findings)
+    method, work, objective = subject.method, subject.workload.work, subject.federation.weights
+    if method.pooled or not biased:
+        pooled = method.pooled and biased
+        return findings_of({"pooled": pooled, "rounds": rounds is not None}, rounds=rounds)
+    steps, partial = subject.workload.possible_steps[0], not isinstance(subject.sampling, Full)
+    uneven, few, many = np.ptp(steps) > 0, int(steps.max(axis=1).min()), int(steps.max())
+    by_steps = uneven and work.steps is None and _differ(subject, _moved, (few, few), (many, many))
+    scaled = by_steps and _differ(subject, _scale, (few, few), (many, many))
+    early = _stops_early(subject.workload) and _differ(subject, _moved, (many, 1), (many, many))
+    causes = {
+        "rounds": rounds is not None,
+        "steps": by_steps,
+        "common steps": uneven and isinstance(work.steps, str),
+        "interruption": early,
+    }
+    why = why_not_normalise(objective, effective, other_causes=any(causes.values()))
+    by_probability = isinstance(method.averaging.normaliser, InclusionProbability)
+    causes["normalised"] = partial and not by_probability
+    causes["joint"] = partial and method.direction.needs_joint
+    causes["rules"] = not any(causes.values())
+    most = int(np.argmax(np.abs(np.log(np.maximum(effective, 1e-300) / objective))))
+    mvr = isinstance(method.direction, MVR)
+    return findings_of(
+        causes,
+        rounds=rounds,
+        low=steps.min(),
+        high=many,
+        steps=work.steps,
+        at="at step sizes that do not make up for it" if scaled else "at one step size",
+        instead=f", as method {consistent_variant(method)} does",
+        why_not_normalise=why,
+        name="Exact MVR" if mvr else method.name,
+        other="the cheap global momentum" if mvr else "scaffold",
+        client=subject.federation.ids[most],
+        ratio=effective[most] / objective[most],
+    )
 
 
 def why_not_normalise(objective: FloatArray, effective: FloatArray, other_causes: bool) -> str:
@@ -132,20 +153,18 @@ def why_not_normalise(objective: FloatArray, effective: FloatArray, other_causes
 
     ``other_causes`` says whether there are other causes of a bias, which may outweigh this one.
     """
-    why = "A client is divided by a larger sum when it is sampled itself, and most of all"
     order = np.argsort(objective, kind="stable")
     tenth = max(1, len(order) // 10)
     small, large = (
         effective[part].sum() / objective[part].sum() for part in (order[:tenth], order[-tenth:])
     )
+    then = ", so it does not count in proportion to its weight."
     if objective[order[0]] < objective[order[-1]] and large < 1 < small:
-        return f"{why} when it is large, so large clients count too little and small ones too much."
-    if other_causes:
-        return (
-            f"{why} when it is large. By itself this takes weight from large clients; here other"
-            " causes outweigh it."
-        )
-    return f"{why} when it is large, so it does not count in proportion to its weight."
+        then = ", so large clients count too little and small ones too much."
+    elif other_causes:
+        then = ". By itself this takes weight from large clients; here other causes outweigh it."
+    sampled = "A client is divided by a larger sum when it is sampled itself"
+    return f"{sampled}, and most of all when it is large{then}"
 
 
 def _stops_early(workload: Workload) -> bool:
@@ -156,18 +175,23 @@ def _stops_early(workload: Workload) -> bool:
     return bool((workload.done(planned, np.arange(len(planned)), 0, 0) < planned).any())
 
 
-def _client(workload: Workload, planned: int, done: int) -> Cohort:
-    """The first client with other steps, so that only these differ."""
-    client, half = np.zeros(1, dtype=np.int64), np.full(1, 0.5)
-    return Cohort(client, half, half, np.array([planned]), np.array([done]), workload.longest)
+def _scale(method: Method, client: Cohort) -> float:
+    return float(method.averaging.step_scale(client).item())
 
 
-def _moved(rule: FedShuffleGen, client: Cohort) -> float:
-    return float((rule.client_weights(client) * rule.step_scale(client) * client.done).item())
+def _moved(method: Method, client: Cohort) -> float:
+    weights = method.averaging.client_weights(client)
+    return float((weights * _scale(method, client) * client.done).item())
 
 
-def _equal(one: float, other: float) -> bool:
-    return bool(np.isclose(one, other, rtol=1e-9, atol=0))
+def _differ(subject: Subject, value: Any, *steps: tuple[int, int]) -> bool:
+    """Whether a value of the first client differs with these (planned, done) steps."""
+    first, half, longest = np.zeros(1, dtype=np.int64), np.full(1, 0.5), subject.workload.longest
+    one, other = (
+        value(subject.method, Cohort(first, half, half, np.array([a]), np.array([b]), longest))
+        for a, b in steps
+    )
+    return not math.isclose(one, other, rel_tol=1e-9)
 
 
 def consistent_variant(method: Method) -> str:

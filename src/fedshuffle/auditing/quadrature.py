@@ -5,9 +5,16 @@ For a cohort S and positive numbers u, v, c of the clients this module computes
 .. math:: E\Big[ 1\{i \in S\}\, c_i\, \frac{\sum_{j \in S} v_j}{(\sum_{j \in S} u_j)^k} \Big]
 
 for every client, without sampling. With :math:`X^{-k} = \int_0^\infty t^{k-1} e^{-tX} dt / (k-1)!`
-the expectation becomes an integral over t of a *generating function*
-:math:`E[1\{i \in S\} e^{-t \sum_S u}]`, which has a closed form
-(:mod:`fedshuffle.auditing.generating_functions`).
+the expectation becomes an integral over t of the *generating function*
+:math:`E[1\{i \in S\} c_i (\sum_S v) e^{-t \sum_S u}]`, which has a closed form. A cohort consists
+of independent draws; in each a fixed number of clients is invited uniformly, and every invited
+client is kept with its probability:
+
+- everyone is invited (independent participation): a product over clients;
+- k of n clients are invited: an elementary symmetric polynomial, read off the product
+  :math:`\prod_j (1 + a_j z)` as a Fourier coefficient on a circle through the saddle point, where
+  all terms are of like size and nothing cancels;
+- several draws (strata): a product of such.
 
 The integrand is analytic in :math:`\log t`, so the trapezoidal rule on that scale converges faster
 than any power of its step; the rule with every second point gives its accuracy. Clients with equal
@@ -19,12 +26,14 @@ are then given as A alternatives per client, with the chances of the alternative
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from functools import reduce
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
-from fedshuffle._arrays import FloatArray
-from fedshuffle.auditing.generating_functions import Draw, GeneratingFunction
+from fedshuffle._arrays import FloatArray, IntArray
 from fedshuffle.sampling import (
     ApproximateIndependent,
     Cohorts,
@@ -38,6 +47,10 @@ from fedshuffle.sampling import (
 
 _ACCURACY = 1e-10  # the relative accuracy of every expectation
 _STRATA = 32  # with more strata than this the integral takes longer than sampling
+_BLOCK = 1 << 20  # most complex numbers that are held at a time
+
+_Draw = tuple[IntArray, FloatArray, int]
+"""Members, the probability to keep each, and how many of them are invited uniformly."""
 
 
 def expected_ratio(
@@ -72,31 +85,29 @@ def expected_ratio(
         return None
     # A lower bound of the sum of u over a cohort. If all may be dropped, one may be alone.
     dropping = not isinstance(sampling, Uniform | Stratified)
-    least = np.array([u[draw.members].min() for draw in draws])
-    smallest = float(np.array([1 if dropping else draw.size for draw in draws]) @ least)
+    least = [u[members].min() * (1 if dropping else size) for members, _, size in draws]
+    smallest = float(sum(least))
     if not np.isfinite(smallest):
         return np.zeros(len(sampling))
     finite = np.where(np.isfinite(u), u, 0.0)
     largest = float(finite.max() + sampling.p @ (finite @ chances))
-    function = GeneratingFunction(draws, u, c, v, chances)
+    function = _GeneratingFunction(draws, u, c, v, chances)
     values = _integral(function, power, smallest=smallest, largest=largest)
     return None if values is None else values[function.group_of]
 
 
-def _independent_draws(sampling: Sampling) -> list[Draw] | None:
+def _independent_draws(sampling: Sampling) -> list[_Draw] | None:
     """The sampling as independent draws of a fixed number of clients, each then kept or not."""
     everyone, ones = np.arange(len(sampling)), np.ones(len(sampling))
-    if isinstance(sampling, Stratified):
-        if len(sampling.sizes) > _STRATA:
-            return None
+    if isinstance(sampling, Stratified) and len(sampling.sizes) <= _STRATA:
         parts = zip(sampling.members, sampling.take.tolist(), strict=True)
-        return [Draw(members, ones[members], take) for members, take in parts]
+        return [(members, ones[members], take) for members, take in parts]
     if isinstance(sampling, Uniform):
-        return [Draw(everyone, ones, sampling.b)]
+        return [(everyone, ones, sampling.b)]
     if isinstance(sampling, ApproximateIndependent):
-        return [Draw(everyone, sampling.keep, sampling.k)]
+        return [(everyone, sampling.keep, sampling.k)]
     if isinstance(sampling, (Independent, Full)):
-        return [Draw(everyone, sampling.p, len(sampling))]
+        return [(everyone, sampling.p, len(sampling))]
     return None
 
 
@@ -164,3 +175,194 @@ def _integral(
         if (np.abs(fine - coarse) <= _ACCURACY * np.abs(fine)).all():
             return fine
     return None
+
+
+class _GeneratingFunction:
+    """The generating function of independent draws, for every group of interchangeable clients.
+
+    For one draw alone let ``G = E[e^{-t sum u}]``, ``H = E[(sum v) e^{-t sum u}]``, and F and J
+    the same with ``1{i in S} c_i``. As v adds up and all else multiplies, a draw is the number
+    ``G + H e`` with ``e^2 = 0``, and client i has ``F + J e`` times the numbers of the other
+    draws: its e part, or its plain part without v.
+    """
+
+    def __init__(
+        self,
+        draws: list[_Draw],
+        u: FloatArray,
+        c: FloatArray,
+        v: FloatArray | None,
+        chances: FloatArray,
+    ) -> None:
+        self.group_of = np.zeros(len(u), dtype=np.int64)
+        self.draws: list[_DrawFunction] = []
+        self.has_v = v is not None
+        groups = 0
+        for members, keep, size in draws:
+            numbers = [u[members], c[members], *(() if v is None else (v[members],))]
+            first, code, count = _group([keep, *(x for array in numbers for x in array.T)])
+            self.group_of[members] = groups + code
+            groups += len(first)
+            each = [array[first] for array in numbers]
+            self.draws.append(_DrawFunction(size, count, keep[first], chances, *each))
+
+    def __call__(self, t: float) -> FloatArray:
+        values = [draw(t) for draw in self.draws]
+        result = []
+        for k, (_, _, f, j) in enumerate(values):
+            others = [(g, h) for m, (g, h, _, _) in enumerate(values) if m != k]
+            g, h = reduce(_times, others, (1.0, 0.0))
+            result.append(j * g + f * h if self.has_v else f * g)
+        return np.concatenate(result)
+
+
+def _times(a: tuple[float, float], b: tuple[float, float]) -> tuple[float, float]:
+    """``(a + a' e) (b + b' e)`` with ``e^2 = 0``."""
+    return a[0] * b[0], a[0] * b[1] + a[1] * b[0]
+
+
+def _group(columns: list[FloatArray]) -> tuple[IntArray, IntArray, IntArray]:
+    """Rows with equal numbers: the first row and the size of each group; the group of each row."""
+    code = np.zeros(len(columns[0]), dtype=np.int64)
+    for column in columns:
+        values, inverse = np.unique(column, return_inverse=True)
+        _, code = np.unique(code * len(values) + inverse, return_inverse=True)
+    _, first, count = np.unique(code, return_index=True, return_counts=True)
+    return first, code, count
+
+
+class _DrawFunction:
+    """``(G, H, F, J)`` of one draw of groups of equal clients: shapes (groups,) and (groups, A).
+
+    The elementary symmetric polynomial of the ``a_j = E[e^{-t u_j 1{in}}]`` is written through
+    independent coins: for any radius r, ``e_k(a) = prod (1 + a_j r) r^-k P(k coins show heads)``
+    with chances ``pi_j = a_j r / (1 + a_j r)``. The saddle point is the r for which k heads are
+    expected; that probability is then large, and it is the mean over the circle of
+    ``prod_j (1 + pi_j (e^{i theta} - 1)) e^{-i k theta}``. If everyone is invited, all coins show
+    heads.
+    """
+
+    def __init__(
+        self,
+        size: int,
+        count: IntArray,
+        keep: FloatArray,
+        chances: FloatArray,
+        u: FloatArray,
+        c: FloatArray,
+        v: FloatArray | None = None,
+    ) -> None:
+        self.size, self.count, self.u, self.c, self.v = size, count, u, c, v
+        with np.errstate(divide="ignore"):
+            self.log_chances = np.log(chances)
+            self.log_keep, self.log_drop = np.log(keep), np.log1p(-keep)
+        n = int(count.sum())
+        self.everyone = size == n
+        if not self.everyone:
+            self.start = float(np.log(size / (n - size)))  # the saddle point of a = 1
+            fair = _Coins(np.array([size / n]), np.array([n]))
+            self.at_start = float(fair.mean(fair.product * fair.turn ** -float(size)))
+
+    def __call__(self, t: float) -> tuple[float, float, FloatArray, FloatArray]:
+        count, f, j = self.count, np.zeros(len(self.count)), np.zeros(len(self.count))
+        exponent = self.log_chances - t * self.u
+        decay = np.logaddexp.reduce(exponent, axis=1)  # log E[e^{-tu}]
+        absent = np.isneginf(decay)
+        log_a = np.logaddexp(self.log_drop, self.log_keep + decay)
+        possible = ~np.isneginf(log_a)
+        if count[possible].sum() < self.size:  # a client that must be absent always takes part
+            return 0.0, 0.0, f, j
+        with np.errstate(invalid="ignore"):
+            mix = np.exp(exponent - decay[:, None])  # chances of the alternatives, given e^{-tu}
+            here = np.exp(self.log_keep + decay - log_a)
+        mix[absent] = here[absent] = 0.0
+        if self.everyone:
+            coins, scale = _Coins(np.ones(len(count)), count, certain=True), np.exp(count @ log_a)
+        else:
+            log_radius = self._saddle(log_a[possible], count[possible])
+            coins = _Coins(_expit(log_a + log_radius), count)
+            scale = np.exp(self._log_scale(log_a, log_radius)) / self.at_start
+
+        heads = here * coins.chance
+        c = (mix * self.c).sum(1)
+        v = cv = others = np.zeros(1)
+        if self.v is not None:
+            v, cv = heads * (mix * self.v).sum(1), (mix * self.c * self.v).sum(1)
+            others = sum((count * v)[k] @ (coins.turn / factors) for k, factors in coins.blocks())
+        rest = coins.product * coins.turn ** -float(self.size - 1)  # after one coin shows heads
+        for k, factors in coins.blocks():
+            share = rest / factors
+            f[k] = coins.mean(share) * c[k]
+            if self.v is not None:
+                own = v[k, None] * coins.turn / factors
+                j[k] = coins.mean(share * (cv[k, None] + c[k, None] * (others - own)))
+        whole = rest / coins.turn
+        g, h = float(scale * coins.mean(whole)), float(scale * coins.mean(whole * others))
+        scales = scale * here * coins.chance
+        return g, h, scales * f, scales * j
+
+    def _saddle(self, log_a: FloatArray, count: IntArray) -> float:
+        """The logarithm of the radius for which ``size`` heads are expected."""
+        from scipy.optimize import brentq  # a third of a second to import: only when needed
+
+        # Above the weight at which the size-th client joins, nothing changes any more.
+        order = np.argsort(-log_a)
+        last = order[np.searchsorted(np.cumsum(count[order]), self.size)]
+        low, high = -float(log_a.max()) - 40.0, -float(log_a[last]) + 80.0
+
+        def excess(log_radius: float) -> float:
+            return float(count @ _expit(log_a + log_radius)) - self.size
+
+        if not excess(low) < 0 < excess(high):  # all who can take part must
+            return high
+        return float(brentq(excess, low, high, xtol=1e-4, maxiter=200))
+
+    def _log_scale(self, log_a: FloatArray, log_radius: float) -> float:
+        """``log prod (1 + a r) r^-k`` less its value at a = 1, without taking large differences."""
+        shift, start = log_a + log_radius - self.start, self.start
+        with np.errstate(over="ignore"):
+            close = np.log1p(_expit(start) * np.expm1(shift))
+        far = np.logaddexp(0.0, start + shift) - np.logaddexp(0.0, start)
+        change = np.where(shift < 30, close, far)
+        return float(self.count @ change) - self.size * (log_radius - start)
+
+
+class _Coins:
+    """Independent coins, and the generating function of their number of heads on a half circle.
+
+    Its modulus is at most ``exp(-var (1 - cos theta))``, so only angles where that is not
+    negligible are kept; their number hardly grows with the number of coins. If all heads are
+    certain, the angle zero says it all.
+    """
+
+    def __init__(self, chance: FloatArray, count: IntArray, certain: bool = False) -> None:
+        self.chance, self.points = chance, 1
+        self.turn: NDArray[Any] = np.ones(1)
+        self.product: NDArray[Any] = np.ones(1)
+        if certain:
+            return
+        variance = float(count @ (chance * (1 - chance)))
+        self.points = int(np.ceil(5 * np.sqrt(variance) + 20))
+        angles = (np.arange(self.points) + 0.5) * np.pi / self.points
+        self.turn = np.exp(1j * angles[variance * (1 - np.cos(angles)) < 45])
+        logs = np.zeros(len(self.turn), dtype=np.complex128)
+        for k, factors in self.blocks():
+            logs += count[k] @ (0.5 * np.log(factors.real**2 + factors.imag**2))
+            logs += 1j * (count[k] @ np.arctan2(factors.imag, factors.real))
+        self.product = np.exp(logs)
+
+    def blocks(self) -> Iterator[tuple[slice, NDArray[Any]]]:
+        """``1 + pi (e^{i theta} - 1)``, a row for every coin, in portions that fit in memory."""
+        size = max(_BLOCK // len(self.turn), 1)
+        for begin in range(0, len(self.chance), size):
+            block = slice(begin, begin + size)
+            yield block, 1 + self.chance[block, None] * (self.turn - 1)
+
+    def mean(self, values: NDArray[Any]) -> Any:
+        """The mean over the whole circle: the lower half mirrors the upper one."""
+        return values.real.sum(axis=-1) / self.points
+
+
+def _expit(x: Any) -> Any:
+    """``1 / (1 + e^-x)`` without overflow."""
+    return np.exp(-np.logaddexp(0.0, -x))

@@ -12,7 +12,7 @@ import numpy as np
 from fedshuffle._arrays import FloatArray, IntArray, jsonable
 from fedshuffle.auditing.estimation import WeightEstimate
 from fedshuffle.auditing.findings import TOLERANCE, Finding
-from fedshuffle.auditing.properties import CLOSE, ServerProperties, bias_findings, uneven
+from fedshuffle.auditing.properties import CLOSE, ServerProperties, uneven
 from fedshuffle.errors import visible
 from fedshuffle.federation import Federation
 from fedshuffle.methods import Method
@@ -36,38 +36,23 @@ class Audit:
     ([0.1, 0.9], False)
     """
 
-    name: str
-    """The audited method, server or log."""
-    source: str
-    """Which clients took part: the sampling, or the log."""
+    name: str  # the audited method, server or log
+    source: str  # which clients took part: the sampling, or the log
     client_ids: Sequence[Hashable]
-    sizes: IntArray
-    """Examples of each client."""
+    sizes: IntArray  # examples of each client
     objective_weights: FloatArray
     effective_weights: FloatArray
-    inclusion_probabilities: FloatArray
-    """For a log: the share of rounds in which the client took part."""
-    consistent: bool | None
-    """Whether the two objectives are the same; None if undecided."""
+    inclusion_probabilities: FloatArray  # for a log, shares of rounds
+    consistent: bool | None  # whether the two objectives are the same; None if undecided
     exact: bool
-    how: str
-    """How the weights were found."""
-    standard_errors: FloatArray | None
-    """Of the effective weights; None if nothing is estimated, infinite for a client never seen."""
-    findings: tuple[Finding, ...]
-    """What is wrong, why it matters and how to fix it."""
-    method: Method | None = None
-    """The audited method; None for a server or a log."""
-    sampling: Sampling | None = None
-    """None for a log."""
-    rounds: int | None = None
-    """Number of rounds, from round 0, that the weights are averaged over, if a rule or an
-    interruption of a method depends on the round.
-    """
-    intervals: FloatArray | None = None
-    """Of a server or a log: lower and upper ends for each client's effective weight."""
-    confidence: float | None = None
-    """Of each interval."""
+    how: str  # how the weights were found
+    standard_errors: FloatArray | None  # infinite for a client never seen; None if exact
+    findings: tuple[Finding, ...]  # what is wrong, why it matters and how to fix it
+    method: Method | None = None  # None for a server or a log
+    sampling: Sampling | None = None  # None for a log
+    rounds: int | None = None  # rounds from 0 on that were averaged, if a method's rounds differ
+    intervals: FloatArray | None = None  # of a server or a log: lower and upper ends, per client
+    confidence: float | None = None  # of each interval
     properties: ServerProperties = ServerProperties()  # noqa: RUF009
     """How a server or the system of a log behaves; all unknown for a method."""
 
@@ -143,12 +128,8 @@ class Audit:
         """Plain data, ready for JSON; null for what is infinite."""
         audited: dict[str, Any]
         if self.method is not None:
-            audited = {
-                "method": self.method.name,
-                "momentum": self.method.momentum,
-                "sampling": repr(self.sampling),
-                "rounds": self.rounds,
-            }
+            audited = {"method": self.method.name, "momentum": self.method.momentum}
+            audited |= {"sampling": repr(self.sampling), "rounds": self.rounds}
         else:
             fields = ("name", "source", "intervals", "confidence")
             audited = {name: getattr(self, name) for name in fields}
@@ -172,37 +153,28 @@ def blackbox_result(
     estimate: WeightEstimate,
     server: ServerProperties,
     federation: Federation,
-    probabilities: FloatArray,
-    uneven_steps: tuple[int, int] | None,
     confidence: float,
-    sampling: Sampling | None = None,
     *,
-    name: str,
-    source: str,
-    how: str,
+    probabilities: FloatArray,
+    sampling: Sampling | None = None,
+    steps: tuple[int, int] | None,
+    **names: Any,
 ) -> Audit:
-    """The audit that follows from an estimate; of a log, which has no sampling, the
-    probabilities are estimated too.
+    """The audit that follows from an estimate; ``steps`` are the fewest and the most if these make
+    a difference. A log has no sampling; its probabilities are shares of rounds.
     """
     objective, weights = federation.weights, estimate.weights
     consistent = _consistent(estimate, objective, confidence, server)
     findings = server.findings()
     if consistent is False:
-        findings += bias_findings(
-            server,
-            objective,
-            weights,
-            partial=bool((probabilities < 1).any()),
-            uneven_steps=uneven_steps,
-            # In a log, chance alone makes the shares of rounds differ.
-            uneven_probabilities=sampling is not None and uneven(probabilities),
-        )
+        # In a log, chance alone makes the shares of rounds differ.
+        known_uneven = sampling is not None and uneven(probabilities)
+        partial = bool((probabilities < 1).any())
+        findings += server.bias_findings(objective, weights, steps, partial, known_uneven)
     exact = not estimate.errors.any()
     half = np.maximum(estimate.half_widths(confidence), _ROUNDING * np.abs(weights))
     return Audit(
-        name=name,
-        source=source,
-        how=how,
+        **names,
         client_ids=federation.ids,
         sizes=federation.sizes,
         objective_weights=objective,
@@ -225,7 +197,7 @@ def _consistent(
     """False if simultaneous intervals exclude the objective that was meant, True if they leave no
     room for another, None if they leave some.
     """
-    if server.non_finite_rounds or server.moves_without_updates or server.long_run_gain == np.inf:
+    if server.never_settles:
         return False
     linear = server.linear is not False
     reach = np.maximum(estimate.half_widths(confidence, together=True), _SURE * estimate.errors)

@@ -8,6 +8,7 @@ from typing import Annotated, Any
 
 import numpy as np
 import typer
+from typer import Option
 
 from fedshuffle import auditing, methods
 from fedshuffle._arrays import FloatArray, number
@@ -16,116 +17,117 @@ from fedshuffle.errors import FedShuffleError, error_context
 from fedshuffle.federation import Federation
 from fedshuffle.local_work import LocalWork
 from fedshuffle.methods import Method
-from fedshuffle.sampling import Sampling, is_import_path
+from fedshuffle.sampling import Sampling
 
-_Subject = tuple[Federation, Method, str | Sampling, LocalWork]
+_Text = str | None
+_Path = Path | None
+_Count = int | None
+_Subject = tuple[Federation, Method, Sampling, LocalWork]
+_SAMPLINGS = (
+    "full, uniform:B, importance:B, independent:p1,p2,..., one, ais:B, stratified:B:K, optimal:B,"
+    " optimal:B:of:SAMPLING."
+)
 
 
 def audit(
     context: typer.Context,
     sizes: Annotated[
-        str | None, typer.Option(help="Examples per client: 1,2,3 or @file, one per line.")
+        _Text, Option(help="Examples per client: 1,2,3 or @file, a line each.")
     ] = None,
-    data: Annotated[
-        Path | None, typer.Option(help="Audit on the clients of this store instead of --sizes.")
-    ] = None,
+    data: Annotated[_Path, Option(help="Audit on the clients of this store, not --sizes.")] = None,
     config: Annotated[
-        Path | None,
-        typer.Option(help="Take data, method, sampling and local work from a run's config."),
+        _Path, Option(help="Take data, method, sampling and local work from a run's config.")
     ] = None,
     method: Annotated[
-        str, typer.Option(help="See 'fedshuffle methods'; or module:METHOD.")
+        str, Option(help="See 'fedshuffle methods'; or module:METHOD.")
     ] = "fedavg-rr",
-    sampling: Annotated[
-        str,
-        typer.Option(
-            help="full, uniform:B, importance:B, independent:p1,p2,..., one, ais:B,"
-            " stratified:B:K, optimal:B, optimal:B:of:SAMPLING."
-        ),
-    ] = "full",
+    sampling: Annotated[str, Option(help=_SAMPLINGS)] = "full",
     epochs: Annotated[
-        str | None, typer.Option(help="2 for all, 1,2,3 per client, or 2..5 at random; 1.")
+        _Text, Option(help="2 for all, 1,2,3 per client, or 2..5 at random; 1.")
     ] = None,
-    batch_size: Annotated[int | None, typer.Option(help="Examples per local step; 1.")] = None,
+    batch_size: Annotated[_Count, Option(help="Examples per local step; 1.")] = None,
     weights: Annotated[
-        str | None, typer.Option(help="Objective weights as for --sizes; by size if not given.")
+        _Text, Option(help="Objective weights as for --sizes; by size if not given.")
     ] = None,
     momentum: Annotated[
-        str | None, typer.Option(help="none, mvr:A (exact) or global:A (cheap); 0.9 is A = 0.1.")
+        _Text, Option(help="none, mvr:A (exact) or global:A (cheap); 0.9 is A = 0.1.")
     ] = None,
     flower: Annotated[
-        str | None,
-        typer.Option(help="Audit a Flower strategy instead: module:STRATEGY, or what makes one."),
+        _Text, Option(help="Audit a Flower strategy instead: module:STRATEGY, or what makes one.")
     ] = None,
     function: Annotated[
-        str | None,
-        typer.Option(
-            "--callable", help="Audit your server: module:FUNCTION(clients, sizes, updates)."
-        ),
+        _Text, Option("--callable", help="Audit module:FUNCTION(clients, sizes, updates) instead.")
     ] = None,
     log: Annotated[
-        Path | None,
-        typer.Option(help="Audit a log: CSV or JSONL of round,client,size,steps,weight."),
+        _Path, Option(help="Audit a log: CSV or JSONL of round,client,size,steps,weight.")
     ] = None,
     step_sizes: Annotated[
-        str, typer.Option(help="Of clients under --flower or --callable: equal, or scaled.")
+        str, Option(help="Of clients under --flower or --callable: equal, or scaled.")
     ] = "equal",
     confidence: Annotated[
-        float, typer.Option(help="Of intervals, under --flower, --callable and --log.")
+        float, Option(help="Of intervals, under --flower, --callable and --log.")
     ] = 0.95,
-    seed: Annotated[int, typer.Option(help="For audits that have to sample.")] = 0,
+    seed: Annotated[int, Option(help="For audits that have to sample.")] = 0,
     draws: Annotated[
-        int | None, typer.Option(help="For audits that have to sample: 32000, others' code 2000.")
+        _Count, Option(help="For audits that have to sample: 32000, others' code 2000.")
     ] = None,
     rounds: Annotated[
-        int | None,
-        typer.Option(help="For rules that depend on the round: how many to average over, 100."),
+        _Count, Option(help="For rules that depend on the round: how many to average over, 100.")
     ] = None,
     check: Annotated[
-        bool, typer.Option("--check", help="Exit with 1 if the objective is not the one you meant.")
+        bool, Option("--check", help="Exit with 1 if the objective is not the one you meant.")
     ] = False,
     as_json: AsJson = False,
 ) -> None:
     """Say which objective a method, or other people's code, really minimises."""
-    rules = ["method", "momentum", "rounds"]
-    others = [one for one in (flower, function, log) if one is not None]
-    if len(others) > 1:
+    server = flower if flower is not None else function
+    if sum(one is not None for one in (flower, function, log)) > 1:
         raise FedShuffleError("give one of --flower, --callable and --log.")
+    rules = ["method", "momentum", "rounds"]
     if log is not None:
-        unused = ["sampling", "epochs", "batch_size", "step_sizes", "seed", "draws"]
-        refuse_unused(context, [*rules, *unused, "data", "config"], "--log")
-        if sizes is not None:
-            raise FedShuffleError("a log contains the sizes: leave out --sizes.")
+        inputs = ["sizes", "data", "config", "sampling", "epochs", "batch_size"]
+        refuse_unused(context, [*rules, *inputs, "step_sizes", "seed", "draws"], "--log")
+    elif server is not None:
+        refuse_unused(context, rules, "--flower, --callable")
     else:
-        unused, under = ["step_sizes", "confidence"], "--method"
-        if others:
-            unused, under = rules, "--flower, --callable"
-        refuse_unused(context, unused, under)
+        refuse_unused(context, ["step_sizes", "confidence"], "--method")
+    if config is not None:
+        refuse_unused(context, ["sizes", "data", "weights", "epochs", "batch_size"], "--config")
     objective = None if weights is None else _numbers(weights, "--weights")
-    counts = {"draws": draws, "rounds": rounds}
-    given: dict[str, Any] = {key: value for key, value in counts.items() if value is not None}
     if log is not None:
         from fedshuffle.auditing.adapters import read_log
 
         result, _ = read_log(log, weights=objective, confidence=confidence)
     else:
-        if config is not None:
-            refuse_unused(context, ["sizes", "data", "weights", "epochs", "batch_size"], "--config")
-            names = {"method": method, "sampling": sampling, "momentum": momentum}
-            changes = {key: value for key, value in names.items() if was_given(context, key)}
-            subject = _subject_of_config(config, changes)
-        else:
-            federation = _clients(sizes, data, objective)
-            chosen, drawn = _find(method, sampling, federation)
-            if momentum is not None:
-                chosen = chosen.with_momentum(methods.parse_momentum(momentum))
-            work = LocalWork(_epochs(epochs), batch_size=batch_size)
-            subject = federation, chosen, drawn, work
-        if others:
-            given |= {"step_sizes": step_sizes, "confidence": confidence, "seed": seed}
-            result = _audit_server(subject, flower, function, given)
-        else:
-            result = auditing.audit(*subject, seed=seed, **given)
+        from fedshuffle.config import imports
+
+        here = Path.cwd()
+        with imports.importable(here):
+            if config is not None:
+                names = {"method": method, "sampling": sampling, "momentum": momentum}
+                changes = {key: value for key, value in names.items() if was_given(context, key)}
+                subject = _subject_of_config(config, changes)
+            else:
+                federation = _clients(sizes, data, objective)
+                chosen = imports.method(method, here)
+                if momentum is not None:
+                    chosen = chosen.with_momentum(methods.parse_momentum(momentum))
+                work = LocalWork(None if epochs is None else _epochs(epochs), batch_size=batch_size)
+                drawn = imports.sampling(sampling, federation, here)
+                subject = federation, chosen, drawn, work
+            counts = {"draws": draws, "rounds": rounds}
+            given: dict[str, Any] = {
+                k: number for k, number in counts.items() if number is not None
+            }
+            if server is None:
+                result = auditing.audit(*subject, seed=seed, **given)
+            else:
+                given |= {"step_sizes": step_sizes, "confidence": confidence, "seed": seed}
+                federation, _, drawn, work = subject
+                found = imports.find(server, here)
+                if flower is not None:
+                    found = _aggregator(found, len(federation))
+                result = auditing.audit_server(found, federation, drawn, work, **given)
     if as_json:
         print(json.dumps(result.to_dict(), allow_nan=False))
     else:
@@ -149,40 +151,19 @@ def _clients(sizes: str | None, data: Path | None, weights: Any) -> Federation:
 
 def _subject_of_config(file: Path, changes: dict[str, Any]) -> _Subject:
     from fedshuffle import config as configs
-    from fedshuffle.config import imports, runner
+    from fedshuffle.config import runner
 
     config = configs.load(file, changes)
-    with imports.importable(config.folder):
+    with config.importable():
         federation = runner.federation(config)
         sampling = runner.sampling(config, federation)
         return federation, runner.method(config), sampling, config.work
 
 
-def _find(method: str, sampling: str, federation: Federation) -> tuple[Method, str | Sampling]:
-    """The method and the sampling, also where these are import paths, from this folder."""
-    if not (methods.is_import_path(method) or is_import_path(sampling)):
-        return methods.get(method), sampling
-    from fedshuffle.config import imports
-
-    here = Path.cwd()
-    with imports.importable(here):
-        return imports.method(method, here), imports.sampling(sampling, federation, here)
-
-
-def _audit_server(
-    subject: _Subject, flower: str | None, function: str | None, given: dict[str, Any]
-) -> auditing.Audit:
-    """The audit of a strategy or a function with the clients, sampling and work of a subject."""
+def _aggregator(strategy: Any, clients: int) -> auditing.adapters.Aggregator:
     from fedshuffle.auditing.adapters import Aggregator, FlowerAggregator
-    from fedshuffle.config import imports
 
-    federation, _, sampling, work = subject
-    here = Path.cwd()
-    with imports.importable(here):
-        server = imports.find(flower or function or "", here)
-        if flower is not None and not isinstance(server, Aggregator):
-            server = FlowerAggregator(server, len(federation))
-        return auditing.audit_server(server, federation, sampling, work, **given)
+    return strategy if isinstance(strategy, Aggregator) else FlowerAggregator(strategy, clients)
 
 
 def _numbers(text: str, option: str) -> FloatArray:
@@ -197,17 +178,12 @@ def _numbers(text: str, option: str) -> FloatArray:
     return np.array([number(word, f"{option}: {where}") for where, word in words])
 
 
-def _epochs(text: str | None) -> Any:
-    if text is None:
-        return None
+def _epochs(text: str) -> Any:
     if ".." in text:
         from fedshuffle.config import loader
 
         return loader.epochs(text, "--epochs")
-    try:
+    remedy = "Write 2 for all, 1,2,3 per client, or 2..5."
+    with error_context(lambda _: f"--epochs: cannot read {text!r}. {remedy}", ValueError):
         epochs = [int(word) for word in text.split(",")]
-    except ValueError:
-        raise FedShuffleError(
-            f"--epochs: cannot read {text!r}. Write 2 for all, 1,2,3 per client, or 2..5."
-        ) from None
     return epochs[0] if len(epochs) == 1 else epochs

@@ -8,8 +8,17 @@
 
 from __future__ import annotations
 
-from fedshuffle.testing.report import CheckResult, ConformanceError, Report
-from fedshuffle.testing.suite import CHECKS, SAMPLINGS, check, check_sampling
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from fedshuffle import methods
+from fedshuffle.errors import unknown
+from fedshuffle.federation import Federation
+from fedshuffle.methods import Method
+from fedshuffle.sampling import Listed, Sampling, resolve
+from fedshuffle.testing import method_checks, sampling_checks, unbiasedness
+from fedshuffle.testing.problems import SIZES
+from fedshuffle.testing.report import CheckResult, ConformanceError, Report, run_check
 
 __all__ = [
     "CHECKS",
@@ -20,3 +29,81 @@ __all__ = [
     "check",
     "check_sampling",
 ]
+
+SAMPLINGS: tuple[str | Sampling, ...] = (
+    "full",
+    "uniform:2",
+    "importance:2",
+    "independent:0.5,0.9,0.2,0.4",
+    "one",
+    "ais:2",
+    "stratified:2:2",
+    "optimal:2",
+    "optimal-approximate:2:of:uniform:3",
+    Listed(4, [((0, 1), 0.25), ((2, 3), 0.5), ((1, 2, 3), 0.25)]),
+)
+"""The samplings under which a method is checked, for four clients with 1, 2, 4 and 5 examples."""
+
+
+class Check(NamedTuple):
+    """One thing that every method must do."""
+
+    run: Callable[..., None]
+    every_sampling: bool = False
+
+
+CHECKS: dict[str, Check] = {
+    "rest": Check(method_checks.rest, every_sampling=True),
+    "order": Check(method_checks.order),
+    "workers": Check(method_checks.workers),
+    "descent": Check(method_checks.descent),
+    "resume": Check(method_checks.resume),
+    "expectation": Check(unbiasedness.expectation, every_sampling=True),
+    "fixed point": Check(unbiasedness.fixed_point, every_sampling=True),
+    "engines": Check(method_checks.agreement),
+    "gradients": Check(method_checks.gradients),
+    "messages": Check(method_checks.messages),
+    "purity": Check(method_checks.purity),
+}
+"""The checks of methods by name; ``help(CHECKS[name].run)`` gives the details."""
+
+
+def check(
+    method: str | Method,
+    samplings: Sequence[str | Sampling] = SAMPLINGS,
+    checks: Sequence[str] | None = None,
+) -> Report:
+    """Make all checks, or those named, of a method.
+
+    Args:
+        method: a name, or a method of your own.
+        samplings: those of four clients under which to check it.
+        checks: names of :data:`CHECKS`; all by default.
+
+    >>> check("fedavg", samplings=["uniform:2"], checks=["rest"]).results
+    (CheckResult(check='rest under uniform:2', outcome='passed', message=''),)
+    """
+    found, clients = methods.get(method), Federation.from_sizes(SIZES)
+    given = {str(one): resolve(one, clients) for one in samplings}
+    results: list[CheckResult] = []
+    for name in CHECKS if checks is None else checks:
+        if name not in CHECKS:
+            raise unknown("check", name, CHECKS)
+        run, every_sampling = CHECKS[name]
+        if every_sampling:
+            under = given.items()
+            results += [run_check(f"{name} under {text}", run, found, one) for text, one in under]
+        else:
+            results.append(run_check(name, run, found))
+    return Report(found.name, tuple(results))
+
+
+def check_sampling(given: Sampling) -> Report:
+    """Make all checks of a sampling, for any number of clients.
+
+    >>> from fedshuffle.sampling import Uniform
+    >>> check_sampling(Uniform(5, 2)).passed
+    True
+    """
+    results = [run_check(name, run, given) for name, run in sampling_checks.CHECKS.items()]
+    return Report(repr(given), tuple(results))

@@ -1,7 +1,14 @@
-"""Whether the mean update over all cohorts has the audit's weights."""
+r"""Whether the mean update over all cohorts has the audit's weights.
+
+With quadratic clients (:class:`fedshuffle.auditing.simulation.QuadraticClients`) a round is an
+affine map of the whole state of a run, :math:`s \leftarrow A_S s + b_S`, for nearly every method.
+Cohorts do not depend on the past, so the expectation follows the mean map,
+:math:`E s \leftarrow \bar A \, E s + \bar b`, exactly: nothing needs to be drawn.
+"""
 
 from __future__ import annotations
 
+import copy
 import itertools
 
 import numpy as np
@@ -9,32 +16,126 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from fedshuffle._arrays import FloatArray
+from fedshuffle._arrays import FloatArray, IntArray
 from fedshuffle.auditing import Audit, audit
 from fedshuffle.auditing.simulation import QuadraticClients, simulated_weights
 from fedshuffle.auditing.subject import Subject
 from fedshuffle.federation import Federation
 from fedshuffle.local_work import LocalWork
 from fedshuffle.methods import Method
+from fedshuffle.randomness import Purpose, generator
 from fedshuffle.sampling import Full, Sampling, resolve
-from fedshuffle.testing.clients import (
+from fedshuffle.state import State
+from fedshuffle.testing.problems import (
     WORK,
-    NotAffineError,
     federation,
-    listed_cohorts,
     make_run,
-    mean_map,
+    numbers,
     quadratic_clients,
+    tensors,
     without_server_optimiser,
 )
-from fedshuffle.testing.problems import numbers
-from fedshuffle.testing.report import DoesNotApplyError, equal
+from fedshuffle.testing.report import DoesNotApplyError, ensure, equal
+from fedshuffle.testing.sampling_checks import listed_cohorts
+from fedshuffle.training.client_state import ClientState, ClientStateStore
 from fedshuffle.training.rounds import Run, drive
 
 _SMALL = 2.0**-24  # a step size at which only effects of first order are seen
 _DRAWS = 1024  # rounds to simulate where nothing exact is possible
 _SIGMAS = 5.0
 OPTIMA = np.array([[1.0], [-2.0], [5.0], [0.5]])
+
+
+class NotAffineError(Exception):
+    """A round is not an affine map of the state."""
+
+
+class MeanMap:
+    """The mean over all cohorts of the map from (model, server state, client state) to the next,
+    read off the rounds of a run.
+
+    Of a two-phase sampling its pool counts, as who is asked depends on the updates, so that a round
+    would not be affine.
+    """
+
+    def __init__(self, clients: QuadraticClients) -> None:
+        assert clients.t is not None
+        self.clients = copy.copy(clients)
+        self.clients.run = run = copy.copy(clients.run)
+        run.sampling = run.sampling.pool
+        cohorts = listed_cohorts(run.sampling)
+        drawn = [(members, share) for members, share in cohorts if len(members)]
+        self.d = clients.t.shape[1]
+        self.store = ClientStateStore(self.d, torch.float64)
+        fresh = run.start(torch.zeros(self.d, dtype=torch.float64))
+        firsts = [self._round(members, fresh) for members, _ in drawn]
+        self.shapes = {name: tensor.shape for name, tensor in tensors(firsts[0]).items()}
+        flat = [self._flat(first) for first in firsts]
+        # The mean after the first round with a nonempty cohort.
+        self.start = np.average(flat, axis=0, weights=[share for _, share in drawn])
+        width = len(self.start)
+        empty = sum(share for members, share in cohorts if not len(members))
+        self.matrix, self.constant = empty * np.eye(width), np.zeros(width)
+        test = generator(0, Purpose.MONTE_CARLO).random(width)
+        for members, share in drawn:
+            origin = self._after(members, np.zeros(width))
+            columns = [self._after(members, unit) - origin for unit in np.eye(width)]
+            matrix, slack = np.stack(columns, axis=1), 1e-9 * np.abs(origin).max()
+            found = self._after(members, test)
+            if not np.allclose(found, matrix @ test + origin, rtol=1e-9, atol=slack):
+                raise NotAffineError
+            self.matrix += share * matrix
+            self.constant += share * origin
+
+    def drift(self) -> FloatArray:
+        """How far the model moves per round once the state has settled."""
+        s = self.start
+        for _ in range(3000):
+            s = self.matrix @ s + self.constant
+        moved: FloatArray = (self.matrix @ s + self.constant - s)[: self.d]
+        return moved
+
+    def fixed_point(self) -> FloatArray:
+        """The model at the fixed point that is reached from the start.
+
+        Some methods preserve a sum (SCAFFOLD: c - sum w_i c_i). So the fixed point must differ from
+        the start by something in the range of I - A.
+        """
+        still = np.eye(len(self.matrix)) - self.matrix
+        z = np.linalg.lstsq(still @ still, self.constant - still @ self.start, rcond=None)[0]
+        s = self.start + still @ z
+        fixed = np.allclose(self.matrix @ s + self.constant, s, rtol=1e-6, atol=1e-8)
+        ensure(fixed, "the mean of the method over all cohorts has no fixed point.")
+        x: FloatArray = s[: self.d]
+        return x
+
+    def _after(self, members: IntArray, s: FloatArray) -> FloatArray:
+        """The flat state after a round of these clients from a flat state."""
+        return self._flat(self._round(members, self._state(s)))
+
+    def _round(self, members: IntArray, state: State) -> State:
+        return self.clients.run_round(state, cohort=self.clients.run.cohort(state.round, members))
+
+    def _flat(self, state: State) -> FloatArray:
+        parts = tensors(state)
+        floats = all(tensor.dtype == torch.float64 for tensor in parts.values())
+        if not floats or self.shapes != {name: tensor.shape for name, tensor in parts.items()}:
+            raise NotAffineError
+        return torch.cat([tensor.reshape(-1) for tensor in parts.values()]).numpy()
+
+    def _state(self, s: FloatArray) -> State:
+        pieces = torch.split(torch.tensor(s), [shape.numel() for shape in self.shapes.values()])
+        shapes = self.shapes.items()
+        parts = {name: x.reshape(shape) for (name, shape), x in zip(shapes, pieces, strict=True)}
+        x, rows, clients = parts.pop("x"), parts.pop("clients", None), None
+        if rows is not None:
+            everyone = np.arange(len(rows))
+            clients = ClientState.empty(len(rows), self.store).updated(everyone, rows)
+        kept: dict[str, dict[str, Tensor]] = {"method_state": {}, "optimiser_state": {}}
+        for name, tensor in parts.items():
+            owner, _, key = name.partition(" ")
+            kept[owner][key] = tensor
+        return State(x, kept["method_state"], kept["optimiser_state"], 1, clients)
 
 
 def expectation(method: Method, sampling: str | Sampling) -> None:
@@ -69,7 +170,7 @@ def measured_weights(run: Run) -> tuple[FloatArray, FloatArray]:
     """The weights of the expected update, by running the method; and their standard errors."""
     try:
         clients = quadratic_clients(run, np.zeros(4), -np.eye(4), scaled=False)
-        drift = -mean_map(clients).drift()
+        drift = -MeanMap(clients).drift()
         return drift / drift.sum(), np.zeros(4)
     except NotAffineError:
         subject = Subject(run.federation, run.method, run.sampling.pool, run.workload)
@@ -136,7 +237,7 @@ def limit_point(
         return quadratic_clients(run, h, h[:, None] * optima, scaled=False)
 
     try:
-        coarse, fine = (mean_map(at(step, OPTIMA)).fixed_point() for step in (2e-3, 1e-3))
+        coarse, fine = (MeanMap(at(step, OPTIMA)).fixed_point() for step in (2e-3, 1e-3))
     except NotAffineError:
         if not isinstance(resolve(sampling, clients), Full):
             raise DoesNotApplyError(

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from fedshuffle.auditing.adapters.base import Aggregator, Replies
-from fedshuffle.auditing.adapters.callable import FunctionAggregator
+from fedshuffle.auditing.adapters.base import Aggregator, FunctionAggregator, Replies
 from fedshuffle.auditing.adapters.flower import FlowerAggregator
 from fedshuffle.auditing.adapters.log import read_log
 

@@ -13,7 +13,7 @@ import json
 import math
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -26,16 +26,8 @@ from fedshuffle.errors import FedShuffleError, error_context
 from fedshuffle.federation import Federation
 
 _NEEDED = ("round", "client", "size", "steps", "weight")
-
-
-class _Row(NamedTuple):
-    line: int
-    round: str
-    client: str
-    size: int
-    steps: int
-    weight: float
-    step_size: float
+_Row = tuple[str, str, int, int, float, float]
+"""Round, client, size, steps, weight and step size."""
 
 
 def read_log(
@@ -49,37 +41,36 @@ def read_log(
     """
     number(confidence, "confidence", within="(0, 1)")
     path = Path(path)
-    rows = [_row(f"{path}, line {line}", line, record) for line, record in _records(path)]
+    rows = _rows(path)
     if not rows:
         raise FedShuffleError(f"{path}: the log has no rounds.")
-    size_of = _sizes(path, rows)
+    rounds, clients, *columns = zip(*rows, strict=True)
+    sizes, steps, weight, step_size = map(np.array, columns)
     # By number if all ids are numbers (int() refuses very long ones), else by text.
-    numbers = all(id.isdecimal() and len(id) < 1000 for id in size_of)
-    ids = sorted(sorted(size_of), key=int) if numbers else sorted(size_of)
+    numbers = all(id.isdecimal() and len(id) < 1000 for id in clients)
+    ids = sorted(set(clients), key=lambda id: (int(id) if numbers else 0, id))
+    place = {id: i for i, id in enumerate(ids)}
+    client = np.array([place[id] for id in clients])
     if weights is not None:
         what = f"weights (one for each client of the log: {ids[0]}, ...)"
         weights = positive(weights, len(ids), what)
-    federation = Federation.from_sizes(np.array([size_of[id] for id in ids]), weights)
-    federation = dataclasses.replace(federation, ids=tuple(ids))
+    of_client = sizes[np.unique(client, return_index=True)[1]]
+    federation = dataclasses.replace(Federation.from_sizes(of_client, weights), ids=tuple(ids))
 
-    place = {id: i for i, id in enumerate(ids)}
-    names = {name: k for k, name in enumerate(dict.fromkeys(row.round for row in rows))}
-    rows.sort(key=lambda row: names[row.round])
-    cohort = np.array([names[row.round] for row in rows])
-    client = np.array([place[row.client] for row in rows])
-    steps, weight, step_size = (
-        np.array([getattr(row, name) for row in rows]) for name in ("steps", "weight", "step_size")
+    names = {name: k for k, name in enumerate(dict.fromkeys(rounds))}
+    distance = steps * step_size
+    seen = Observations(
+        len(names), np.array([names[r] for r in rounds]), client, weight * distance, weight, steps
     )
-    taken = np.bincount(client, minlength=len(ids)) / len(names)
+    taken = np.bincount(client) / len(names)
     counted = ServerProperties(rounds=len(names))
-    observations = Observations(cohort, client, weight * steps * step_size, len(names))
     audit = blackbox_result(
-        estimate(observations, federation.weights, None),
-        describe_weights(counted, federation, taken, cohort, client, weight, steps),
+        estimate(seen, federation.weights, None),
+        describe_weights(counted, federation, taken, seen),
         federation,
-        taken,
-        (int(steps.min()), int(steps.max())) if uneven(steps * step_size) else None,
         confidence,
+        probabilities=taken,
+        steps=(int(steps.min()), int(steps.max())) if uneven(distance) else None,
         name=path.name,
         source=f"a log of {len(names)} rounds",
         how=f"{len(rows)} updates in {len(names)} rounds",
@@ -87,97 +78,81 @@ def read_log(
     return audit, federation
 
 
-def _records(path: Path) -> Iterator[tuple[int, Mapping[str, Any]]]:
+def _rows(path: Path) -> list[_Row]:
+    """The rows of a log; each client must be in a round once, with the same size in every round."""
+    rows: list[_Row] = []
+    line_of: dict[tuple[str, str], int] = {}
+    size_of: dict[str, tuple[int, int]] = {}
+    for line, record in _records(path):
+        with error_context(f"{path}, line {line}"):
+            row = round, client, size, *_ = _row(record)
+            before = line_of.setdefault((round, client), line)
+            if before != line:
+                raise FedShuffleError(
+                    f"client {client} is already in round {round}, in line {before}. Give each"
+                    " client of a round one line."
+                )
+            known, before = size_of.setdefault(client, (size, line))
+            if known != size:
+                raise FedShuffleError(
+                    f"client {client} has {size} examples, but {known} in line {before}. The"
+                    " objective needs one size for each."
+                )
+            rows.append(row)
+    return rows
+
+
+def _records(path: Path) -> Iterator[tuple[int, Any]]:
     """The records of a log with their line numbers."""
     unreadable = (OSError, UnicodeDecodeError)
     with error_context(lambda error: f"cannot read the log {str(path)!r}: {error}.", unreadable):
         text = path.read_text(encoding="utf-8-sig")
     if path.suffix in (".jsonl", ".ndjson") or text.lstrip().startswith("{"):
-        yield from _json_records(path, text)
-        return
-    reader = csv.reader(text.splitlines())
-    header: list[str] = []
-    with error_context(lambda error: f"{path}, line {reader.line_num}: {error}.", csv.Error):
-        for words in reader:
-            words = [word.strip() for word in words]
-            where = f"{path}, line {reader.line_num}"
-            if not any(words):
-                continue
-            if not header:
-                header = words
-                _check_columns(where, header)
-            elif len(words) != len(header):
-                columns = f"but the header has {len(header)} columns"
-                raise FedShuffleError(f"{where}: {len(words)} entries, {columns}.")
-            else:
-                yield reader.line_num, dict(zip(header, words, strict=True))
-
-
-def _json_records(path: Path, text: str) -> Iterator[tuple[int, Mapping[str, Any]]]:
-    for line, words in enumerate(text.splitlines(), 1):
-        where = f"{path}, line {line}: "
-        if not words.strip():
-            continue
         bad = (ValueError, RecursionError)  # also endless digits or brackets
-        with error_context(lambda error, where=where: f"{where}no JSON: {error}.", bad):  # type: ignore[misc]
-            record = json.loads(words)
-        if not isinstance(record, dict):
-            raise FedShuffleError(f"{where}write one object, such as {{...}}.")
-        _check_columns(where.rstrip(": "), list(record))
-        yield line, record
+        for line, words in enumerate(text.splitlines(), 1):
+            where = f"{path}, line {line}: no JSON"
+            with error_context(where, bad):
+                record = json.loads(words) if words.strip() else None
+            if words.strip():
+                yield line, record
+        return
+    reader = csv.DictReader(text.splitlines(), skipinitialspace=True)
+    with error_context(lambda error: f"{path}, line {reader.line_num}: {error}.", csv.Error):
+        header = [name.strip() for name in reader.fieldnames or ()]
+        reader.fieldnames = header
+        for name in (*_NEEDED, "step_size"):
+            if header.count(name) > 1:
+                raise FedShuffleError(f"{path}: there is more than one column {name!r}.")
+        for record in reader:
+            yield reader.line_num, record
 
 
-def _check_columns(where: str, names: list[str]) -> None:
-    missing = [name for name in _NEEDED if name not in names]
-    if missing:
-        raise FedShuffleError(
-            f"{where}: there is no column {missing[0]!r}. A log needs {', '.join(_NEEDED)}, and may"
-            f" have step_size; it has {', '.join(names)}."
-        )
-    twice = [name for name in (*_NEEDED, "step_size") if names.count(name) > 1]
-    if twice:
-        raise FedShuffleError(f"{where}: there is more than one column {twice[0]!r}.")
-
-
-def _row(where: str, line: int, record: Mapping[str, Any]) -> _Row:
+def _row(record: Any) -> _Row:
+    if not isinstance(record, Mapping):
+        raise FedShuffleError("write one object, such as {...}.")
+    for name in _NEEDED:
+        if name not in record:
+            raise FedShuffleError(
+                f"there is no {name!r}. A log needs {', '.join(_NEEDED)}, and may have step_size;"
+                f" this has {', '.join(map(str, record))}."
+            )
+    if None in record:
+        raise FedShuffleError("more entries than the header has columns.")
     for name in ("round", "client"):
         if isinstance(record[name], bool | list | dict | None) or not str(record[name]).strip():
-            raise FedShuffleError(f"{where}: {name} is {record[name]!r}: name it.")
+            raise FedShuffleError(f"{name} is {record[name]!r}: name it.")
 
-    def value_of(name: str, whole: bool = False) -> float:
+    def value(name: str, whole: bool = False) -> float:
         try:
-            value = math.nan if isinstance(record[name], bool) else float(record[name])
-        except OverflowError:
-            value = math.inf
-        except (TypeError, ValueError):
-            value = math.nan
-        if not (int(whole) <= value < 2**52) or (whole and value != int(value)):
-            kind = "a whole number of at least 1" if whole else "a number of at least 0"
-            kind += " and less than 2**52" if value >= 2**52 else ""
-            raise FedShuffleError(f"{where}: {name} is {record[name]!r:.60}, but must be {kind}.")
-        return value
+            found = math.nan if isinstance(record[name], bool) else float(record[name])
+        except (TypeError, ValueError, OverflowError):
+            found = math.nan
+        if not int(whole) <= found < 2**52 or (whole and found % 1):
+            kind = "a whole number from 1 to 2**52" if whole else "a number from 0 to 2**52"
+            raise FedShuffleError(f"{name} is {record[name]!r:.60}, but must be {kind}.")
+        return found
 
-    step_size = value_of("step_size") if "step_size" in record else 1.0
-    size, steps = int(value_of("size", whole=True)), int(value_of("steps", whole=True))
-    names = str(record["round"]), str(record["client"])
-    return _Row(line, *names, size, steps, value_of("weight"), step_size)
-
-
-def _sizes(path: Path, rows: list[_Row]) -> dict[str, int]:
-    """The size of each client, which must be the same in every round, and once in each."""
-    first: dict[tuple[str, str], int] = {}
-    known: dict[str, _Row] = {}
-    for row in rows:
-        line = first.setdefault((row.round, row.client), row.line)
-        if line != row.line:
-            raise FedShuffleError(
-                f"{path}, line {row.line}: client {row.client} is already in round {row.round}, in"
-                f" line {line}. Give each client of a round one line."
-            )
-        before = known.setdefault(row.client, row)
-        if before.size != row.size:
-            raise FedShuffleError(
-                f"{path}, line {row.line}: client {row.client} has {row.size} examples, but"
-                f" {before.size} in line {before.line}. The objective needs one size for each."
-            )
-    return {client: row.size for client, row in known.items()}
+    size, steps = int(value("size", whole=True)), int(value("steps", whole=True))
+    step_size = value("step_size") if "step_size" in record else 1.0
+    round, client = str(record["round"]).strip(), str(record["client"]).strip()
+    return round, client, size, steps, value("weight"), step_size

@@ -1,8 +1,8 @@
 """The paper's table of characteristics, measured by running each method in each condition.
 
 The docstring of each function defines its characteristic. All clients have parabolas (see
-:mod:`fedshuffle.testing.clients`) and weights by size; the server optimiser is left out where it is
-not in question, and a diagonal that rescales coordinates is divided out.
+:mod:`fedshuffle.testing.problems`) and weights by size; the server optimiser is left out where it
+is not in question, and a diagonal that rescales coordinates is divided out.
 """
 
 from __future__ import annotations
@@ -22,13 +22,14 @@ from fedshuffle.federation import Federation
 from fedshuffle.local_work import LocalWork
 from fedshuffle.methods import Method
 from fedshuffle.state import State
-from fedshuffle.testing.clients import (
+from fedshuffle.testing.problems import (
     make_run,
+    numbers,
+    partial_sampling,
     quadratic_clients,
     sizes,
     without_server_optimiser,
 )
-from fedshuffle.testing.problems import numbers, partial_sampling
 from fedshuffle.testing.report import DoesNotApplyError
 from fedshuffle.testing.unbiasedness import OPTIMA, limit_point, measured_weights
 
