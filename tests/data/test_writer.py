@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from fedshuffle import Federation, FedShuffleError
-from fedshuffle.data import StoreWriter, import_chunks, open_store
+from fedshuffle.data import import_chunks, open_store
+from fedshuffle.data.importers import files
 from fedshuffle.data.storage import writer
 from tests.data.helpers import (
     assert_same,
@@ -48,7 +49,7 @@ def test_chunks_are_packed_as_arrays_are(
     data: st.DataObject,
 ) -> None:
     monkeypatch.setattr(writer, "_BLOCK_ROWS", block)
-    monkeypatch.setattr(writer, "_BUFFER_BYTES", waiting)
+    monkeypatch.setattr(files, "_BUFFER_BYTES", waiting)
     lengths = data.draw(st.lists(st.integers(1, 3), min_size=len(owners), max_size=len(owners)))
     n = sum(lengths)
     ends = np.cumsum(lengths)
@@ -64,7 +65,7 @@ def test_memory_holds_a_block_and_never_the_data(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(writer, "_BLOCK_BYTES", 1 << 16)
-    monkeypatch.setattr(writer, "_BUFFER_BYTES", 1 << 16)
+    monkeypatch.setattr(files, "_BUFFER_BYTES", 1 << 16)
     row = np.zeros((4, 2048))
     order = np.random.default_rng(0).permutation(512)
     tracemalloc.start()
@@ -171,7 +172,7 @@ def test_clients_without_examples_are_left_out_with_a_warning(tmp_path: Path) ->
         ([("a", 1.0)], {}, "shapes"),
         ([("a", [[1.0], [1.0, 2.0]])], {}, "'field0' of client 'a'"),
         ([("a", ["x"])], {}, "'field0'"),
-        ([("a", [1.0], [1.0]), ("b", [1.0])], {}, "1 arrays"),
+        ([("a", [1.0], [1.0]), ("b", [1.0])], {}, "'b'.*field0, field1"),
         ([("a", [[1.0]]), ("b", [[1.0, 2.0]])], {}, "'b'.*shape"),
         ([("a", [1]), ("b", [1.5])], {}, "'b' holds float64.*int64"),
         ([("a", [1j])], {"dtype": {"field0": "float32"}}, "holds complex128"),
@@ -182,7 +183,7 @@ def test_clients_without_examples_are_left_out_with_a_warning(tmp_path: Path) ->
         ([("a", [1.0])], {"dtype": {"field0": "U3"}}, "U3"),
         ([("a", [1.0])], {"dtype": {"field0": "flaot32"}}, "flaot32"),
         ([("a", [1.0])], {"names": ["x", "y"]}, "x, y"),
-        ([("a", [1.0], [1.0])], {"names": ["x", "x"]}, "another name"),
+        ([("a", [1.0], [1.0])], {"names": ["x", "x"]}, "twice in x, x"),
         ([("a", {"x": [1.0]}), ("b", {"z": [1.0]})], {}, "'b'.*z.*x"),
         ([("a", [1.0]), ("b", [1.0]), ("a", [2.0, np.nan])], {}, "'a' has NaN.*example 2"),
         ([("a", [[1.0]]), ("b", [[-np.inf]])], {}, "'b'.*NaN.*example 0"),
@@ -197,16 +198,17 @@ def test_invalid_chunks_are_refused_and_leave_nothing(
     message: str,
     waiting: int,
 ) -> None:
-    monkeypatch.setattr(writer, "_BUFFER_BYTES", waiting)
+    monkeypatch.setattr(files, "_BUFFER_BYTES", waiting)
     with pytest.raises(FedShuffleError, match=message):
         import_chunks(chunks, tmp_path / "p", **options)
     assert not list(tmp_path.iterdir())
 
 
-def test_a_store_writer_takes_rows_of_one_or_several_clients(tmp_path: Path) -> None:
-    with StoreWriter(tmp_path / "p", names=["x"]) as store:
-        store.add("b", [1.0])
-        store.add_rows(["a", "b"], np.array([1, 0, 1]), [2.0, 3.0, 4.0])
-        store.add("a", [5.0])
-        assert store.rows == 4  # the last one waits for company
+def test_batches_hold_rows_of_several_clients(tmp_path: Path) -> None:
+    batches: list[writer.Batch] = [
+        (["b"], np.array([0]), {"x": np.array([1.0])}),
+        (["a", "b"], np.array([1, 0, 1]), {"x": np.array([2.0, 3.0, 4.0])}),
+        (["a"], np.array([0]), {"x": np.array([5.0])}),
+    ]
+    writer.write_store(batches, tmp_path / "p")
     assert Federation.open(tmp_path / "p").fields[0].tolist() == [3, 5, 1, 2, 4]

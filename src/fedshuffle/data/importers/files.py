@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, DTypeLike, NDArray
 
-from fedshuffle.data.storage.writer import StoreWriter
+from fedshuffle._arrays import common_length, numeric
+from fedshuffle.data.storage.writer import Batch, write_store
 from fedshuffle.errors import FedShuffleError, optional_import, unknown
 from fedshuffle.federation import Federation
 
@@ -24,6 +25,9 @@ FORMATS = {
 
 Read = Callable[[Mapping[str, Any]], Mapping[str, ArrayLike]]
 """Turns one client's fields, as they are in the file, into arrays of numbers by name."""
+
+_BUFFER_BYTES = 1 << 22
+"""Small chunks are collected up to this size and written together."""
 
 
 def import_file(
@@ -70,11 +74,12 @@ def import_file(
         overwrite: replace an existing store.
         progress: show a progress bar.
     """
-    kind = _guess(source) if format is None else format
+    path = Path(source)
+    kind = _guess(path) if format is None else format
     if kind not in FORMATS:
         raise unknown("format", kind, FORMATS)
     optional({"leaf": "ijson", "hdf5": "h5py"}.get(kind, "pyarrow"))
-    rest: dict[str, Any] = {"dtype": dtype, "overwrite": overwrite, "progress": progress}
+    options: dict[str, Any] = {"dtype": dtype, "overwrite": overwrite, "progress": progress}
     if kind not in ("leaf", "hdf5"):
         if client is None:
             raise FedShuffleError("say which column of the table holds the client: client.")
@@ -82,8 +87,7 @@ def import_file(
             raise FedShuffleError("only LEAF and HDF5 files are read by a function, not tables.")
         from fedshuffle.data.importers.tables import import_table
 
-        rest |= {"fields": fields, "input": input, "label": label, "standardise": standardise}
-        import_table(Path(source), out, kind, client=client, **rest)
+        import_table(path, out, kind, client, fields, input, label, standardise, **options)
         return Federation.open(out)
     if client is not None:
         raise FedShuffleError(f"{kind} files name the clients themselves: leave client out.")
@@ -95,8 +99,8 @@ def import_file(
         from fedshuffle.data.importers.leaf import read_clients
     else:
         from fedshuffle.data.importers.hdf5 import read_clients
-    chunks = read_clients(Path(source), fields, dtype or {}, read)
-    return import_chunks(chunks, out, origin={"file": Path(source).name, "format": kind}, **rest)
+    chunks = read_clients(path, fields, dtype or {}, read)
+    return import_chunks(chunks, out, origin={"file": path.name, "format": kind}, **options)
 
 
 def import_chunks(
@@ -108,30 +112,83 @@ def import_chunks(
     origin: Mapping[str, Any] | None = None,
     overwrite: bool = False,
     progress: bool = False,
-    total: int | None = None,
 ) -> Federation:
     """Import chunks ``(client, x, y, ...)``: examples of one client, one array per field.
 
     A client may come in several chunks, in any order. A chunk may also hold its arrays in a tuple,
     ``(client, (x, y))``, or by name, ``(client, {"x": x, "y": y})``. Clients have text or whole
-    numbers as ids. The iterator is read once. The options are those of
-    :class:`fedshuffle.data.StoreWriter`.
+    numbers as ids. The iterator is read once.
 
         >>> import tempfile
         >>> chunks = [("bob", [[1.0]], [0]), ("ann", [[2.0]], [1]), ("bob", [[3.0]], [1])]
         >>> import_chunks(chunks, tempfile.mkdtemp() + "/people", names=["x", "y"])
         Federation(2 clients, 3 examples, (3, 1), (3,))
+
+    Args:
+        chunks: an iterable of chunks, such as a generator.
+        out: the folder of the store.
+        names: names of the fields; ``field0``, ``field1``, ... by default.
+        dtype: dtype to store a field as, by name; by default that of the first rows.
+        origin: where the data is from, in your words; stored with it.
+        overwrite: replace an existing store.
+        progress: show a progress bar.
     """
-    options: Any = {"overwrite": overwrite, "progress": progress, "total": total}
-    with StoreWriter(out, names=names, dtype=dtype, origin=origin, **options) as store:
-        for chunk in chunks:
-            if not isinstance(chunk, Sequence) or isinstance(chunk, str) or len(chunk) < 2:
-                raise FedShuffleError(f"a chunk is (client, array, ...), but got {chunk!r:.60}.")
-            client, *fields = chunk
-            if len(fields) == 1 and isinstance(fields[0], tuple):
-                fields = list(fields[0])
-            store.add(client, *fields)
+    options: Any = {"dtype": dtype, "origin": origin, "overwrite": overwrite, "progress": progress}
+    write_store(_batches(chunks, names and distinct(names)), out, **options)
     return Federation.open(out)
+
+
+def _batches(chunks: Iterable[Sequence[Any]], names: Sequence[str] | None) -> Iterator[Batch]:
+    """Chunks collected to some megabytes, as long as they have the same dtypes and shapes."""
+    waiting: list[tuple[Any, int, dict[str, NDArray[Any]]]] = []
+    size, layout = 0, None
+    for chunk in chunks:
+        client, arrays = _checked_chunk(chunk, names)
+        names = list(arrays)
+        rows = common_length(list(arrays.values()), f" of client {client!r}")
+        same = [(array.dtype, array.shape[1:]) for array in arrays.values()] if rows else layout
+        if waiting and (same != layout or size > _BUFFER_BYTES):
+            yield _joined(waiting)
+            waiting, size = [], 0
+        layout = same
+        # Copies, since an iterator may fill the same arrays again and again.
+        waiting.append((client, rows, {name: array.copy() for name, array in arrays.items()}))
+        size += sum(array.nbytes for array in arrays.values())
+    if waiting:
+        yield _joined(waiting)
+
+
+def _joined(chunks: Sequence[tuple[Any, int, dict[str, NDArray[Any]]]]) -> Batch:
+    clients, rows, _ = zip(*chunks, strict=True)
+    parts = [arrays for _, number, arrays in chunks if number]
+    names = parts[0] if parts else ()
+    fields = {name: np.concatenate([arrays[name] for arrays in parts]) for name in names}
+    return clients, np.repeat(np.arange(len(clients)), rows), fields
+
+
+def _checked_chunk(chunk: Any, names: Sequence[str] | None) -> tuple[Any, dict[str, NDArray[Any]]]:
+    """The client of a chunk, and its fields as arrays of numbers by name."""
+    if not isinstance(chunk, Sequence) or isinstance(chunk, str) or len(chunk) < 2:
+        raise FedShuffleError(f"a chunk is (client, array, ...), but got {chunk!r:.60}.")
+    client, *fields = chunk
+    if len(fields) == 1 and isinstance(fields[0], tuple):
+        fields = list(fields[0])
+    if len(fields) == 1 and isinstance(fields[0], Mapping):
+        named = dict(fields[0])
+    else:
+        numbered = [f"field{k}" for k in range(len(fields))]
+        keys = names if names and len(names) == len(fields) else numbered
+        named = dict(zip(keys, fields, strict=True))
+    if names and named.keys() != set(names):
+        raise FedShuffleError(
+            f"client {client!r} has the fields {', '.join(named)} instead of {', '.join(names)}."
+            " Give the same fields for every client."
+        )
+    remedy = "Convert it to numbers first (in Python, a function read can), or drop that example."
+    return client, {
+        name: numeric(named[name], f"field {name!r} of client {client!r}", remedy)
+        for name in names or named
+    }
 
 
 def optional(module: str) -> Any:
@@ -139,14 +196,13 @@ def optional(module: str) -> Any:
     return optional_import(module, "reading this kind of data", "data")
 
 
-def find_files(source: str | Path, suffixes: tuple[str, ...]) -> list[Path]:
+def find_files(source: Path, suffixes: tuple[str, ...]) -> list[Path]:
     """The file itself, or the files in a folder that end with one of the suffixes, sorted."""
-    path = Path(source)
-    if path.is_file():
-        return [path]
-    if not path.is_dir():
+    if source.is_file():
+        return [source]
+    if not source.is_dir():
         raise FedShuffleError(f"there is no file or folder {str(source)!r}.")
-    files = sorted(file for file in path.rglob("*") if file.name.lower().endswith(suffixes))
+    files = sorted(file for file in source.rglob("*") if file.name.lower().endswith(suffixes))
     if not files:
         raise FedShuffleError(f"no file in {str(source)!r} ends with {' or '.join(suffixes)}.")
     return files
@@ -168,19 +224,17 @@ def distinct(fields: Sequence[str]) -> list[str]:
     return list(fields)
 
 
-def _guess(source: str | Path) -> str:
+def _guess(source: Path) -> str:
     """The format that the suffix of a file, or of the files in a folder, stands for."""
-    path = Path(source)
-    if not path.exists():
-        raise FedShuffleError(f"there is no file or folder {str(source)!r}.")
-    files = [path] if not path.is_dir() else [file for file in path.rglob("*") if file.is_file()]
-    formats = {
+    known = [suffix for suffixes in FORMATS.values() for suffix in suffixes]
+    names = [file.name.lower() for file in find_files(source, tuple(known))]
+    formats = [
         kind
-        for kind, suffixes in FORMATS.items()
-        if any(file.name.lower().endswith(suffixes) for file in files)
-    }
+        for kind, suffixes in sorted(FORMATS.items())
+        if any(name.endswith(suffixes) for name in names)
+    ]
     if len(formats) != 1:
-        has = f"the formats {' and '.join(sorted(formats))}" if formats else "no known suffix"
-        known = ", ".join(sorted(FORMATS))
-        raise FedShuffleError(f"{str(source)!r} has {has}. Say the format: {known}.")
-    return formats.pop()
+        has = f"the formats {' and '.join(formats)}" if formats else "no known suffix"
+        choice = ", ".join(sorted(FORMATS))
+        raise FedShuffleError(f"{str(source)!r} has {has}. Say the format: {choice}.")
+    return formats[0]

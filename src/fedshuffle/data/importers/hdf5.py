@@ -51,88 +51,84 @@ def read_clients(
 @contextmanager
 def open_clients(path: Path) -> Iterator[Clients]:
     """The clients in a file."""
-    h5py, remedy = optional("h5py"), "If it was cut off, get it again."
-    with error_context(
-        lambda error: f"cannot read {str(path)!r} as HDF5: {one_line(error)}. {remedy}", Exception
-    ):
+    h5py = optional("h5py")
+    with _reading(path, "HDF5"):
         file = h5py.File(path, "r")
     with file:
         yield Clients(file, path)
-
-
-class _RefusedError(Exception):
-    """Why something in a file is not read."""
 
 
 class Clients:
     """The names of the clients in a file, the fields of the first, and the data of each."""
 
     def __init__(self, file: Any, path: Path) -> None:
-        self._h5py = optional("h5py")
+        self._file = file
         self._path = path
-        with self._reading("the clients"):
-            self._group = self._member(file, "examples")
-            self.names = list(self._group) if isinstance(self._group, self._h5py.Group) else []
-            first = self._member(self._group, self.names[0]) if self.names else None
-            known = list(first) if isinstance(first, self._h5py.Group) else None
-        if known is None:
+        with _reading(path, "the clients"):
+            examples = self._member("examples")
+            self.names = list(examples) if isinstance(examples, Mapping) else []
+            first = self._member("examples", self.names[0]) if self.names else None
+            self.fields = list(first) if isinstance(first, Mapping) else []
+        if not self.fields:
             raise FedShuffleError(
                 f"{str(path)!r} has no clients in a group 'examples'. Expected the fields of each"
                 " client under examples/<client>/<field>; read other layouts with import_chunks."
             )
-        self.fields: list[str] = known
 
     def values(self, client: str, field: str) -> NDArray[Any]:
         """A field of one client: numbers as they are, text as bytes."""
-        with self._reading(f"{field!r} of client {client!r}"):
-            member = self._member(self._member(self._group, client), field)
-            if member is None:
-                raise _RefusedError("there is none")
-            if not isinstance(member, self._h5py.Dataset):
-                kind = type(member).__name__.lower()
-                raise _RefusedError(f"{member.name!r} is a {kind}, not an array")
-            _check(member)
-            return np.asarray(member[()])
+        with _reading(self._path, f"{field!r} of client {client!r}"):
+            array = self._member("examples", client, field)
+            if array is None:
+                raise ValueError("there is none")
+            if not hasattr(array, "shape"):
+                raise ValueError(f"{array.name!r} is no array")
+            _check_complete(array)
+            return np.asarray(array[()])
 
-    def _member(self, group: Any, name: str) -> Any:
-        """The member of a group with this name; None if there is none."""
-        if not isinstance(group, self._h5py.Group):
-            return None
-        link = group.get(name, getlink=True)
-        if link is not None and not isinstance(link, self._h5py.HardLink):
-            raise _RefusedError(
-                "it is a link to another place, and only what a file itself holds is read. Copy the"
-                " data into the file"
-            )
-        return group.get(name)
-
-    def _reading(self, what: str) -> AbstractContextManager[None]:
-        """Say in one line what could not be read, and why."""
-
-        def message(error: Exception) -> str:
-            refused = isinstance(error, _RefusedError)
-            remedy = "" if refused else " If the file is damaged, get it again."
-            return f"cannot read {what} in {str(self._path)!r}: {one_line(error)}.{remedy}"
-
-        return error_context(message, Exception)  # a damaged file raises errors of many kinds
+    def _member(self, *names: str) -> Any:
+        """What the file itself holds under these names, one within the other, or None."""
+        h5py, place = optional("h5py"), self._file
+        for name in names:
+            if not isinstance(place, h5py.Group):
+                return None
+            link = place.get(name, getlink=True)
+            if link is not None and not isinstance(link, h5py.HardLink):
+                raise ValueError(
+                    "it is a link to another place, and only what a file itself holds is read. Copy"
+                    " the data into the file"
+                )
+            place = place.get(name)
+        return place
 
 
-def _check(array: Any) -> None:
+def _reading(path: Path, what: str) -> AbstractContextManager[None]:
+    """Say in one line what could not be read, and why: a damaged file raises errors of any kind."""
+    return error_context(
+        lambda error: (
+            f"cannot read {what} in {str(path)!r}: {one_line(error)}. If the file is"
+            " damaged, get it again."
+        ),
+        Exception,
+    )
+
+
+def _check_complete(array: Any) -> None:
     """Refuse an array that is not completely in the file, before it is allocated."""
     if array.is_virtual or array.external:
-        raise _RefusedError(
+        raise ValueError(
             "its numbers are in other files, and only what a file itself holds is read. Copy them"
             " into the file"
         )
     if array.shape is None:
-        raise _RefusedError("it is empty, without a shape")
+        raise ValueError("it is empty, without a shape")
     stored = array.id.get_storage_size()
     complete = stored > 0 or array.size == 0
     if array.chunks is not None:
         pieces = (-(-n // width) for n, width in zip(array.shape, array.chunks, strict=True))
         complete = array.id.get_num_chunks() == math.prod(pieces)
     if not complete or array.nbytes > _SMALL + _COMPRESSION * stored:
-        raise _RefusedError(
+        raise ValueError(
             f"it declares {array.nbytes:,} bytes of shape {array.shape}, but only {stored:,} were"
             " written. Write all of it, or get the file again"
         )

@@ -37,17 +37,14 @@ def read_clients(
         return {name: _numbers(values, name in dtype) for name, values in raw.items()}
 
     for path in _paths(source):
-        listed = _listed(path)
-        missing, has_data = dict(listed), False
+        listed, found = _listed(path), set()
         for user, data in _items(path, "user_data"):
-            has_data = True
-            missing.pop(user, None)
-            if not isinstance(data, dict):
-                raise FedShuffleError(f"user {user!r} of {str(path)!r} is not an object.")
+            found.add(user)
+            known = data if isinstance(data, dict) else {}
             for name in names:
-                if name not in data:
-                    raise unknown(f"field of user {user!r}", name, data)
-            raw = {name: data[name] for name in names}
+                if name not in known:
+                    raise unknown(f"field of user {user!r}", name, known)
+            raw = {name: known[name] for name in names}
             said, lengths = listed.get(user), [len(v) for v in raw.values() if isinstance(v, list)]
             if said is not None and lengths and said not in lengths:
                 raise FedShuffleError(
@@ -55,16 +52,16 @@ def read_clients(
                     f" says {said}. Get the file again, or correct the number."
                 )
             yield user, arrays(raw)
-        if not has_data:
+        if not found:
             raise FedShuffleError(
                 f"{str(path)!r} has no users under 'user_data', as LEAF files do."
             )
-        for user, said in missing.items():
-            if said != 0:
-                having = "" if said is None else f" with {said} examples"
+        for user in [user for user in listed if user not in found]:
+            if listed[user] != 0:
                 raise FedShuffleError(
-                    f"{str(path)!r} lists user {user!r}{having}, but holds none of its examples"
-                    " under 'user_data'. Get the file again, or take that user from the list."
+                    f"{str(path)!r} lists user {user!r} with {listed[user] or 'some'} examples, but"
+                    " has none of them under 'user_data'. Get the file again, or take that user"
+                    " from the list."
                 )
             yield user, arrays({name: [] for name in names})
 
@@ -85,15 +82,14 @@ def _paths(source: Path) -> list[Path]:
 
 def _listed(path: Path) -> dict[str, int | None]:
     """The listed users and their numbers of examples, which LEAF writes before the data."""
-    lists: list[Any] = []
-    for key, type_, what in (("users", str, "names"), ("num_samples", int, "whole numbers")):
-        values = next(_items(path, key), None)
-        if values is None:
-            return dict.fromkeys(lists[0]) if lists else {}
-        if not (isinstance(values, list) and all(isinstance(entry, type_) for entry in values)):
-            raise FedShuffleError(f"{str(path)!r} has {key!r} that are no {what}.")
-        lists.append(values)
-    users, counts = lists
+    users: Any = next(_items(path, "users"), [])
+    counts = next(_items(path, "num_samples"), None)
+    if not (isinstance(users, list) and all(isinstance(user, str) for user in users)):
+        raise FedShuffleError(f"{str(path)!r} has 'users' that are no names.")
+    if counts is None:
+        return dict.fromkeys(users)
+    if not (isinstance(counts, list) and all(isinstance(number, int) for number in counts)):
+        raise FedShuffleError(f"{str(path)!r} has 'num_samples' that are no whole numbers.")
     if len(users) != len(counts):
         raise FedShuffleError(
             f"{str(path)!r} has {len(users)} 'users', but {len(counts)} 'num_samples'."

@@ -8,9 +8,8 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -23,7 +22,7 @@ from fedshuffle._arrays import FloatArray, IntArray
 from fedshuffle.data.importers.files import FORMATS, distinct, find_files, wide_labels
 from fedshuffle.data.storage.atomic_dir import checked_dtype
 from fedshuffle.data.storage.store import open_store
-from fedshuffle.data.storage.writer import StoreWriter
+from fedshuffle.data.storage.writer import Batch, write_store
 from fedshuffle.errors import FedShuffleError, error_context, one_line, unknown
 
 _ROWS = 8192
@@ -42,31 +41,22 @@ def import_table(
     source: Path,
     out: str | Path,
     format: str,
-    *,
     client: str,
     fields: Sequence[str] | None,
     input: Sequence[str] | None,
     label: str | None,
     standardise: bool | str | Path,
     dtype: Mapping[str, DTypeLike] | None,
-    **options: Any,
+    **options: bool,
 ) -> None:
     """Import a table; for the arguments see :func:`fedshuffle.data.import_file`."""
-    text = format != "parquet"
-    files = _Files(source, format)
     kinds = {name: checked_dtype(name, kind) for name, kind in (dtype or {}).items()}
-    schema = files.open({}).schema
+    schema = _Table(source, format).schema
     columns = _choose(schema, client, fields, input, label)
-    dataset = files.open(_text_types(schema, columns, client, kinds, text))
-    id_type = dataset.schema.field(client).type
-    id_type = id_type.value_type if types.is_dictionary(id_type) else id_type
-    if not _is(id_type, (types.is_integer, *_TEXT)):
-        raise FedShuffleError(
-            f"the client column {client!r} holds {id_type}, but ids are text or whole numbers."
-        )
+    table = _Table(source, format, _check_types(schema, columns, client, kinds, format))
     for name, column in columns.items():
         if isinstance(column, list) or (
-            text and types.is_floating(dataset.schema.field(column).type)
+            format != "parquet" and types.is_floating(table.schema.field(column).type)
         ):
             kinds.setdefault(name, np.dtype(np.float32))
     used = [client, *_flat(columns)]
@@ -78,77 +68,143 @@ def import_table(
             raise FedShuffleError("standardise scales the input: give label, and input if needed.")
         column = columns["input"]
         if isinstance(standardise, bool):
-            batches = files.batches(dataset, _flat({"input": column}))
-            scaling = Scaling.fit(_array(batch, column, 0) for batch in batches)
+            batches = table.batches(_flat({"input": column}))
+            scaling = statistics(_array(batch, column, 0) for batch in batches)
         else:
-            scaling = Scaling.from_store(standardise, column)
+            scaling = _stored_statistics(standardise, column)
         kinds.setdefault("input", np.dtype(np.float32))
-        origin[_SCALING] = {name: values.tolist() for name, values in vars(scaling).items()}
-    if options["progress"] and not text:
-        options["total"] = files.count_rows(dataset)
-    options |= {"names": list(columns), "dtype": kinds, "origin": origin, "parse_ids": text}
-    with StoreWriter(out, **options) as store:
-        for batch in files.batches(dataset, used):
-            clients, owners = _owners(batch.column(client), client, store.rows)
-            arrays = [_array(batch, column, store.rows) for column in columns.values()]
+        origin[_SCALING] = {"mean": scaling[0].tolist(), "deviation": scaling[1].tolist()}
+
+    def rows() -> Iterator[Batch]:
+        before = 0
+        for batch in table.batches(used):
+            clients, owners = _owners(batch.column(client), client, before)
+            arrays = {name: _array(batch, column, before) for name, column in columns.items()}
             if scaling is not None:
-                arrays[0] = scaling(arrays[0])  # the input comes first
-            store.add_rows(clients, owners, *arrays)
+                arrays["input"] = (arrays["input"] - scaling[0]) / scaling[1]
+            yield clients, owners, arrays
+            before += batch.num_rows
+
+    write_store(rows(), out, dtype=kinds, origin=origin, parse_ids=format != "parquet", **options)
 
 
-class _Files:
-    def __init__(self, source: Path, format: str) -> None:
+class _Table:
+    """Files as one Arrow dataset; below the source, folders ``name=value`` are a column."""
+
+    def __init__(self, source: Path, format: str, column_types: Any = None) -> None:
         self._paths = find_files(source, FORMATS[format])
-        self._base = source if source.is_dir() else source.parent
-        self._format = format
-
-    def open(self, text_types: Mapping[str, Any]) -> Any:
-        """The files as one Arrow dataset; below the base, folders ``name=value`` are a column."""
+        self._names: list[str] = []
         # Without these options the whole file would be fetched ahead and kept until its end.
         scan = pa.dataset.ParquetFragmentScanOptions(pre_buffer=False, use_buffered_stream=True)
         reader = pa.dataset.ParquetFileFormat(default_fragment_scan_options=scan)
-        if self._format != "parquet":
-            delimiter = "\t" if self._format == "tsv" else ","
+        if format != "parquet":
+            delimiter = "\t" if format == "tsv" else ","
             reader = pa.dataset.CsvFileFormat(
                 parse_options=pa.csv.ParseOptions(delimiter=delimiter, newlines_in_values=True),
-                convert_options=pa.csv.ConvertOptions(column_types=text_types),
+                convert_options=pa.csv.ConvertOptions(column_types=column_types),
             )
-        folders = {"partitioning": "hive", "partition_base_dir": str(self._base)}
+        base = source if source.is_dir() else source.parent
+        folders = {"partitioning": "hive", "partition_base_dir": str(base)}
         with self._reading():
-            dataset = pa.dataset.dataset(list(map(str, self._paths)), format=reader, **folders)
-            _ = dataset.schema.names  # which must be text
-        return dataset
+            self._dataset = pa.dataset.dataset(
+                list(map(str, self._paths)), format=reader, **folders
+            )
+            self.schema = self._dataset.schema
+            self._names = self.schema.names  # which must be text
 
-    def count_rows(self, dataset: Any) -> int:
-        with self._reading():
-            return int(dataset.count_rows())
-
-    def batches(self, dataset: Any, columns: Sequence[str]) -> Iterator[Any]:
+    def batches(self, columns: Sequence[str]) -> Iterator[Any]:
         """The rows in the order of the files, some thousands at a time."""
         options = {"batch_size": _ROWS, "batch_readahead": 4, "fragment_readahead": 1}
-        with self._reading(dataset.schema.names):
-            batches = dataset.to_batches(columns=list(dict.fromkeys(columns)), **options)
+        with self._reading():
+            batches = self._dataset.to_batches(columns=list(dict.fromkeys(columns)), **options)
             yield from (batch for batch in batches if batch.num_rows)
 
-    def _reading(self, columns: Sequence[str] = ()) -> AbstractContextManager[None]:
+    def _reading(self) -> AbstractContextManager[None]:
         """Turn an error of Arrow into one line that names the column, if it is known."""
 
         def message(error: Exception) -> str:
-            where = self._paths[0] if len(self._paths) == 1 else self._paths[0].parent
+            alone = len(self._paths) == 1  # several files may order their columns differently
             what = one_line(error)
             if bad := re.search(r"column #(\d+): (?:Row #(\d+): )?.*invalid value '(.*)'", what):
                 column, row, value = bad.groups()
-                if len(self._paths) == 1 and columns:  # several files may order columns differently
+                if alone and self._names:
                     line = "" if row is None else f" in row {row}"
-                    what = f"column {columns[int(column)]!r} holds {value!r}{line}"
-                try:
-                    float(value)
-                    what += ". Say the dtype of that field, such as float32"
-                except ValueError:
-                    what += ". Put a number there, or leave the column out"
+                    what = f"column {self._names[int(column)]!r} holds {value!r}{line}"
+                what += (
+                    ". Put a number there, leave the column out, or say the dtype of that field,"
+                    " such as float32"
+                )
+            where = self._paths[0] if alone else self._paths[0].parent
             return f"cannot read {str(where)!r}: {what}."
 
         return error_context(message, (OSError, UnicodeDecodeError, pa.ArrowException))
+
+
+def _choose(
+    schema: Any,
+    client: str,
+    fields: Sequence[str] | None,
+    input: Sequence[str] | None,
+    label: str | None,
+) -> Columns:
+    labels = [] if label is None else [label]
+    for name in (client, *(fields or ()), *(input or ()), *labels):
+        if name not in schema.names:
+            raise unknown("column", name, schema.names)
+    if (fields is None) == (input is None and label is None):
+        names = ", ".join([*schema.names[:12], *["..."] * (len(schema.names) > 12)])
+        raise FedShuffleError(
+            f"the table has the columns {names}. Say which hold the examples:"
+            " either fields, or label and, if not all others, input."
+        )
+    if fields is not None:
+        return {name: name for name in distinct(fields)}
+    if input is None:
+        others = [name for name in schema.names if name not in (client, label)]
+        input = [name for name in others if _is(schema.field(name).type, (*_NUMBER, *_LIST))]
+    if not input:
+        raise FedShuffleError("no other column holds numbers for the input.")
+    lists = [name for name in input if _is(schema.field(name).type, _LIST)]
+    if lists and len(input) > 1:
+        raise FedShuffleError(
+            f"columns of lists ({', '.join(lists)}) do not fit beside other columns. Give one alone"
+            " as the input, or use fields."
+        )
+    chosen: Columns = {"input": lists[0] if lists else distinct(input)}
+    return chosen if label is None else chosen | {"label": label}
+
+
+def _check_types(
+    schema: Any, columns: Columns, client: str, kinds: Mapping[str, np.dtype[Any]], format: str
+) -> dict[str, Any]:
+    """Refuse columns without numbers; the types to read those of a text file as.
+
+    These do not depend on how the file begins: ids are text, so that 007 and 7 stay two clients,
+    and numbers that may have a fraction are real.
+    """
+    id_type = schema.field(client).type
+    id_type = id_type.value_type if types.is_dictionary(id_type) else id_type
+    if format == "parquet" and not _is(id_type, (types.is_integer, *_TEXT)):
+        raise FedShuffleError(
+            f"the client column {client!r} holds {id_type}, but ids are text or whole numbers."
+        )
+    chosen = {client: pa.string()}
+    for name, column in columns.items():
+        real = kinds[name].kind == "f" if name in kinds else isinstance(column, list)
+        for part in _flat({name: column}):
+            kind = schema.field(part).type
+            while _is(kind, _LIST):
+                kind = kind.value_type
+            empty = format != "parquet" and types.is_null(kind)  # there may be values later
+            if not (empty or _is(kind, _NUMBER)):
+                what = "text" if _is(kind, _TEXT) else f"{kind} values"
+                raise FedShuffleError(
+                    f"column {part!r} holds {what}. Turn it into numbers first (pandas: get_dummies"
+                    " for inputs, factorize for labels), or leave the column out."
+                )
+            if empty or (real and not types.is_boolean(kind)):
+                chosen[part] = pa.float64()
+    return chosen
 
 
 def _owners(column: Any, client: str, before: int) -> tuple[list[Any], IntArray]:
@@ -196,132 +252,50 @@ def _is(kind: Any, tests: Sequence[Callable[[Any], bool]]) -> bool:
     return any(test(kind) for test in tests)
 
 
-def _choose(
-    schema: Any,
-    client: str,
-    fields: Sequence[str] | None,
-    input: Sequence[str] | None,
-    label: str | None,
-) -> Columns:
-    for name in (client, *(fields or ()), *(input or ()), *([] if label is None else [label])):
-        if name not in schema.names:
-            raise unknown("column", name, schema.names)
-    if (fields is None) == (input is None and label is None):
-        names = ", ".join([*schema.names[:12], *["..."] * (len(schema.names) > 12)])
-        raise FedShuffleError(
-            f"the table has the columns {names}. Say which hold the examples:"
-            " either fields, or label and, if not all others, input."
-        )
-    if fields is not None:
-        return {name: name for name in distinct(fields)}
-    lists = [name for name in schema.names if _is(schema.field(name).type, _LIST)]
-    if input is None:
-        others = [name for name in schema.names if name not in (client, label)]
-        lists = [name for name in others if name in lists]
-        input = [name for name in others if _is(schema.field(name).type, _NUMBER)] or lists[:1]
-        if lists and input != lists:
-            raise FedShuffleError(
-                f"{', '.join(lists)} hold lists, which do not mix with others. Name the input."
-            )
-    if not input:
-        raise FedShuffleError("no other column holds numbers for the input.")
-    lists = [name for name in input if name in lists]
-    if lists and len(input) > 1:
-        raise FedShuffleError(
-            f"column {lists[0]!r} holds lists, which do not fit beside other columns. Give it alone"
-            " as the input, or use fields."
-        )
-    chosen: Columns = {"input": lists[0] if lists else distinct(input)}
-    return chosen if label is None else chosen | {"label": label}
-
-
-def _text_types(
-    schema: Any, columns: Columns, client: str, requested: Mapping[str, np.dtype[Any]], text: bool
-) -> dict[str, Any]:
-    """The types of a text file's columns, whatever its beginning looks like; refuses other columns.
-
-    Ids are text, so that 007 and 7 stay two clients; numbers that may have a fraction are real.
-    """
-    chosen = {client: pa.string()}
-    for name, column in columns.items():
-        real = requested[name].kind == "f" if name in requested else isinstance(column, list)
-        for part in _flat({name: column}):
-            kind = schema.field(part).type
-            while _is(kind, _LIST):
-                kind = kind.value_type
-            empty = text and types.is_null(kind)  # there may be values later
-            if not (empty or _is(kind, _NUMBER)):
-                what = "text" if _is(kind, _TEXT) else f"{kind} values"
-                raise FedShuffleError(
-                    f"column {part!r} holds {what}. Turn it into numbers first (pandas: get_dummies"
-                    " for inputs, factorize for labels), or leave the column out."
-                )
-            if empty or (real and not types.is_boolean(kind)):
-                chosen[part] = pa.float64()
-    return chosen
-
-
 def _flat(columns: Columns) -> list[str]:
     nested = ([column] if isinstance(column, str) else column for column in columns.values())
     return [name for names in nested for name in names]
 
 
-@dataclass(frozen=True, eq=False)
-class Scaling:
-    """Standardises columns by ``(x - mean) / deviation``; a constant column becomes 0.
+def statistics(batches: Iterable[NDArray[Any]]) -> tuple[FloatArray, FloatArray]:
+    """Mean and standard deviation of every column, where that of a constant column is 1.
 
-    Columns of very different scales (age 50, pressure 120) make training hard: the largest dictates
-    the step size. The store keeps the statistics, to scale held-out rows by the same.
+    Ignores rows that are not finite: the writer of the store refuses them.
+
+    >>> mean, deviation = statistics([np.array([[1.0, 7.0]]), np.array([[3.0, 7.0]])])
+    >>> mean.tolist(), deviation.tolist()
+    ([2.0, 7.0], [1.0, 1.0])
     """
+    from sklearn.preprocessing import StandardScaler
 
-    mean: FloatArray
-    deviation: FloatArray
-
-    @classmethod
-    def fit(cls, batches: Iterable[NDArray[Any]]) -> Self:
-        """The scaling that gives all these rows mean 0 and deviation 1, in one pass over them.
-
-        Merges means and squared distances of batches (Chan et al. 1979), so that columns far from 0
-        lose no digits. Ignores rows that are not finite: the writer of the store refuses them.
-
-        >>> scaling = Scaling.fit([np.array([[1.0, 7.0]]), np.array([[3.0, 7.0]])])
-        >>> scaling(np.array([[1.0, 7.0], [5.0, 7.0]])).tolist()
-        [[-1.0, 0.0], [3.0, 0.0]]
-        """
-        rows, mean, squares = 0, np.zeros(()), np.zeros(())
-        for batch in batches:
-            if batch.ndim != 2:
-                raise FedShuffleError(
-                    f"only columns of numbers can be standardised, but an input has the shape"
-                    f" {batch.shape[1:]}. Scale it before the import."
-                )
-            finite = batch[np.isfinite(batch).all(1)].astype(np.float64)
-            if len(finite):
-                difference = finite.mean(0) - mean
-                share = len(finite) / (rows + len(finite))
-                squares = squares + finite.var(0) * len(finite) + difference**2 * rows * share
-                mean, rows = mean + difference * share, rows + len(finite)
-        deviation = np.sqrt(squares / max(rows, 1))
-        varies = deviation > 1e-12 * np.abs(mean)  # less is rounding
-        return cls(mean, np.where(varies, deviation, 1.0))
-
-    @classmethod
-    def from_store(cls, store: str | Path, columns: str | list[str]) -> Self:
-        """The scaling of the input of another store, which must have the same input columns."""
-        origin = open_store(store).origin
-        if _SCALING not in origin:
+    scaler = StandardScaler()
+    for batch in batches:
+        if batch.ndim != 2:
             raise FedShuffleError(
-                f"the inputs in {str(store)!r} are not standardised. Import that one with"
-                " standardise first."
+                f"only columns of numbers can be standardised, but an input has the shape"
+                f" {batch.shape[1:]}. Scale it before the import."
             )
-        theirs = origin["columns"]["input"]
-        if theirs != columns:
-            raise FedShuffleError(
-                f"{str(store)!r} has the input columns {theirs}, and this table {columns}. Name the"
-                " same ones with input."
-            )
-        return cls(*(np.array(origin[_SCALING][name]) for name in ("mean", "deviation")))
+        finite = batch[np.isfinite(batch).all(1)].astype(np.float64)
+        if len(finite):
+            scaler.partial_fit(finite)
+    found = hasattr(scaler, "mean_")
+    return (scaler.mean_, scaler.scale_) if found else (np.zeros(1), np.ones(1))
 
-    def __call__(self, rows: NDArray[Any]) -> FloatArray:
-        scaled: FloatArray = (rows - self.mean) / self.deviation
-        return scaled
+
+def _stored_statistics(
+    store: str | Path, columns: str | list[str]
+) -> tuple[FloatArray, FloatArray]:
+    """Those of the input of another store, which must have the same input columns."""
+    origin = open_store(store).origin
+    if _SCALING not in origin:
+        raise FedShuffleError(
+            f"the inputs in {str(store)!r} are not standardised. Import that one with standardise"
+            " first."
+        )
+    theirs = origin["columns"]["input"]
+    if theirs != columns:
+        raise FedShuffleError(
+            f"{str(store)!r} has the input columns {theirs}, and this table {columns}. Name the"
+            " same ones with input."
+        )
+    return np.array(origin[_SCALING]["mean"]), np.array(origin[_SCALING]["deviation"])

@@ -24,11 +24,11 @@ import platform
 import re
 import sys
 import warnings
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -39,20 +39,8 @@ from fedshuffle.errors import FedShuffleError, one_line
 FORMAT = "fedshuffle federation"
 VERSION = 2
 FACTS = "federation.json"
-ARRAYS = "arrays-"
-
-
-class Field(NamedTuple):
-    """Name of a field, and dtype and shape of one example."""
-
-    name: str
-    dtype: np.dtype[Any]
-    shape: tuple[int, ...]
-
-    @property
-    def bytes(self) -> int:
-        """Bytes per example."""
-        return math.prod(self.shape) * self.dtype.itemsize
+ARRAYS = re.compile(r"arrays-(\d+)")
+"""The names of folders of arrays."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -101,41 +89,31 @@ class StoredIds(Sequence[Hashable]):
             return int(self._values[i])
         return self._values[self._offsets[i] : self._offsets[i + 1]].tobytes().decode()
 
-    def __iter__(self) -> Iterator[Hashable]:
-        return map(self._at, range(len(self)))
-
-    def __repr__(self) -> str:
-        return f"StoredIds({', '.join([*map(repr, self[:3]), *['...'] * (len(self) > 3)])})"
-
-    def index(self, value: Any, start: int = 0, stop: int | None = None) -> int:
+    def index(self, value: Any, *within: Any) -> int:
         """The client with this id, by binary search first, since importers sort by id."""
-        try:
+        with suppress(TypeError):  # text among numbers, or numbers among text
             position = bisect.bisect_left(self, value)
-        except TypeError as error:  # text among numbers, or numbers among text
-            raise ValueError(f"{value!r} is not an id") from error
-        if self[position : position + 1] == (value,) and start <= position < (stop or len(self)):
-            return position
-        return super().index(value, start, *([] if stop is None else [stop]))
+            if not within and self[position : position + 1] == (value,):
+                return position
+        return super().index(value, *within)
 
 
 def open_store(path: str | Path) -> Store:
     """Map a store's arrays after checking that every file exists and has the right length."""
-    folder = Path(path).absolute()
-    while True:
-        if not (folder / FACTS).is_file():
-            raise FedShuffleError(f"there is no federation in {str(path)!r}: {FACTS} is missing.")
-        text = None
-        try:
-            text = (folder / FACTS).read_bytes()
-            return _open(folder, json.loads(text))
-        except (OSError, KeyError, TypeError, ValueError) as error:
-            with suppress(OSError):
-                if (folder / FACTS).read_bytes() != text:
-                    continue  # the store was replaced while this one was opened
-            what = f"{FACTS} lacks {error}" if isinstance(error, KeyError) else one_line(error)
-            raise FedShuffleError(
-                f"the federation in {str(path)!r} is broken: {what}. Import it again."
-            ) from error
+    folder, text = Path(path).absolute(), None
+    if not (folder / FACTS).is_file():
+        raise FedShuffleError(f"there is no federation in {str(path)!r}: {FACTS} is missing.")
+    try:
+        text = (folder / FACTS).read_bytes()
+        return _open(folder, json.loads(text))
+    except (OSError, KeyError, TypeError, ValueError) as error:
+        with suppress(OSError):
+            if (folder / FACTS).read_bytes() != text:
+                return open_store(path)  # it was replaced while this one was opened
+        what = f"{FACTS} lacks {error}" if isinstance(error, KeyError) else one_line(error)
+        raise FedShuffleError(
+            f"the federation in {str(path)!r} is broken: {what}. Import it again."
+        ) from error
 
 
 def _require(condition: bool, problem: str) -> None:
@@ -146,12 +124,10 @@ def _require(condition: bool, problem: str) -> None:
 def _open(folder: Path, facts: Any) -> Store:
     described = isinstance(facts, dict) and facts.get("format") == FORMAT
     _require(described, f"{FACTS} does not describe a federation")
-    version = facts["version"]
+    version, name = facts["version"], str(facts["arrays"])
     _require(version == VERSION, f"its version is {version!r}, and this fedshuffle reads {VERSION}")
-    name = str(facts["arrays"])
-    arrays, inside = folder / name, re.fullmatch(rf"{ARRAYS}\d+", name) is not None
-    _require(inside, f"{FACTS} refers to arrays in {name!r}")
-    clients, examples = int(facts["clients"]), int(facts["examples"])
+    _require(ARRAYS.fullmatch(name) is not None, f"{FACTS} refers to arrays in {name!r}")
+    arrays, clients, examples = folder / name, int(facts["clients"]), int(facts["examples"])
     sizes = counts(_map(arrays, "sizes", "<i8", (clients,)), "sizes.npy")
     total = int(sizes.sum())
     _require(total == examples, f"sizes.npy adds up to {total} examples instead of {examples}")
@@ -183,8 +159,7 @@ def _ids(folder: Path, kind: str, clients: int) -> Sequence[Hashable]:
 
 def _map(folder: Path, name: str, dtype: str, shape: tuple[int, ...]) -> NDArray[Any]:
     """Map the array in a file, which must have this dtype and shape, without reading it."""
-    file = f"{name}.npy"
-    want = np.dtype(dtype)
+    file, want = f"{name}.npy", np.dtype(dtype)
     _require(want.kind in "biufc", f"{FACTS} asks for {dtype} values in {file}")
     _require((folder / file).is_file(), f"{file} is missing")
     with (folder / file).open("rb") as stream:
