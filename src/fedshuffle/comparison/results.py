@@ -1,19 +1,19 @@
-"""The results of a comparison, as one plain dictionary."""
+"""The results of a comparison: the types of ``results.json``, and how they are assembled."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypedDict, get_args, get_origin, get_type_hints, is_typeddict
 
 import numpy as np
 from torch import nn
 
-from fedshuffle._arrays import IGNORED, jsonable
+from fedshuffle._arrays import IGNORED, expect, jsonable
 from fedshuffle.auditing import audit
-from fedshuffle.comparison.spec import Comparison, Criterion, Pair
-from fedshuffle.comparison.study import Replicates, Study
+from fedshuffle.comparison.spec import Comparison, Criterion, GridPoint, Pair, Trial
+from fedshuffle.comparison.study import Study
 from fedshuffle.config import Config, ScheduleSpec, imports, loader
 from fedshuffle.config import runner as config_runner
 from fedshuffle.config.runner import RunInputs
@@ -23,6 +23,85 @@ from fedshuffle.evaluation import Evaluation, Evaluations
 from fedshuffle.fingerprint import versions
 from fedshuffle.methods import Method, label
 from fedshuffle.training.rounds import Run
+
+
+class TrialRecord(TypedDict):
+    """A tuning run; its value is None if it did not finish with a finite one."""
+
+    step_size: float
+    weight_decay: float
+    clip: float | None
+    added: bool
+    value: float | None
+    diverged: bool
+
+
+class RunRecord(TypedDict):
+    """A full run that has ended, with its evaluations."""
+
+    seed: int
+    folder: str
+    diverged: bool
+    history: list[dict[str, Any]]
+
+
+class AuditRecord(TypedDict):
+    """The audit of a method."""
+
+    consistent: bool | None
+    effective_weights: list[float]
+    objective_weights: list[float]
+
+
+class Curve(TypedDict):
+    """A method with a momentum at a point of the grid, over all seeds."""
+
+    method: str
+    label: str
+    momentum: str
+    client_step_sizes: list[float]
+    audit: AuditRecord
+    group: str
+    step_size: float
+    weight_decay: float
+    clip: float | None
+    tuning: list[TrialRecord]
+    runs: list[RunRecord]
+
+
+class Results(TypedDict):
+    """The content of ``results.json``; JSON has neither NaN nor infinity, None stands for them."""
+
+    title: str
+    config: str
+    command: str
+    complete: bool
+    seconds: float
+    rounds: int
+    metric: str
+    higher_is_better: bool
+    majority: dict[str, float] | None
+    judge: dict[str, Any]
+    federation: dict[str, Any]
+    settings: dict[str, Any]
+    versions: dict[str, str]
+    curves: list[Curve]
+    warnings: list[dict[str, str]]
+    """Those that ``annotate`` added, see :func:`fedshuffle.comparison.runner.run`."""
+
+
+def check_results(found: Any, kind: Any = Results, what: str = "the results") -> None:
+    """Refuse anything but the results of a comparison; name the first thing that is missing."""
+    expect(found, Mapping, what)
+    for key, hint in get_type_hints(kind).items():
+        if key not in found:
+            raise FedShuffleError(
+                f"{key!r} is missing from {what}: is this the results.json of a comparison?"
+            )
+        part = get_args(hint)[0] if get_origin(hint) is list else hint
+        if is_typeddict(part):
+            for entry in [found[key]] if part is hint else found[key]:
+                check_results(entry, part, f"{key!r} of {what}")
 
 
 class Facts(NamedTuple):
@@ -92,13 +171,13 @@ def facts(comparison: Comparison) -> Facts:
 
 def _check_names(methods: Mapping[Pair, Method]) -> None:
     """Refuse two methods of one name, which identifies a method in the results."""
-    seen: dict[tuple[str, str], str] = {}
-    for (path, _), method in methods.items():
-        first = seen.setdefault((method.name, method.momentum), path)
-        if first != path:
+    seen: dict[tuple[str, str], Pair] = {}
+    for pair, method in methods.items():
+        first = seen.setdefault((method.name, method.momentum), pair)
+        if first != pair:
             raise FedShuffleError(
-                f"compare.methods: both {first!r} and {path!r} are called {method.name!r}. Give one"
-                " another name."
+                f"compare.methods: both {first[0]!r} and {pair[0]!r} are called {method.name!r}."
+                " Give one another name."
             )
 
 
@@ -137,23 +216,25 @@ def majority(evaluate: Evaluation | Evaluations, metric: str) -> dict[str, float
     return {"share": share, "standard_error": error}
 
 
-def assemble(study: Study, facts: Facts, command: str, seconds: float) -> dict[str, Any]:
+def assemble(study: Study, facts: Facts, command: str, seconds: float) -> Results:
     """The results of all runs that have ended."""
     ended = [study.result(trial) for trial in study.trials()]
-    found: dict[str, Any] = jsonable(
+    found: Results = jsonable(
         {
             **facts.common,
             "command": command,
             "complete": all(r and r.outcome != "failed" for r in ended) and not study.undecided(),
             "seconds": seconds,
-            "curves": [_curve(study, facts, replicates) for replicates in study.replicates()],
+            "curves": [_curve(study, facts, *found) for found in study.replicates()],
+            "warnings": [],
         }
     )
     return found
 
 
-def _curve(study: Study, facts: Facts, replicates: Replicates) -> dict[str, Any]:
-    pair, group, point, trials = replicates
+def _curve(
+    study: Study, facts: Facts, pair: Pair, group: str, point: GridPoint, trials: Sequence[Trial]
+) -> dict[str, Any]:
     known = facts.pairs[pair]
     return {
         **known,
@@ -167,7 +248,7 @@ def _curve(study: Study, facts: Facts, replicates: Replicates) -> dict[str, Any]
                 "value": study.score(trial),
                 "diverged": (result := study.result(trial)) is not None and result.diverged,
             }
-            for trial in (study.tuning(pair) if group == "own" else [])
+            for trial in (study.tuning(pair)[0] if group == "own" else [])
         ],
         "runs": [
             {

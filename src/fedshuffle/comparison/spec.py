@@ -9,16 +9,20 @@ import re
 from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
 from fedshuffle import methods
-from fedshuffle._arrays import number
+from fedshuffle._arrays import count, number
+from fedshuffle._files import results_folder
 from fedshuffle.config import Config, EvaluationSpec, ScheduleSpec, loader
 from fedshuffle.config.schema import Count, DataSpec, StepSize, at, check_counts
 from fedshuffle.errors import FedShuffleError, unknown
 from fedshuffle.local_work import LocalWork
 from fedshuffle.methods import Method
 from fedshuffle.randomness import check_seed
+
+if TYPE_CHECKING:
+    from fedshuffle.comparison.results import Results
 
 SHORT = "tune_"
 """The prefix of the names of tuning runs."""
@@ -256,12 +260,31 @@ class Comparison:
         jobs: int | None = None,
         progress: bool = False,
         command: str | None = None,
-        annotate: Callable[[dict[str, Any]], None] | None = None,
-    ) -> dict[str, Any]:
-        """Do all runs that are not done yet; see :func:`fedshuffle.comparison.runner.run`."""
-        from fedshuffle.comparison.runner import run
+        annotate: Callable[[Results], None] | None = None,
+    ) -> Results:
+        """Do all runs that are not done yet, several at once.
 
-        return run(self, out, jobs=jobs, progress=progress, command=command, annotate=annotate)
+        Args:
+            out: the folder, if not that of the config. Given again after an interruption, finished
+                runs are not repeated, and the results are those of a comparison never interrupted.
+            jobs: the number of runs at once, each in its own process with one torch thread; by
+                default the number of cores.
+            progress: whether to show progress on the error stream.
+            command: the command that repeats it, for the record.
+            annotate: adds to the results before they are written, after every run;
+                :func:`fedshuffle.reports.comparison.warnings.annotate` adds warnings.
+
+        Returns:
+            The content of ``results.json``.
+        """
+        from fedshuffle.comparison.runner import run  # these import torch
+        from fedshuffle.engines.cpu_tuning import available_cores
+
+        folder = self.base.out if out is None else out
+        if folder is None:
+            raise FedShuffleError("the comparison needs a folder: give it as out.")
+        jobs = available_cores() if jobs is None else count(jobs, "jobs")
+        return run(self, results_folder(folder), jobs, progress, command, annotate)
 
 
 def load(

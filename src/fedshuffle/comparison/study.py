@@ -6,12 +6,13 @@ DIR/runs/NAME/outcome.json    written last: finished, diverged or failed, and wh
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from fedshuffle import _files
 from fedshuffle.comparison.spec import Comparison, Criterion, GridPoint, Pair, Trial
@@ -36,15 +37,6 @@ class TrialResult:
         return self.outcome == "diverged"
 
 
-class Replicates(NamedTuple):
-    """The runs of a method that differ in their seeds only."""
-
-    pair: Pair
-    group: str
-    point: GridPoint
-    trials: tuple[Trial, ...]
-
-
 def write_outcome(folder: Path, outcome: str, reason: str = "") -> None:
     """Record how the run in a folder ended."""
     text = json.dumps({"outcome": outcome, "reason": reason}, indent=2)
@@ -56,7 +48,7 @@ class Study:
 
     def __init__(self, comparison: Comparison, out: Path, judge: Criterion) -> None:
         self.comparison, self.out, self._judge = comparison, out, judge
-        self._trials: dict[tuple[Pair, GridPoint, int | None], Trial] = {}
+        self._trial = functools.cache(comparison.trial)
         self._results: dict[str, TrialResult] = {}
         seen: set[str] = set()
         while new := [trial for trial in self.trials() if trial.name not in seen]:
@@ -124,53 +116,54 @@ class Study:
         value = float(result.history[-1][self._judge.metric])
         return value if math.isfinite(value) else None
 
-    def tuning(self, pair: Pair) -> list[Trial]:
-        """The tuning runs of a method, which go beyond the grid if its best point is at an end."""
-        points = list(self.comparison.grid) if self.comparison.tuned else []
+    def tuning(self, pair: Pair) -> tuple[list[Trial], GridPoint | None]:
+        """The tuning runs of a method, and its best grid point once it is known.
+
+        If the best point is at an end of the grid, the runs go beyond it.
+        """
+        points = list(self.comparison.grid)
+        if not self.comparison.tuned:
+            return [], next(iter(points), None)
         while True:
             trials = [self._trial(pair, point, None) for point in points]
+            results = [self.result(trial) for trial in trials]
+            if not all(results):
+                return trials, None
             best = self._best(trials)
-            results = [result for trial in trials if (result := self.result(trial))]
-            if best is None or any(result.outcome == "failed" for result in results):
-                return trials
-            diverged = [result.diverged for result in results]
-            more = self.comparison.wider(dict(zip(points, diverged, strict=True)), best)
+            diverged = {x: r.diverged for x, r in zip(points, results, strict=True) if r}
+            failed = any(result and result.outcome == "failed" for result in results)
+            more = [] if failed else self.comparison.wider(diverged, best)
             if not more:
-                return trials
+                return trials, best
             points += more
 
-    def best(self, pair: Pair) -> GridPoint | None:
-        """The grid point of a method, once it is known."""
-        if not self.comparison.tuned:
-            return next(iter(self.comparison.grid), None)
-        return self._best(self.tuning(pair))
-
-    def _best(self, trials: Sequence[Trial]) -> GridPoint | None:
-        """The first of the best points, once all have ended; else the smallest step size."""
-        if not trials or not all(self.result(trial) for trial in trials):
-            return None
-        sign = -1 if self._judge.higher_is_better else 1
-        costs = [math.inf if (v := self.score(t)) is None else sign * v for t in trials]
-        if all(cost == math.inf for cost in costs):
+    def _best(self, trials: Sequence[Trial]) -> GridPoint:
+        """The first of the best points; if none is any good, the smallest step size."""
+        scores = {
+            trial.point: score for trial in trials if (score := self.score(trial)) is not None
+        }
+        if not scores:
             return min((trial.point for trial in trials), key=lambda point: point.step_size)
-        return trials[costs.index(min(costs))].point
+        pick = max if self._judge.higher_is_better else min
+        return pick(scores, key=lambda point: scores[point])
 
-    def replicates(self) -> Iterator[Replicates]:
-        """The full runs of each method and group, where the grid point is known."""
+    def replicates(self) -> Iterator[tuple[Pair, str, GridPoint, list[Trial]]]:
+        """The full runs of each method and group, one per seed, where the grid point is known."""
         comparison = self.comparison
         for pair in comparison.pairs:
-            own = self.best(pair)
-            groups = {} if own is None else {"own": own}
-            for size in comparison.common_step_sizes:
-                groups[f"common:{size:g}"] = comparison.common_point(size)
+            groups = {
+                f"common:{x:g}": comparison.common_point(x) for x in comparison.common_step_sizes
+            }
+            if (own := self.tuning(pair)[1]) is not None:
+                groups = {"own": own} | groups
             for group, point in groups.items():
-                trials = tuple(self._trial(pair, point, seed) for seed in comparison.seeds)
-                yield Replicates(pair, group, point, trials)
+                trials = [self._trial(pair, point, seed) for seed in comparison.seeds]
+                yield pair, group, point, trials
 
     def trials(self) -> list[Trial]:
         """All runs that are known by now, tuning runs first."""
-        short = [trial for pair in self.comparison.pairs for trial in self.tuning(pair)]
-        full = [trial for replicates in self.replicates() for trial in replicates.trials]
+        short = [trial for pair in self.comparison.pairs for trial in self.tuning(pair)[0]]
+        full = [trial for *_, trials in self.replicates() for trial in trials]
         return list({trial.name: trial for trial in short + full}.values())
 
     def unfinished(self) -> list[Trial]:
@@ -179,14 +172,8 @@ class Study:
 
     def undecided(self) -> int:
         """At most how many runs follow once all grid points are chosen."""
-        waiting = sum(self.best(pair) is None for pair in self.comparison.pairs)
+        waiting = sum(self.tuning(pair)[1] is None for pair in self.comparison.pairs)
         return waiting * len(self.comparison.seeds) if self.comparison.grid else 0
-
-    def _trial(self, pair: Pair, point: GridPoint, seed: int | None) -> Trial:
-        key = (pair, point, seed)
-        if key not in self._trials:
-            self._trials[key] = self.comparison.trial(pair, point, seed)
-        return self._trials[key]
 
 
 def _history(folder: Path, rounds: int) -> list[dict[str, Any]]:

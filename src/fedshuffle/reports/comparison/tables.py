@@ -1,16 +1,21 @@
-"""The tables of a comparison: Markdown, LaTeX, and every curve as CSV."""
+"""The tables of a comparison: terminal, JSON, Markdown, LaTeX, and every curve as CSV."""
 
 from __future__ import annotations
 
 import csv
 import io
-import math
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
-from fedshuffle.reports.comparison.model import Cell, Compared
-from fedshuffle.reports.comparison.text import group_title, is_share, momentum_title, spread_text
+from rich.table import Table
+from rich.text import Text
+
+from fedshuffle._terminal import Console
+from fedshuffle.comparison.results import Results
+from fedshuffle.reports.comparison.model import Compared
+from fedshuffle.reports.comparison.text import group_title, is_share, momentum_title
 from fedshuffle.reports.comparison.warnings import headlines, warnings
 
 _LATEX = {
@@ -28,7 +33,7 @@ _LATEX = {
     **{letter: f"\\{letter}" for letter in "&%$#_{}"},
 }
 
-INCOMPLETE = "The comparison is not complete: some of its runs are still to be made."
+_INCOMPLETE = "The comparison is not complete: some of its runs are still to be made."
 
 
 def heading(comparison: Compared, metric: str) -> str:
@@ -36,34 +41,9 @@ def heading(comparison: Compared, metric: str) -> str:
     return comparison.title(metric) + (" (%)" if is_share(metric) else "")
 
 
-def mark(cell: Cell) -> str:
-    """The marks of a cell; :func:`notes` explains them."""
-    marks = {"†": cell.diverged > 0, "‡": cell.missing > 0, "§": cell.edge, "¶": cell.trivial}
-    return "".join(f" {sign}" for sign, wanted in marks.items() if wanted)
-
-
-def step_text(cell: Cell) -> str:
-    """The step size, and the range of the clients' step sizes.
-
-    >>> step_text(Cell(0.01, 1, 0, 1, None, None, client_steps=(0.01, 0.44)))
-    '0.01 to 0.44'
-    """
-    size, (low, high) = cell.step_size, cell.client_steps or (cell.step_size, cell.step_size)
-    if math.isclose(low, size):
-        return f"{size:g}" if math.isclose(high, size) else f"{size:g} to {high:g}"
-    return f"{size:g} ({low:g} to {high:g})"
-
-
-def cell_text(cell: Cell, metric: str) -> str:
-    """Mean and deviation, or why there is none."""
-    if cell.mean is not None:
-        return spread_text(cell.mean, cell.std, metric)
-    return "diverged" if cell.diverged else "unfinished"
-
-
 def legend(comparison: Compared) -> str:
     """How to read the tables."""
-    better = "higher" if comparison.high(comparison.metric) else "lower"
+    better = "higher" if comparison.results["higher_is_better"] else "lower"
     seeds = len(comparison.seeds)
     spread = f"mean ± standard deviation (n - 1) over {seeds} seeds" if seeds > 1 else "one seed"
     what = heading(comparison, comparison.metric)
@@ -83,48 +63,48 @@ def notes(comparison: Compared, group: str) -> list[str]:
     """The marks explained, curve by curve."""
     found: list[str] = []
     lines = comparison.of(group)
-    if any("to" in step_text(line.cell) for line in lines):
+    if any("to" in line.steps for line in lines):
         found.append(
             "A range of step sizes is that of the clients: those with fewer local steps take"
             " larger ones."
         )
     for line in lines:
-        who, cell = line.title, line.cell
-        if cell.diverged:
-            rest = "; the mean is over the others, and is not ranked" if cell.finished else ""
-            found.append(f"† {who}: {cell.diverged} of {cell.planned} runs diverged{rest}.")
-        if cell.edge:
-            found.append(f"§ {who}: the best step size is the {cell.edge} tried.")
-        if cell.trivial:
-            found.append(f"¶ {who}: no better than always predicting the most common class.")
-        if cell.missing:
-            found.append(f"‡ {who}: {cell.missing} of {cell.planned} runs have not finished.")
+        if line.diverged:
+            rest = "; the mean is over the others, and is not ranked" if line.finished else ""
+            found.append(f"† {line.title}: {line.diverged} of {line.planned} runs diverged{rest}.")
+        if line.edge:
+            found.append(f"§ {line.title}: the best step size is the {line.edge} tried.")
+        if line.trivial:
+            found.append(f"¶ {line.title}: no better than always predicting the most common class.")
+        if line.missing:
+            missing = f"{line.missing} of {line.planned} runs have not finished"
+            found.append(f"‡ {line.title}: {missing}.")
     return found
 
 
 def _rows(
     comparison: Compared, group: str, escape: Callable[[str], str], best: str, near: str, space: str
-) -> Iterator[list[str]]:
+) -> list[list[str]]:
     """A row per method: its label, and for each momentum the value and the step size."""
-    for method in comparison.methods_of(group):
+    rows = []
+    for method, lines in comparison.rows(group):
         row = [escape(method.label)]
-        for momentum in comparison.momenta_of(group):
-            cell = comparison.cell(group, momentum, method)
-            if cell is None:
+        for line in lines:
+            if line is None:
                 row += ["", ""]
                 continue
-            around = best if cell.best else near if cell.near else "%s"
-            value = around % escape(cell_text(cell, comparison.metric))
-            marks = "".join(space + escape(sign) for sign in mark(cell).split())
-            row += [value + marks, step_text(cell)]
-        yield row
+            around = best if line.best else near if line.near else "%s"
+            marks = "".join(space + escape(sign) for sign in line.marks.split())
+            row += [around % escape(line.value) + marks, line.steps]
+        rows.append(row)
+    return rows
 
 
 def markdown(comparison: Compared) -> str:
     """All tables, one per group."""
     lines = [f"# {_md(comparison.results['title'])}", ""]
     if not comparison.results["complete"]:
-        lines += [f"**{INCOMPLETE}**", ""]
+        lines += [f"**{_INCOMPLETE}**", ""]
     for title, texts in headlines(comparison):
         lines += [f"**{_md(title)}.**", "", *(f"- {_md(text)}" for text in texts), ""]
     lines += [_md(legend(comparison)) + ranks(comparison, "**bold**", "*in italics*"), ""]
@@ -153,7 +133,7 @@ def latex(comparison: Compared) -> str:
     """All tables, one per group; they need the package booktabs."""
     lines = ["% In the preamble: \\usepackage{booktabs}"]
     if not comparison.results["complete"]:
-        lines.append(f"% {INCOMPLETE}")
+        lines.append(f"% {_INCOMPLETE}")
     for group in comparison.groups:
         momenta = [_tex(momentum_title(momentum)) for momentum in comparison.momenta_of(group)]
         heads = [f"\\multicolumn{{2}}{{c}}{{{momentum}}}" for momentum in momenta]
@@ -190,24 +170,83 @@ def _tex(text: str) -> str:
 
 
 def csv_text(comparison: Compared) -> str:
-    """One line per round of each run; a metric is empty where it was not evaluated."""
+    """One line per evaluation of each run; a metric is empty where it is not finite."""
     written = io.StringIO()
-    runs = [run for line in comparison.lines for run in line.data["runs"]]
-    recorded = {name for run in runs for record in run["history"] for name in record}
-    names = [*(n for n in ("steps", "seconds") if n in recorded), *comparison.metrics]
     writer = csv.writer(written, lineterminator="\n")
-    keys = ("group", "momentum", "method", "label", "step_size")
-    writer.writerow([*keys, "warnings", "seed", "diverged", "round", *names])
-    kinds: dict[tuple[str, str, str], list[str]] = {}
-    for warning in warnings(comparison):
-        place = (warning.group, warning.momentum, warning.method)
-        kinds.setdefault(place, []).append(warning.kind)
+    facts = ("group", "momentum", "method", "label", "step_size", "warnings", "seed", "diverged")
+    names = ["round", *comparison.metrics]
+    writer.writerow([*facts, *names])
+    cautions = warnings(comparison)
     for line in comparison.lines:
-        facts: list[Any] = [line.data[key] for key in keys]
-        facts.append(" ".join(kinds.get((line.group, line.momentum, line.method.name), ())))
-        for run in line.data["runs"]:
-            diverged = "true" if comparison.diverged(run) else "false"
+        what = [line.group, line.momentum, line.method.name, line.method.label]
+        kinds = " ".join(warning.kind for warning in cautions if warning.line is line)
+        for run in line.curve["runs"]:
+            lost = "true" if line.lost(run) else "false"
             for record in run["history"]:
                 values = [record.get(name) for name in names]
-                writer.writerow([*facts, run["seed"], diverged, record["round"], *values])
+                writer.writerow([*what, line.curve["step_size"], kinds, run["seed"], lost, *values])
     return written.getvalue()
+
+
+# For the command line ---------------------------------------------------------------------------
+
+
+def summary(results: Results, out: Path) -> dict[str, Any]:
+    """The table as plain data."""
+    comparison = Compared(results)
+    keys = ("finished", "diverged", "planned", "mean", "std", "best", "near")
+    return {
+        "complete": results["complete"],
+        "metric": comparison.metric,
+        "rounds": comparison.rounds,
+        "warnings": [text for _, texts in headlines(comparison) for text in texts],
+        "results": [
+            {
+                "method": line.method.name,
+                "momentum": line.momentum,
+                "group": line.group,
+                "step_size": line.curve["step_size"],
+                **{key: getattr(line, key) for key in keys},
+                "client_steps": line.curve["client_step_sizes"],
+                **{key: getattr(line, key) for key in ("edge", "hopeless", "trivial")},
+            }
+            for line in comparison.lines
+        ],
+        "out": str(out),
+        "report": str(out / "report.html"),
+    }
+
+
+def print_results(console: Console, results: Results, out: Path) -> None:
+    """Print how every method ends, what is missing, and where the rest is."""
+    comparison = Compared(results)
+
+    def say(text: str, style: str = "") -> None:
+        console.print(Text(text, style=style), highlight=False, soft_wrap=True)
+
+    for title, texts in headlines(comparison):
+        say(f"! {title}.", "bold yellow")
+        for text in texts:
+            say(f"  - {text}")
+    unit = " in %" if is_share(comparison.metric) else ""
+    what = f"{comparison.title(comparison.metric)}{unit} after {comparison.rounds} rounds"
+    for group in comparison.groups:
+        table = Table(title=f"{what}, {group_title(group)}", title_justify="left")
+        table.add_column("method")
+        for name in ("momentum", "step size", comparison.metric, "diverged"):
+            table.add_column(name, justify="right")
+        for momentum in comparison.momenta_of(group):
+            for line in comparison.of(group, momentum):
+                style = "bold" if line.best else ""
+                value = Text(line.value + line.marks, style=style)
+                lost = f"{line.diverged} of {line.planned}" if line.diverged else ""
+                label = Text(line.method.label, style=style)
+                table.add_row(label, momentum, line.steps, value, lost)
+            table.add_section()
+        console.print(table)
+        for note in notes(comparison, group):
+            say(note, "dim")
+    say(f"Runs and results are in {out}.")
+    say(f"The report: {out / 'report.html'}")
+    if not results["complete"]:
+        say(f"Some runs failed: see {out / 'workers.log'}. The same command tries again.")

@@ -63,15 +63,6 @@ def is_share(metric: str) -> bool:
     return re.search(r"(^|_)(accuracy|top-[0-9]+)(_|$)", metric) is not None
 
 
-def higher_is_better(metric: str) -> bool:
-    """Whether higher values are better, by the metric's name; assumed for unknown metrics.
-
-    >>> higher_is_better("accuracy"), higher_is_better("train_loss")
-    (True, False)
-    """
-    return re.search(r"(^|[_-])(loss|perplexity|error)([_-]|$)", metric) is None
-
-
 def value_text(value: float, metric: str, near: float | None = None) -> str:
     """A value for a person: percent without the sign, or four significant digits (of ``near``).
 

@@ -7,9 +7,9 @@ not really tuned), runs that diverged, and a model no better than the most commo
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Any
+from typing import NamedTuple
 
+from fedshuffle.comparison.results import Results
 from fedshuffle.reports.comparison.model import Compared, Line
 from fedshuffle.reports.comparison.text import group_title, value_text
 
@@ -20,22 +20,19 @@ _TITLES = {
 }
 
 
-@dataclass(frozen=True)
-class ResultWarning:
+class ResultWarning(NamedTuple):
     """A warning about one method in one column of the results."""
 
     kind: str
     """``diverged``, ``edge`` or ``majority``."""
-    group: str
-    momentum: str
-    method: str
+    line: Line
     text: str
 
 
 def warnings(comparison: Compared) -> list[ResultWarning]:
     """All warnings: divergence first, then best step sizes at an edge, then trivial models."""
     found = [
-        ResultWarning(kind, line.group, line.momentum, line.method.name, f"{line.title}: {text}")
+        ResultWarning(kind, line, f"{line.title}: {text}")
         for line in comparison.lines
         for kind, text in _texts(comparison, line)
     ]
@@ -43,47 +40,48 @@ def warnings(comparison: Compared) -> list[ResultWarning]:
 
 
 def _texts(comparison: Compared, line: Line) -> Iterator[tuple[str, str]]:
-    cell = line.cell
-    if cell.diverged:
-        yield (
-            "diverged",
-            f"{cell.diverged} of {cell.planned} runs diverged, so it is not ranked",
-        )
-    if cell.hopeless:
+    if line.diverged:
+        lost = f"{line.diverged} of {line.planned} runs diverged"
+        yield "diverged", f"{lost}, so it is not ranked"
+    if line.hopeless:
         yield "diverged", "even the smallest step size that was tried diverged"
-    elif cell.edge:
-        beyond = {"smallest": "smaller", "largest": "larger"}[cell.edge]
-        yield (
-            "edge",
-            f"its best step size, {cell.step_size:g}, is the {cell.edge} tried; a {beyond} one"
-            " may be better still",
-        )
-    if cell.trivial and cell.mean is not None:
-        reached = value_text(cell.mean, comparison.metric)
-        share = value_text(comparison.results["majority"]["share"], comparison.metric)
-        yield (
-            "majority",
-            f"{reached}% is no better than always predicting the most common class ({share}%)",
-        )
+    elif line.edge:
+        best = f"its best step size, {line.curve['step_size']:g}, is the {line.edge} tried"
+        beyond = {"smallest": "smaller", "largest": "larger"}[line.edge]
+        yield "edge", f"{best}; a {beyond} one may be better still"
+    majority = comparison.results["majority"]
+    if line.trivial and line.mean is not None and majority is not None:
+        reached, share = (value_text(x, line.metric) for x in (line.mean, majority["share"]))
+        always = "no better than always predicting the most common class"
+        yield "majority", f"{reached}% is {always} ({share}%)"
 
 
-def annotate(results: dict[str, Any]) -> None:
+def annotate(results: Results) -> None:
     """Add all warnings to the results of a comparison."""
-    results["warnings"] = [vars(warning) for warning in warnings(Compared(results))]
+    results["warnings"] = [
+        {
+            "kind": kind,
+            "group": line.group,
+            "momentum": line.momentum,
+            "method": line.method.name,
+            "text": text,
+        }
+        for kind, line, text in warnings(Compared(results))
+    ]
 
 
 def headlines(comparison: Compared) -> list[tuple[str, list[str]]]:
     """The warnings of each kind and group under one title; one group alone is not named."""
     found: dict[str, list[str]] = {}
     own = comparison.of("own")
-    sizes = {line.cell.step_size for line in own}
-    tuned = any(line.data.get("tuning") for line in own)
+    sizes = {line.curve["step_size"] for line in own}
+    tuned = any(line.curve["tuning"] for line in own)
     if len(comparison.methods) > 1 and len(sizes) == 1 and not tuned:
         found["No method was tuned: only one step size was given"] = [
             f"Every method takes the step size {sizes.pop():g}, which may suit some better than"
             " others. Give several in step_sizes."
         ]
     for warning in warnings(comparison):
-        where = f" ({group_title(warning.group)})" if len(comparison.groups) > 1 else ""
+        where = f" ({group_title(warning.line.group)})" if len(comparison.groups) > 1 else ""
         found.setdefault(_TITLES[warning.kind] + where, []).append(warning.text + ".")
     return list(found.items())
