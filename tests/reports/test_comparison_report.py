@@ -21,7 +21,7 @@ from fedshuffle import FedShuffleError
 from fedshuffle.evaluation import ClientTable
 from fedshuffle.methods import colour
 from fedshuffle.reports.comparison import tables, write
-from fedshuffle.reports.comparison.details import audits, gains, histogram, search
+from fedshuffle.reports.comparison.details import audits, gains, histogram
 from fedshuffle.reports.comparison.model import Compared
 from fedshuffle.reports.comparison.page import answers
 from fedshuffle.reports.comparison.warnings import headlines, warnings
@@ -175,8 +175,8 @@ def test_diverged_runs_are_excluded_from_means_and_ranks() -> None:
     assert row(text, "FedAvg")[0] == "85.00 ± 7.07 †"
     assert row(text, "FedNova")[0] == "diverged †"
     assert row(text, "FedShuffle")[0] == "**50.00 ± 0.00**"
-    assert "† FedAvg, no momentum: 1 of 3 runs diverged; the mean is over the others" in text
-    assert "† FedNova, no momentum: 3 of 3 runs diverged." in text
+    assert "† FedAvg, no momentum: 1 of 3 runs diverged" in text
+    assert "† FedNova, no momentum: 3 of 3 runs diverged" in text
     assert "85.00 $\\pm$ 7.07$^\\dagger$" in tables.latex(compared)
 
 
@@ -228,7 +228,7 @@ def misleading() -> Any:
 
 def test_warnings_come_before_the_ranking(tmp_path: Path) -> None:
     compared = Compared(misleading())
-    found = [(caution.kind, caution.line.method.name) for caution in warnings(compared)]
+    found = [(kind, line.method.name) for kind, line, _ in warnings(compared)]
     assert found == [("diverged", "fednova"), ("edge", "fedavg"), ("majority", "fedshuffle")]
     write(misleading(), tmp_path)
     page = (tmp_path / "report.html").read_text(encoding="utf-8")
@@ -250,9 +250,9 @@ def test_warnings_come_before_the_ranking(tmp_path: Path) -> None:
 def test_a_search_in_which_all_trials_diverged_is_not_an_edge() -> None:
     lost = [trial(0.1, None, diverged=True), trial(0.3, None, diverged=True)]
     found = results(curve("fedavg", run(1, 0.5), tuning=lost, step_size=0.1))
-    [caution] = warnings(Compared(found))
-    assert caution.kind == "diverged"
-    assert "even the smallest" in caution.text
+    [(kind, _, text)] = warnings(Compared(found))
+    assert kind == "diverged"
+    assert "even the smallest" in text
 
 
 def test_a_single_step_size_is_reported_as_untuned() -> None:
@@ -362,14 +362,15 @@ def test_the_search_shows_the_winner() -> None:
     found = results(curve("fedavg", run(1, 0.5), step_size=1.0, tuning=tried))
     [line] = Compared(found).lines
     lost = {3.0: "diverged", 10.0: "unfinished"}
-    assert search(line, higher_is_better=True) == {0.1: 0.4, 1.0: 0.5, **lost}
+    assert line.tried == {0.1: 0.4, 1.0: 0.5, **lost}
     assert line.edge == ""
 
 
 def test_the_search_may_be_judged_by_another_metric() -> None:
     tried = [trial(0.1, 2.0), trial(0.3, 1.5), trial(0.3, 1.0, clip=5.0)]
-    [line] = Compared(results(curve("fedavg", run(1, 0.5), step_size=0.3, tuning=tried))).lines
-    assert search(line, higher_is_better=False) == {0.1: 2.0, 0.3: 1.0}
+    only = curve("fedavg", run(1, 0.5), step_size=0.3, tuning=tried)
+    [line] = Compared(results(only, judge={"metric": "loss", "higher_is_better": False})).lines
+    assert line.tried == {0.1: 2.0, 0.3: 1.0}
     assert line.edge == "largest"
 
 

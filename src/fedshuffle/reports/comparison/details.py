@@ -74,19 +74,6 @@ def ratio_limits(found: Sequence[Audited]) -> tuple[float, float]:
     return min([0.7, *ratios]) / 1.25, max([1.4, *ratios]) * 1.25
 
 
-def search(line: Line, higher_is_better: bool) -> dict[float, float | str]:
-    """The best value of the trials at each step size, or in words why there is none."""
-    found: dict[float, float | str] = {}
-    for size in sorted({trial["step_size"] for trial in line.curve["tuning"]}):
-        trials = [trial for trial in line.curve["tuning"] if trial["step_size"] == size]
-        values = [trial["value"] for trial in trials if trial["value"] is not None]
-        if values:
-            found[size] = max(values) if higher_is_better else min(values)
-        else:
-            found[size] = "diverged" if all(t["diverged"] for t in trials) else "unfinished"
-    return found
-
-
 def histogram(sizes: Sequence[int], most: int = 24) -> list[tuple[int, int, int]]:
     """First size, last size and number of clients of each bar; bars widen where sizes differ much.
 

@@ -9,15 +9,14 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Sequence
 from functools import cache
 from typing import NamedTuple
 
 import numpy as np
 
 from fedshuffle._arrays import FloatArray, IntArray
-from fedshuffle.comparison.results import Curve, Results, RunRecord, check_results
+from fedshuffle.comparison.results import Curve, Results, RunRecord, TrialRecord, check_results
 from fedshuffle.reports.comparison.looks import ComparedMethod, looks
 from fedshuffle.reports.comparison.text import metric_title, momentum_title, spread_text
 
@@ -33,29 +32,35 @@ class Band(NamedTuple):
     """The number of runs that each mean is over."""
 
 
-@dataclass(frozen=True, eq=False)
 class Line:
     """A method under one momentum in one group: its curve, and how it ends."""
 
-    group: str
-    momentum: str
-    method: ComparedMethod
-    metric: str
-    curve: Curve
-    planned: int
-    finished: int
-    diverged: int
-    mean: float | None
-    std: float | None
-    edge: str
-    """``smallest`` or ``largest`` where the best step size is at that end of those tried."""
-    hopeless: bool
-    """Whether even the smallest step size that was tried diverged."""
-    trivial: bool
-    """Whether it is no better than always predicting the most common class."""
-    best: bool = False
-    near: bool = False
-    """Not the best, but at most the best one's standard deviation away from it."""
+    def __init__(self, curve: Curve, method: ComparedMethod, results: Results) -> None:
+        self.curve, self.method, self.metric = curve, method, results["metric"]
+        self.group, self.momentum = curve["group"], curve["momentum"]
+        self.step_size, self.client_steps = curve["step_size"], curve["client_step_sizes"]
+        ends = [final_value(run, self.metric) for run in curve["runs"] if not run["diverged"]]
+        values = np.array([value for value in ends if value is not None])
+        self.planned = len(results["settings"]["seeds"])
+        self.finished, self.diverged = len(values), len(curve["runs"]) - len(values)
+        self.mean = float(values.mean()) if len(values) else None
+        self.std = float(values.std(ddof=1)) if len(values) > 1 else None
+        self.best = False
+        self.near = False
+        """Not the best, but at most the best one's standard deviation away from it."""
+        self.tried = _tried(curve["tuning"], results["judge"]["higher_is_better"])
+        """The best value of the trials at each step size, or in words why there is none."""
+        sizes = list(self.tried)
+        edges = {sizes[0]: "smallest", sizes[-1]: "largest"} if len(sizes) > 1 else {}
+        self.edge = edges.get(self.step_size, "")
+        """``smallest`` or ``largest`` where the best step size is at that end of those tried."""
+        self.hopeless = bool(sizes) and self.tried[sizes[0]] == "diverged"
+        """Whether even the smallest step size that was tried diverged."""
+        self.majority = results["majority"]
+        # Less than a standard error above the class's share cannot be told from chance.
+        limit = sum(self.majority.values()) if self.majority else -math.inf
+        self.trivial = self.mean is not None and self.mean <= limit
+        """Whether it is no better than always predicting the most common class."""
 
     @property
     def title(self) -> str:
@@ -75,15 +80,9 @@ class Line:
         return "diverged" if self.diverged else "unfinished"
 
     @property
-    def marks(self) -> str:
-        """The marks of the value; :func:`fedshuffle.reports.comparison.tables.notes` says why."""
-        marks = {"†": self.diverged, "‡": self.missing, "§": self.edge, "¶": self.trivial}
-        return "".join(f" {sign}" for sign, wanted in marks.items() if wanted)
-
-    @property
     def steps(self) -> str:
         """The step size, and the range of the clients' step sizes."""
-        size, (low, high) = self.curve["step_size"], self.curve["client_step_sizes"]
+        size, (low, high) = self.step_size, self.client_steps
         if math.isclose(low, size):
             return f"{size:g}" if math.isclose(high, size) else f"{size:g} to {high:g}"
         return f"{size:g} ({low:g} to {high:g})"
@@ -125,8 +124,9 @@ class Compared:
         self.lines: list[Line] = []
         for group, momentum in itertools.product(self.groups, self.momenta):
             column = [c for c in curves if (c["group"], c["momentum"]) == (group, momentum)]
-            lines = [self._line(curve, methods[curve["method"]]) for curve in column]
-            self.lines += self._ranked(sorted(lines, key=lambda line: line.method.index))
+            lines = [Line(curve, methods[curve["method"]], results) for curve in column]
+            self._rank(lines)
+            self.lines += sorted(lines, key=lambda line: line.method.index)
         self.limits = cache(self._limits)
 
     def of(self, group: str, momentum: str | None = None) -> list[Line]:
@@ -176,46 +176,27 @@ class Compared:
         room = 0.04 * (high - low) or 0.05 * abs(low) or 0.5
         return low - room, high + room
 
-    def _line(self, curve: Curve, method: ComparedMethod) -> Line:
-        """A curve, and how it ends."""
-        ends = [final_value(run, self.metric) for run in curve["runs"] if not run["diverged"]]
-        values = np.array([value for value in ends if value is not None])
-        mean = float(values.mean()) if len(values) else None
-        tried, majority = curve["tuning"], self.results["majority"]
-        sizes = sorted({trial["step_size"] for trial in tried})
-        edges = {sizes[0]: "smallest", sizes[-1]: "largest"} if len(sizes) > 1 else {}
-        return Line(
-            curve["group"],
-            curve["momentum"],
-            method,
-            self.metric,
-            curve,
-            planned=len(self.seeds),
-            finished=len(values),
-            diverged=len(curve["runs"]) - len(values),
-            mean=mean,
-            std=float(values.std(ddof=1)) if len(values) > 1 else None,
-            edge=edges.get(curve["step_size"], ""),
-            hopeless=bool(tried)
-            and all(trial["diverged"] for trial in tried if trial["step_size"] == sizes[0]),
-            # Less than a standard error above the class's share cannot be told from chance.
-            trivial=bool(majority and mean is not None and mean <= sum(majority.values())),
-        )
-
-    def _ranked(self, column: Sequence[Line]) -> list[Line]:
-        """The lines of a column, with the best ones marked."""
+    def _rank(self, column: Iterable[Line]) -> None:
+        """Mark the best lines of a column."""
         means = {x: x.mean for x in column if x.mean is not None and not x.diverged}
-        if not means:
-            return list(column)
-        pick = max if self.results["higher_is_better"] else min
-        first = pick(means, key=lambda line: means[line])
-        gaps = {line: abs(mean - means[first]) for line, mean in means.items()}
-        return [
-            replace(line, best=gaps[line] == 0, near=0 < gaps[line] <= (first.std or 0.0))
-            if line in gaps
-            else line
-            for line in column
-        ]
+        if means:
+            pick = max if self.results["higher_is_better"] else min
+            first = pick(means, key=lambda line: means[line])
+            for line, mean in means.items():
+                gap = abs(mean - means[first])
+                line.best, line.near = gap == 0, 0 < gap <= (first.std or 0.0)
+
+
+def _tried(trials: Sequence[TrialRecord], higher_is_better: bool) -> dict[float, float | str]:
+    found: dict[float, float | str] = {}
+    for size in sorted({trial["step_size"] for trial in trials}):
+        own = [trial for trial in trials if trial["step_size"] == size]
+        values = [trial["value"] for trial in own if trial["value"] is not None]
+        if values:
+            found[size] = max(values) if higher_is_better else min(values)
+        else:
+            found[size] = "diverged" if all(trial["diverged"] for trial in own) else "unfinished"
+    return found
 
 
 def final_value(run: RunRecord, metric: str) -> float | None:

@@ -12,7 +12,7 @@ import numpy as np
 from markupsafe import Markup
 
 from fedshuffle.reports.comparison import tables
-from fedshuffle.reports.comparison.details import Audited, Gains, histogram, ratio_limits, search
+from fedshuffle.reports.comparison.details import Audited, Gains, histogram, ratio_limits
 from fedshuffle.reports.comparison.figures import where_lost
 from fedshuffle.reports.comparison.model import Compared, Line, final_value
 from fedshuffle.reports.comparison.text import (
@@ -21,7 +21,7 @@ from fedshuffle.reports.comparison.text import (
     momentum_title,
     value_text,
 )
-from fedshuffle.reports.comparison.warnings import headlines
+from fedshuffle.reports.comparison.warnings import headlines, marks, notes
 from fedshuffle.reports.page import joined, render
 from fedshuffle.reports.style import DARK
 
@@ -62,46 +62,32 @@ def render_page(
 ) -> str:
     """The text of the page, with the pictures given as data URIs."""
     script = files("fedshuffle.reports.comparison").joinpath("page.js").read_text(encoding="utf-8")
-    results, judge = comparison.results, comparison.results["judge"]
-    sizes = np.array(results["federation"]["sizes"])
     trials = [trial for line in comparison.lines for trial in line.curve["tuning"]]
+    varied: dict[str, set[float | None]] = {
+        "weight_decay": {trial["weight_decay"] for trial in trials},
+        "clip": {trial["clip"] for trial in trials},
+    }
     return render(
         "reports/comparison",
         "page.html",
         {"momentum": momentum_title, "group": group_title},
-        results=results,
+        results=comparison.results,
         comparison=comparison,
         answers=answers(comparison),
         tables=tables,
-        heading=tables.heading(comparison, comparison.metric),
         headlines=headlines(comparison),
-        trial_value=lambda value: value_text(value, judge["metric"]),
-        trial_heading=tables.heading(comparison, judge["metric"]),
+        marks=marks,
+        notes=notes,
+        value=value_text,
+        final=final_value,
+        searched=[key for key, values in varied.items() if len(values) > 1],
         night=DARK.page,
         pictures=pictures,
         weights=weights,
         audits=found,
-        bars=histogram(sizes.tolist()),
-        sizes=sizes,
-        median=float(np.median(sizes)),
-        searches=[
-            (group, momentum, rows)
-            for group in comparison.groups
-            for momentum in comparison.momenta_of(group)
-            if (
-                rows := [
-                    (line, search(line, judge["higher_is_better"]))
-                    for line in comparison.of(group, momentum)
-                    if line.curve["tuning"]
-                ]
-            )
-        ],
-        searched=[
-            key for key in ("weight_decay", "clip") if len({trial[key] for trial in trials}) > 1
-        ],
-        titles={"group": group_title, "momentum": momentum_title},
-        final=lambda run: final_value(run, comparison.metric),
-        value=lambda value: value_text(value, comparison.metric),
+        histogram=histogram,
+        sizes=np.array(comparison.results["federation"]["sizes"]),
+        median=np.median,
         gains=clients,
         names=names,
         data=_data(comparison, found),

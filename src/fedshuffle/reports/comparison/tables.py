@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
@@ -16,7 +17,7 @@ from fedshuffle._terminal import Console
 from fedshuffle.comparison.results import Results
 from fedshuffle.reports.comparison.model import Compared
 from fedshuffle.reports.comparison.text import group_title, is_share, momentum_title
-from fedshuffle.reports.comparison.warnings import headlines, warnings
+from fedshuffle.reports.comparison.warnings import headlines, line_warnings, marks, notes
 
 _LATEX = {
     "\\": r"\textbackslash{}",
@@ -59,45 +60,23 @@ def ranks(comparison: Compared, best: str, near: str) -> str:
     return f"{text}."
 
 
-def notes(comparison: Compared, group: str) -> list[str]:
-    """The marks explained, curve by curve."""
-    found: list[str] = []
-    lines = comparison.of(group)
-    if any("to" in line.steps for line in lines):
-        found.append(
-            "A range of step sizes is that of the clients: those with fewer local steps take"
-            " larger ones."
-        )
-    for line in lines:
-        if line.diverged:
-            rest = "; the mean is over the others, and is not ranked" if line.finished else ""
-            found.append(f"† {line.title}: {line.diverged} of {line.planned} runs diverged{rest}.")
-        if line.edge:
-            found.append(f"§ {line.title}: the best step size is the {line.edge} tried.")
-        if line.trivial:
-            found.append(f"¶ {line.title}: no better than always predicting the most common class.")
-        if line.missing:
-            missing = f"{line.missing} of {line.planned} runs have not finished"
-            found.append(f"‡ {line.title}: {missing}.")
-    return found
-
-
-def _rows(
-    comparison: Compared, group: str, escape: Callable[[str], str], best: str, near: str, space: str
-) -> list[list[str]]:
-    """A row per method: its label, and for each momentum the value and the step size."""
-    rows = []
+def _table(
+    comparison: Compared, group: str, escape: Callable[[str], str], best: str, near: str, gap: str
+) -> tuple[list[str], list[list[str]]]:
+    """The table of a group: its columns, and per method its label, and values and step sizes."""
+    columns, rows = ["method"], []
+    for momentum in comparison.momenta_of(group):
+        columns += [escape(momentum_title(momentum)), "step size"]
     for method, lines in comparison.rows(group):
-        row = [escape(method.label)]
+        rows.append([escape(method.label)])
         for line in lines:
             if line is None:
-                row += ["", ""]
+                rows[-1] += ["", ""]
                 continue
             around = best if line.best else near if line.near else "%s"
-            marks = "".join(space + escape(sign) for sign in line.marks.split())
-            row += [around % escape(line.value) + marks, line.steps]
-        rows.append(row)
-    return rows
+            signs = "".join(gap + escape(mark) for mark in marks(line))
+            rows[-1] += [around % escape(line.value) + signs, line.steps]
+    return columns, rows
 
 
 def markdown(comparison: Compared) -> str:
@@ -109,11 +88,9 @@ def markdown(comparison: Compared) -> str:
         lines += [f"**{_md(title)}.**", "", *(f"- {_md(text)}" for text in texts), ""]
     lines += [_md(legend(comparison)) + ranks(comparison, "**bold**", "*in italics*"), ""]
     for group in comparison.groups:
-        momenta = [_md(momentum_title(momentum)) for momentum in comparison.momenta_of(group)]
         lines += [f"## {_md(group_title(group).capitalize())}", ""]
-        heads = ["method", *(text for momentum in momenta for text in (momentum, "step size"))]
-        lines += [f"| {' | '.join(heads)} |", f"|---|{'---:|' * (len(heads) - 1)}"]
-        rows = _rows(comparison, group, _md, "**%s**", "*%s*", " ")
+        columns, rows = _table(comparison, group, _md, "**%s**", "*%s*", " ")
+        lines += [f"| {' | '.join(columns)} |", f"|---|{'---:|' * (len(columns) - 1)}"]
         lines += [f"| {' | '.join(row)} |" for row in rows]
         lines += ["", *(f"- {_md(note)}" for note in notes(comparison, group))]
         lines += [""] if lines[-1] else []
@@ -135,28 +112,23 @@ def latex(comparison: Compared) -> str:
     if not comparison.results["complete"]:
         lines.append(f"% {_INCOMPLETE}")
     for group in comparison.groups:
-        momenta = [_tex(momentum_title(momentum)) for momentum in comparison.momenta_of(group)]
-        heads = [f"\\multicolumn{{2}}{{c}}{{{momentum}}}" for momentum in momenta]
-        rules = [f"\\cmidrule(lr){{{2 * k + 2}-{2 * k + 3}}}" for k in range(len(momenta))]
-        below = ["mean & step size"] * len(momenta)  # the caption says of what
+        columns, rows = _table(comparison, group, _tex, "\\textbf{%s}", "\\underline{%s}", "")
         caption = f"{comparison.results['title']}, {group_title(group)}. {legend(comparison)}"
         lines += [
             "",
             "\\begin{table}",
             "\\centering",
             f"\\caption{{{_tex(caption)}{ranks(comparison, 'bold', 'underlined')}}}",
-            f"\\begin{{tabular}}{{l{'rr' * len(momenta)}}}",
+            f"\\begin{{tabular}}{{l{'r' * (len(columns) - 1)}}}",
             "\\toprule",
-            f" & {' & '.join(heads)} \\\\",
-            f"{' '.join(rules)}",
-            f"method & {' & '.join(below)} \\\\",
+            f"{' & '.join(columns)} \\\\",
             "\\midrule",
+            *(f"{' & '.join(row)} \\\\" for row in rows),
+            "\\bottomrule",
+            "\\end{tabular}",
+            *(f"\\par\\footnotesize {_tex(note)}" for note in notes(comparison, group)),
+            "\\end{table}",
         ]
-        rows = _rows(comparison, group, _tex, "\\textbf{%s}", "\\underline{%s}", "")
-        lines += [f"{' & '.join(row)} \\\\" for row in rows]
-        lines += ["\\bottomrule", "\\end{tabular}"]
-        lines += [f"\\par\\footnotesize {_tex(note)}" for note in notes(comparison, group)]
-        lines.append("\\end{table}")
     return "\n".join([*lines, ""])
 
 
@@ -176,15 +148,14 @@ def csv_text(comparison: Compared) -> str:
     facts = ("group", "momentum", "method", "label", "step_size", "warnings", "seed", "diverged")
     names = ["round", *comparison.metrics]
     writer.writerow([*facts, *names])
-    cautions = warnings(comparison)
     for line in comparison.lines:
         what = [line.group, line.momentum, line.method.name, line.method.label]
-        kinds = " ".join(warning.kind for warning in cautions if warning.line is line)
+        kinds = " ".join(line_warnings(line))
         for run in line.curve["runs"]:
             lost = "true" if line.lost(run) else "false"
             for record in run["history"]:
                 values = [record.get(name) for name in names]
-                writer.writerow([*what, line.curve["step_size"], kinds, run["seed"], lost, *values])
+                writer.writerow([*what, line.step_size, kinds, run["seed"], lost, *values])
     return written.getvalue()
 
 
@@ -194,22 +165,17 @@ def csv_text(comparison: Compared) -> str:
 def summary(results: Results, out: Path) -> dict[str, Any]:
     """The table as plain data."""
     comparison = Compared(results)
-    keys = ("finished", "diverged", "planned", "mean", "std", "best", "near")
+    keys = [
+        *("momentum", "group", "step_size", "finished", "diverged", "planned", "mean", "std"),
+        *("best", "near", "client_steps", "edge", "hopeless", "trivial"),
+    ]
     return {
         "complete": results["complete"],
         "metric": comparison.metric,
         "rounds": comparison.rounds,
         "warnings": [text for _, texts in headlines(comparison) for text in texts],
         "results": [
-            {
-                "method": line.method.name,
-                "momentum": line.momentum,
-                "group": line.group,
-                "step_size": line.curve["step_size"],
-                **{key: getattr(line, key) for key in keys},
-                "client_steps": line.curve["client_step_sizes"],
-                **{key: getattr(line, key) for key in ("edge", "hopeless", "trivial")},
-            }
+            {"method": line.method.name, **{key: getattr(line, key) for key in keys}}
             for line in comparison.lines
         ],
         "out": str(out),
@@ -228,21 +194,14 @@ def print_results(console: Console, results: Results, out: Path) -> None:
         say(f"! {title}.", "bold yellow")
         for text in texts:
             say(f"  - {text}")
-    unit = " in %" if is_share(comparison.metric) else ""
-    what = f"{comparison.title(comparison.metric)}{unit} after {comparison.rounds} rounds"
     for group in comparison.groups:
-        table = Table(title=f"{what}, {group_title(group)}", title_justify="left")
-        table.add_column("method")
-        for name in ("momentum", "step size", comparison.metric, "diverged"):
-            table.add_column(name, justify="right")
-        for momentum in comparison.momenta_of(group):
-            for line in comparison.of(group, momentum):
-                style = "bold" if line.best else ""
-                value = Text(line.value + line.marks, style=style)
-                lost = f"{line.diverged} of {line.planned}" if line.diverged else ""
-                label = Text(line.method.label, style=style)
-                table.add_row(label, momentum, line.steps, value, lost)
-            table.add_section()
+        columns, rows = _table(comparison, group, escape, "[bold]%s[/]", "[underline]%s[/]", " ")
+        title = f"{heading(comparison, comparison.metric)} after {comparison.rounds} rounds"
+        table = Table(title=f"{title}, {group_title(group)}", title_justify="left")
+        for column in columns:
+            table.add_column(column, justify="left" if column == "method" else "right")
+        for row in rows:
+            table.add_row(*row)
         console.print(table)
         for note in notes(comparison, group):
             say(note, "dim")

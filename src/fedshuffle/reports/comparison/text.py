@@ -14,12 +14,7 @@ def momentum_title(momentum: str) -> str:
     """
     kind, _, share = momentum.partition(":")
     words = {"global": "momentum", "mvr": "exact momentum (MVR)"}
-    if momentum == "none":
-        return "no momentum"
-    try:
-        return f"{words[kind]} {1 - float(share):.6g}"
-    except (KeyError, ValueError):
-        return momentum
+    return f"{words[kind]} {1 - float(share):.6g}" if kind in words else "no momentum"
 
 
 def group_title(group: str) -> str:
@@ -29,29 +24,22 @@ def group_title(group: str) -> str:
     ('own best step size', 'common step size 0.1')
     """
     kind, _, size = group.partition(":")
-    if group == "own":
-        return "own best step size"
-    return f"common step size {size}" if kind == "common" and size else group
+    return "own best step size" if kind == "own" else f"common step size {size}"
 
 
 def metric_title(metric: str, trained: bool) -> str:
-    """A metric in words; ``trained`` means that others are prefixed with ``train_``, so that one
-    without a prefix is measured on test data.
+    """A metric in words; it is on test data if others are on training data (``train_``).
 
     >>> metric_title("accuracy", trained=True), metric_title("train_loss", trained=True)
     ('test accuracy', 'train loss')
     >>> metric_title("accuracy_worst_decile", trained=False)
     'accuracy, worst tenth of the clients'
     """
-    where, name = ("test ", metric) if trained else ("", metric)
-    for prefix in ("train", "test", "validation"):
-        if metric.startswith(f"{prefix}_"):
-            where, name = f"{prefix} ", metric.removeprefix(f"{prefix}_")
-    ends = {"_worst_decile": "worst tenth of the clients", "_mean": "mean of clients"}
-    for end, words in ends.items():
-        if name.endswith(end):
-            return f"{where}{name.removesuffix(end)}, {words}"
-    return where + name
+    words = metric.replace("_worst_decile", ", worst tenth of the clients")
+    words = words.replace("_mean", ", mean of clients")
+    if metric.startswith("train_"):
+        return words.replace("train_", "train ", 1)
+    return f"test {words}" if trained else words
 
 
 def is_share(metric: str) -> bool:
