@@ -286,7 +286,10 @@ def test_a_process_that_dies_is_replaced_once(tmp_path: Path) -> None:
     file, out = project(tmp_path, SMALL), tmp_path / "out"
     (tmp_path / "die").write_text("2")
     results = comparison.load(file).run(jobs=1)
-    assert outcomes(out) == {"mine_step1.0_seed0": "failed", "mine_step1.0_seed1": "finished"}
+    assert outcomes(out) == {
+        "mine-MINE_step1.0_seed0": "failed",
+        "mine-MINE_step1.0_seed1": "finished",
+    }
     assert results["complete"] is False
     assert [run["seed"] for run in results["curves"][0]["runs"]] == [1]
     (tmp_path / "die").write_text("1")

@@ -283,11 +283,7 @@ def _settings(comparison: Comparison, judge: Criterion, parameters: int) -> dict
 
 
 def _words(value: Any) -> str:
-    """Plain data as text.
-
-    >>> _words({"use": "torch.nn:Linear", "sizes": [64, 10]})
-    'use torch.nn:Linear, sizes 64 10'
-    """
+    """Plain data as text."""
     if isinstance(value, Mapping):
         return ", ".join(f"{key} {_words(entry)}" for key, entry in value.items())
     if isinstance(value, list | tuple):

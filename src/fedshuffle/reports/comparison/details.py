@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import csv
 import math
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from fedshuffle._arrays import FloatArray
-from fedshuffle.reports.comparison.looks import ComparedMethod
-from fedshuffle.reports.comparison.model import Compared, Line
+from fedshuffle.reports.comparison.model import Compared, ComparedMethod, Line
 from fedshuffle.reports.comparison.text import value_text
 
 _POINTS = 600
@@ -90,8 +90,7 @@ def histogram(sizes: Sequence[int], most: int = 24) -> list[tuple[int, int, int]
     return list(zip(edges[:-1].tolist(), (edges[1:] - 1).tolist(), counts, strict=True))
 
 
-@dataclass(frozen=True)
-class Gains:
+class Gains(NamedTuple):
     """Who gains and who loses with a method against the first one; means over the seeds."""
 
     line: Line
@@ -107,34 +106,24 @@ class Gains:
 def gains(comparison: Compared, out: Path) -> list[Gains]:
     """Every method against the first one of its column, from the ``clients.csv`` of the runs."""
     metric = comparison.metric.removesuffix("_mean").removesuffix("_worst_decile")
-    first: dict[tuple[str, str], tuple[Line, dict[str, float]]] = {}
+    sign = 1 if comparison.results["higher_is_better"] else -1
+    references: dict[tuple[str, str], tuple[Line, dict[str, float]]] = {}
     found = []
     for line in comparison.lines:
-        values = _clients(line, metric, out)
-        if not values:
+        if not (after := _clients(line, metric, out)):
             continue
-        reference, before = first.setdefault((line.group, line.momentum), (line, values))
-        if reference is not line and values.keys() == before.keys():
-            change = _change(comparison, before, values)
-            found.append(Gains(line, reference, metric, *change))
+        reference, before = references.setdefault((line.group, line.momentum), (line, after))
+        if reference is line or after.keys() != before.keys():
+            continue
+        change = {name: sign * (after[name] - before[name]) for name in before}
+        counts = Counter(np.sign(list(change.values())).tolist())
+        ends = []
+        for pick, there in ((max, counts[1]), (min, counts[-1])):
+            name = pick(change, key=lambda name: change[name])
+            texts = (value_text(values[name], metric) for values in (before, after))
+            ends.append(f"{name}: {' to '.join(texts)}" if there else "nobody")
+        found.append(Gains(line, reference, metric, counts[1], counts[-1], counts[0], *ends))
     return found
-
-
-def _change(
-    comparison: Compared, before: Mapping[str, float], after: Mapping[str, float]
-) -> tuple[int, int, int, str, str]:
-    """The numbers of clients better off, worse off and the same; who gains and loses most."""
-    sign = 1 if comparison.results["higher_is_better"] else -1
-    change = {name: sign * (after[name] - before[name]) for name in before}
-    better, worse = (sum(s * value > 0 for value in change.values()) for s in (1, -1))
-
-    def text(name: str) -> str:
-        values = (value_text(table[name], comparison.metric) for table in (before, after))
-        return f"{name}: {' to '.join(values)}"
-
-    most = text(max(change, key=lambda name: change[name])) if better else "nobody"
-    least = text(min(change, key=lambda name: change[name])) if worse else "nobody"
-    return better, worse, len(change) - better - worse, most, least
 
 
 def _clients(line: Line, metric: str, out: Path) -> dict[str, float]:

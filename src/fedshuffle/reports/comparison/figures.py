@@ -14,8 +14,7 @@ from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from fedshuffle._arrays import FloatArray, IntArray
 from fedshuffle.reports.comparison.details import Audited, ratio_limits
-from fedshuffle.reports.comparison.looks import ComparedMethod
-from fedshuffle.reports.comparison.model import Compared
+from fedshuffle.reports.comparison.model import Compared, ComparedMethod
 from fedshuffle.reports.comparison.text import group_title, is_share, momentum_title
 from fedshuffle.reports.drawing import clean, round_numbers, set_ticks
 from fedshuffle.reports.style import LIGHT
@@ -75,11 +74,7 @@ def _every(points: int, k: int, of: int) -> list[int]:
 def where_lost(
     rounds: IntArray, values: FloatArray, limits: tuple[float, float]
 ) -> tuple[float, float]:
-    """Where a run that diverged leaves the picture for good, and gets its cross.
-
-    >>> where_lost(np.array([10, 20]), np.array([1.0, 5.0]), (0.0, 3.0))
-    (15.0, 3.0)
-    """
+    """Where a run that diverged leaves the picture for good, and gets its cross."""
     inside = np.flatnonzero((values >= limits[0]) & (values <= limits[1]))
     last = int(inside[-1]) if inside.size else -1
     if last == len(values) - 1 or last < 0:

@@ -15,12 +15,7 @@ from fedshuffle.reports.comparison import tables
 from fedshuffle.reports.comparison.details import Audited, Gains, histogram, ratio_limits
 from fedshuffle.reports.comparison.figures import where_lost
 from fedshuffle.reports.comparison.model import Compared, Line, final_value
-from fedshuffle.reports.comparison.text import (
-    group_title,
-    is_share,
-    momentum_title,
-    value_text,
-)
+from fedshuffle.reports.comparison.text import group_title, is_share, momentum_title, value_text
 from fedshuffle.reports.comparison.warnings import headlines, marks, notes
 from fedshuffle.reports.page import joined, render
 from fedshuffle.reports.style import DARK
@@ -63,10 +58,6 @@ def render_page(
     """The text of the page, with the pictures given as data URIs."""
     script = files("fedshuffle.reports.comparison").joinpath("page.js").read_text(encoding="utf-8")
     trials = [trial for line in comparison.lines for trial in line.curve["tuning"]]
-    varied: dict[str, set[float | None]] = {
-        "weight_decay": {trial["weight_decay"] for trial in trials},
-        "clip": {trial["clip"] for trial in trials},
-    }
     return render(
         "reports/comparison",
         "page.html",
@@ -80,7 +71,7 @@ def render_page(
         notes=notes,
         value=value_text,
         final=final_value,
-        searched=[key for key, values in varied.items() if len(values) > 1],
+        searched=[k for k in ("weight_decay", "clip") if len({trial[k] for trial in trials}) > 1],
         night=DARK.page,
         pictures=pictures,
         weights=weights,
@@ -142,9 +133,7 @@ def _curve(comparison: Compared, line: Line, metric: str) -> dict[str, Any]:
     some = _thin(len(band.rounds))
     return {
         "rounds": band.rounds[some].tolist(),
-        "mean": _short(band.mean[some]),
-        "low": _short(band.low[some]),
-        "high": _short(band.high[some]),
+        **{name: _short(getattr(band, name)[some]) for name in ("mean", "low", "high")},
         "runs": band.runs[some].tolist(),
         "stops": [
             {

@@ -98,11 +98,7 @@ def markdown(comparison: Compared) -> str:
 
 
 def _md(text: str) -> str:
-    r"""Text that Markdown shows unchanged.
-
-    >>> print(_md("a|b <i> *c*"))
-    a\|b \<i\> \*c\*
-    """
+    """Text that Markdown shows unchanged."""
     return re.sub(r"([\\`*_\[\]<>|~&#])", r"\\\1", " ".join(text.split()))
 
 
@@ -133,11 +129,7 @@ def latex(comparison: Compared) -> str:
 
 
 def _tex(text: str) -> str:
-    r"""Text that LaTeX prints unchanged.
-
-    >>> print(_tex("50% of a_b ± 1"))
-    50\% of a\_b $\pm$ 1
-    """
+    """Text that LaTeX prints unchanged."""
     return "".join(_LATEX.get(letter, letter) for letter in " ".join(text.split()))
 
 
