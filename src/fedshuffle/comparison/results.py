@@ -129,10 +129,10 @@ def facts(comparison: Comparison) -> Facts:
         judge = Criterion("loss", False)
         if comparison.tuned:
             with at("compare.tune"):
-                evaluate = _checked(comparison.short, comparison.short.inputs(), model)
+                evaluate = _evaluation(comparison.short, comparison.short.inputs(), model)
                 judge = _criterion(evaluate, evaluate.names[0])
         inputs = base.inputs()
-        evaluate = _checked(base, inputs, model)
+        evaluate = _evaluation(base, inputs, model)
         first = "accuracy" if "accuracy" in evaluate.names else evaluate.names[0]
         with at("compare"):
             target = _criterion(evaluate, comparison.metric or first)
@@ -149,15 +149,15 @@ def facts(comparison: Comparison) -> Facts:
                 "client_step_sizes": scales,  # the smallest and the largest, for a step size of 1
                 "audit": {
                     "consistent": found.consistent,
-                    "effective_weights": found.effective_weights.tolist(),
-                    "objective_weights": found.objective_weights.tolist(),
+                    "effective_weights": found.effective_weights,
+                    "objective_weights": found.objective_weights,
                 },
             }
     sizes = inputs.federation.sizes.tolist()
     parameters = sum(p.numel() for p in model.parameters() if p.requires_grad)
     common = {
         "title": comparison.title,
-        "config": comparison.text or loader.toml(comparison.tables),
+        "config": comparison.text,
         "rounds": base.rounds,
         **target._asdict(),
         "majority": majority(evaluate, target.metric),
@@ -181,7 +181,8 @@ def _check_names(methods: Mapping[Pair, Method]) -> None:
             )
 
 
-def _checked(config: Config, inputs: RunInputs, model: nn.Module) -> Evaluation | Evaluations:
+def _evaluation(config: Config, inputs: RunInputs, model: nn.Module) -> Evaluation | Evaluations:
+    """The evaluation of a run, tried once on its model."""
     evaluate = inputs.evaluate
     assert isinstance(evaluate, Evaluation | Evaluations)
     with imports.running("the evaluation before training", config.folder):
@@ -218,12 +219,12 @@ def majority(evaluate: Evaluation | Evaluations, metric: str) -> dict[str, float
 
 def assemble(study: Study, facts: Facts, command: str, seconds: float) -> Results:
     """The results of all runs that have ended."""
-    ended = [study.result(trial) for trial in study.trials()]
+    done = all(trial.outcome in ("finished", "diverged") for trial in study.trials())
     found: Results = jsonable(
         {
             **facts.common,
             "command": command,
-            "complete": all(r and r.outcome != "failed" for r in ended) and not study.undecided(),
+            "complete": done and not study.undecided(),
             "seconds": seconds,
             "curves": [_curve(study, facts, *found) for found in study.replicates()],
             "warnings": [],
@@ -246,7 +247,7 @@ def _curve(
                 **vars(trial.point),
                 "added": trial.point not in study.comparison.grid,
                 "value": study.score(trial),
-                "diverged": (result := study.result(trial)) is not None and result.diverged,
+                "diverged": trial.outcome == "diverged",
             }
             for trial in (study.tuning(pair)[0] if group == "own" else [])
         ],
@@ -254,11 +255,11 @@ def _curve(
             {
                 "seed": trial.config.seed,
                 "folder": f"runs/{trial.name}",
-                "diverged": result.diverged,
-                "history": result.history,
+                "diverged": trial.outcome == "diverged",
+                "history": trial.history,
             }
             for trial in trials
-            if (result := study.result(trial)) is not None and result.outcome != "failed"
+            if trial.outcome in ("finished", "diverged")
         ],
     }
 

@@ -150,12 +150,11 @@ class Progress:
 
     def ended(self, trial: Trial) -> None:
         """Print the result of a run."""
-        result = self._study.result(trial)
-        if not self._visible or result is None:
+        if not self._visible:
             return
-        last = result.history[-1] if result.history else {}
+        last = trial.history[-1] if trial.history else {}
         found = ", ".join(f"{k} {v:.4g}" for k, v in last.items() if k != "round")
-        text = found if result.outcome == "finished" else f"{result.outcome}: {result.reason}"
+        text = found if trial.outcome == "finished" else f"{trial.outcome}: {trial.reason}"
         line = Text(f"{self._count()} {trial.name}: {text}")
         self.bar.console.print(line, highlight=False, soft_wrap=True)
 
@@ -179,7 +178,7 @@ class Progress:
     def _rounds(self) -> tuple[list[int], list[int]]:
         """The rounds of each run that has ended, and of each run that is planned."""
         trials, later = self._study.trials(), self._study.undecided()
-        ended = [trial.config.rounds for trial in trials if self._study.result(trial)]
+        ended = [trial.config.rounds for trial in trials if trial.outcome]
         planned = [trial.config.rounds for trial in trials]
         return ended, planned + [self._study.comparison.base.rounds] * later
 

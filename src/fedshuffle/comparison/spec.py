@@ -81,13 +81,18 @@ class Tuning:
             check_seed(self.seed)
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Trial:
-    """One run of a comparison, in the folder of its name."""
+    """One run of a comparison, in the folder of its name, and how it ended."""
 
     name: str
     config: Config
     point: GridPoint
+    outcome: str = ""
+    """``finished``, ``diverged`` or ``failed`` once it has ended."""
+    reason: str = ""
+    history: list[dict[str, Any]] = field(default_factory=list)
+    """Its evaluations."""
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ import functools
 import json
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,19 +22,6 @@ from fedshuffle.training.history import RECORD_KEYS
 from fedshuffle.training.run_folder import RunFolder
 
 OUTCOME = "outcome.json"
-
-
-@dataclass(frozen=True)
-class TrialResult:
-    """How a run ended, and its evaluations."""
-
-    outcome: str
-    reason: str
-    history: list[dict[str, Any]]
-
-    @property
-    def diverged(self) -> bool:
-        return self.outcome == "diverged"
 
 
 def write_outcome(folder: Path, outcome: str, reason: str = "") -> None:
@@ -49,12 +36,11 @@ class Study:
     def __init__(self, comparison: Comparison, out: Path, judge: Criterion) -> None:
         self.comparison, self.out, self._judge = comparison, out, judge
         self._trial = functools.cache(comparison.trial)
-        self._results: dict[str, TrialResult] = {}
-        seen: set[str] = set()
-        while new := [trial for trial in self.trials() if trial.name not in seen]:
+        seen: set[Trial] = set()
+        while new := [trial for trial in self.trials() if trial not in seen]:
             for trial in new:  # their results decide which runs follow
                 self.update(trial)
-            seen.update(trial.name for trial in new)
+            seen.update(new)
 
     def folder(self, trial: Trial) -> Path:
         """The folder of a run."""
@@ -93,7 +79,8 @@ class Study:
             last = history[-1]["round"] if history else 0
             if found["outcome"] == "finished" and last < trial.config.rounds:
                 raise ValueError(f"its last evaluation is that of round {last}")
-            self._results[trial.name] = TrialResult(found["outcome"], found["reason"], history)
+            trial.outcome, trial.reason = found["outcome"], found["reason"]
+            trial.history = history
         except (OSError, ValueError, KeyError) as error:
             raise FedShuffleError(
                 f"{str(folder)!r} is damaged ({error}). Delete that folder, to repeat the run."
@@ -102,18 +89,13 @@ class Study:
     def fail(self, trial: Trial, reason: str) -> None:
         """Give up a run until the comparison is started again."""
         write_outcome(self.folder(trial), "failed", reason)
-        self._results[trial.name] = TrialResult("failed", reason, [])
-
-    def result(self, trial: Trial) -> TrialResult | None:
-        """How a run ended; None if it has not."""
-        return self._results.get(trial.name)
+        trial.outcome, trial.reason = "failed", reason
 
     def score(self, trial: Trial) -> float | None:
         """The final metric of a tuning run; None if it did not finish with a finite one."""
-        result = self.result(trial)
-        if result is None or result.outcome != "finished":
+        if trial.outcome != "finished":
             return None
-        value = float(result.history[-1][self._judge.metric])
+        value = float(trial.history[-1][self._judge.metric])
         return value if math.isfinite(value) else None
 
     def tuning(self, pair: Pair) -> tuple[list[Trial], GridPoint | None]:
@@ -126,49 +108,43 @@ class Study:
             return [], next(iter(points), None)
         while True:
             trials = [self._trial(pair, point, None) for point in points]
-            results = [self.result(trial) for trial in trials]
-            if not all(results):
+            if not all(trial.outcome for trial in trials):
                 return trials, None
             best = self._best(trials)
-            diverged = {x: r.diverged for x, r in zip(points, results, strict=True) if r}
-            failed = any(result and result.outcome == "failed" for result in results)
-            more = [] if failed else self.comparison.wider(diverged, best)
-            if not more:
+            diverged = {trial.point: trial.outcome == "diverged" for trial in trials}
+            more = self.comparison.wider(diverged, best)
+            if not more or any(trial.outcome == "failed" for trial in trials):
                 return trials, best
             points += more
 
     def _best(self, trials: Sequence[Trial]) -> GridPoint:
         """The first of the best points; if none is any good, the smallest step size."""
-        scores = {
-            trial.point: score for trial in trials if (score := self.score(trial)) is not None
-        }
-        if not scores:
-            return min((trial.point for trial in trials), key=lambda point: point.step_size)
+        scores = {trial.point: self.score(trial) for trial in trials}
+        known = {point: score for point, score in scores.items() if score is not None}
+        if not known:
+            return min(scores, key=lambda point: point.step_size)
         pick = max if self._judge.higher_is_better else min
-        return pick(scores, key=lambda point: scores[point])
+        return pick(known, key=lambda point: known[point])
 
     def replicates(self) -> Iterator[tuple[Pair, str, GridPoint, list[Trial]]]:
         """The full runs of each method and group, one per seed, where the grid point is known."""
         comparison = self.comparison
+        common = {f"common:{x:g}": comparison.common_point(x) for x in comparison.common_step_sizes}
         for pair in comparison.pairs:
-            groups = {
-                f"common:{x:g}": comparison.common_point(x) for x in comparison.common_step_sizes
-            }
-            if (own := self.tuning(pair)[1]) is not None:
-                groups = {"own": own} | groups
-            for group, point in groups.items():
-                trials = [self._trial(pair, point, seed) for seed in comparison.seeds]
-                yield pair, group, point, trials
+            for group, point in {"own": self.tuning(pair)[1], **common}.items():
+                if point is not None:
+                    trials = [self._trial(pair, point, seed) for seed in comparison.seeds]
+                    yield pair, group, point, trials
 
     def trials(self) -> list[Trial]:
         """All runs that are known by now, tuning runs first."""
         short = [trial for pair in self.comparison.pairs for trial in self.tuning(pair)[0]]
         full = [trial for *_, trials in self.replicates() for trial in trials]
-        return list({trial.name: trial for trial in short + full}.values())
+        return list(dict.fromkeys(short + full))
 
     def unfinished(self) -> list[Trial]:
         """The runs that are known by now and have not ended."""
-        return [trial for trial in self.trials() if self.result(trial) is None]
+        return [trial for trial in self.trials() if not trial.outcome]
 
     def undecided(self) -> int:
         """At most how many runs follow once all grid points are chosen."""
