@@ -21,9 +21,8 @@ from fedshuffle import Evaluation, Federation, FedShuffleError, comparison, loss
 from fedshuffle._files import one_writer
 from fedshuffle._terminal import Console
 from fedshuffle.comparison.results import Results, majority
-from fedshuffle.comparison.runner import Progress, tail
+from fedshuffle.comparison.runner import Progress, Study, tail
 from fedshuffle.comparison.spec import Criterion
-from fedshuffle.comparison.study import Study
 from fedshuffle.config import runner as config_runner
 from fedshuffle.reports.comparison.tables import print_results
 from fedshuffle.reports.comparison.warnings import annotate

@@ -15,8 +15,8 @@ from fedshuffle import FedShuffleError, comparison
 from fedshuffle._terminal import Console
 from fedshuffle.comparison import GridPoint
 from fedshuffle.comparison.results import Results
+from fedshuffle.comparison.runner import Study
 from fedshuffle.comparison.spec import Criterion, next_step_size
-from fedshuffle.comparison.study import Study
 from fedshuffle.reports.comparison.tables import print_results
 from fedshuffle.reports.comparison.warnings import annotate
 from tests.comparison.project import (

@@ -1,19 +1,18 @@
-"""The results of a comparison: the types of ``results.json``, and how they are assembled."""
+"""The results of a comparison: the types of ``results.json``, and what is known before training."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple, TypedDict, get_args, get_origin, get_type_hints, is_typeddict
 
 import numpy as np
 from torch import nn
 
-from fedshuffle._arrays import IGNORED, expect, jsonable
+from fedshuffle._arrays import IGNORED, expect
 from fedshuffle.auditing import audit
-from fedshuffle.comparison.spec import Comparison, Criterion, GridPoint, Pair, Trial
-from fedshuffle.comparison.study import Study
+from fedshuffle.comparison.spec import Comparison, Criterion, Pair
 from fedshuffle.config import Config, ScheduleSpec, imports, loader
 from fedshuffle.config import runner as config_runner
 from fedshuffle.config.runner import RunInputs
@@ -114,7 +113,7 @@ class Facts(NamedTuple):
     """For each method and momentum."""
 
 
-def facts(comparison: Comparison) -> Facts:
+def collect_facts(comparison: Comparison) -> Facts:
     """Load everything once, so that mistakes are reported before the first run."""
     base = comparison.base
     with base.importable():
@@ -215,53 +214,6 @@ def majority(evaluate: Evaluation | Evaluations, metric: str) -> dict[str, float
     share = float(np.bincount(classes, weights).max())
     error = math.sqrt(share * max(0.0, 1 - share) * float(weights @ weights))
     return {"share": share, "standard_error": error}
-
-
-def assemble(study: Study, facts: Facts, command: str, seconds: float) -> Results:
-    """The results of all runs that have ended."""
-    done = all(trial.outcome in ("finished", "diverged") for trial in study.trials())
-    found: Results = jsonable(
-        {
-            **facts.common,
-            "command": command,
-            "complete": done and not study.undecided(),
-            "seconds": seconds,
-            "curves": [_curve(study, facts, *found) for found in study.replicates()],
-            "warnings": [],
-        }
-    )
-    return found
-
-
-def _curve(
-    study: Study, facts: Facts, pair: Pair, group: str, point: GridPoint, trials: Sequence[Trial]
-) -> dict[str, Any]:
-    known = facts.pairs[pair]
-    return {
-        **known,
-        "group": group,
-        **vars(point),
-        "client_step_sizes": [point.step_size * scale for scale in known["client_step_sizes"]],
-        "tuning": [
-            {
-                **vars(trial.point),
-                "added": trial.point not in study.comparison.grid,
-                "value": study.score(trial),
-                "diverged": trial.outcome == "diverged",
-            }
-            for trial in (study.tuning(pair)[0] if group == "own" else [])
-        ],
-        "runs": [
-            {
-                "seed": trial.config.seed,
-                "folder": f"runs/{trial.name}",
-                "diverged": trial.outcome == "diverged",
-                "history": trial.history,
-            }
-            for trial in trials
-            if trial.outcome in ("finished", "diverged")
-        ],
-    }
 
 
 def _settings(comparison: Comparison, judge: Criterion, parameters: int) -> dict[str, Any]:
