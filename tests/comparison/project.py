@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from fedshuffle.comparison.study import Study
+from fedshuffle.comparison.runner import Study
 
 # Four clients with one example each: with full participation every method does gradient descent on
 # 1/2 |x - x*|^2 and a constant. Files in its folder disturb the processes.

@@ -13,7 +13,6 @@ import sys
 import tomllib
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -21,12 +20,11 @@ import torch
 from fedshuffle import Evaluation, Federation, FedShuffleError, comparison, losses
 from fedshuffle._files import one_writer
 from fedshuffle._terminal import Console
-from fedshuffle.comparison.results import majority
-from fedshuffle.comparison.runner import Progress, tail
+from fedshuffle.comparison.results import Results, majority
+from fedshuffle.comparison.runner import Progress, Study, tail
 from fedshuffle.comparison.spec import Criterion
-from fedshuffle.comparison.study import Study
 from fedshuffle.config import runner as config_runner
-from fedshuffle.reports.comparison.terminal import print_table
+from fedshuffle.reports.comparison.tables import print_results
 from fedshuffle.reports.comparison.warnings import annotate
 from tests.cli.test_cli import run as command
 from tests.comparison.project import (
@@ -43,7 +41,7 @@ from tests.processes import PATIENCE, wait_for
 pytestmark = pytest.mark.xdist_group("comparison")  # they share one comparison
 
 
-def test_tuning_picks_the_best_step_size(done: tuple[Path, dict[str, Any]]) -> None:
+def test_tuning_picks_the_best_step_size(done: tuple[Path, Results]) -> None:
     for curve in done[1]["curves"]:
         if curve["group"] != "own":
             assert curve["tuning"] == []
@@ -58,7 +56,7 @@ def test_tuning_picks_the_best_step_size(done: tuple[Path, dict[str, Any]]) -> N
             assert run["history"][-1]["loss"] == pytest.approx(FLOOR, rel=1e-12)
 
 
-def test_divergence_is_recorded_and_ends_a_run_early(done: tuple[Path, dict[str, Any]]) -> None:
+def test_divergence_is_recorded_and_ends_a_run_early(done: tuple[Path, Results]) -> None:
     out, results = done
     own = results["curves"][0]["tuning"]
     assert [entry["diverged"] for entry in own] == [False, False, False, True, True]
@@ -75,7 +73,7 @@ def test_divergence_is_recorded_and_ends_a_run_early(done: tuple[Path, dict[str,
         assert [run["diverged"] for run in curve["runs"]] == [True, True]
 
 
-def test_results(done: tuple[Path, dict[str, Any]]) -> None:
+def test_results(done: tuple[Path, Results]) -> None:
     out, results = done
     assert json.loads((out / "results.json").read_text()) == results
     assert results["complete"] is True
@@ -100,10 +98,8 @@ def test_results(done: tuple[Path, dict[str, Any]]) -> None:
         assert run["history"][0].keys() == {"round", "loss", "train_loss"}
 
 
-def test_printed_table(
-    done: tuple[Path, dict[str, Any]], capsys: pytest.CaptureFixture[str]
-) -> None:
-    print_table(Console(width=100), done[1])
+def test_printed_table(done: tuple[Path, Results], capsys: pytest.CaptureFixture[str]) -> None:
+    print_results(Console(width=100), done[1], Path())
     out = capsys.readouterr().out
     assert "own best" in out
     assert "0.5000" in out
@@ -131,7 +127,7 @@ def test_clients_csv_and_json_output(
 
 
 def test_finished_runs_are_not_repeated(
-    done: tuple[Path, dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+    done: tuple[Path, Results], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     out, results = done
     before = {path: path.stat().st_mtime_ns for path in (out / "runs").rglob("*")}
@@ -146,7 +142,7 @@ def test_finished_runs_are_not_repeated(
 
 
 def test_a_run_with_other_settings_is_refused(
-    done: tuple[Path, dict[str, Any]],
+    done: tuple[Path, Results],
 ) -> None:
     other = comparison.load(done[0].parent / "compare.toml", {"server_step_size": 0.5})
     with pytest.raises(FedShuffleError, match="settings"):
@@ -185,18 +181,17 @@ def test_a_model_no_better_than_the_most_common_class(tmp_path: Path) -> None:
     file = project(tmp_path, text)
     (tmp_path / "other.py").write_text(CLASSES)
     results = comparison.load(file).run(jobs=1, annotate=annotate)
-    share = 4 / 6
-    assert results["majority"]["share"] == pytest.approx(share)
-    assert results["majority"]["standard_error"] == pytest.approx(
-        math.sqrt(share * (1 - share) / 6)
-    )
+    share, majority = 4 / 6, results["majority"]
+    assert majority is not None
+    assert majority["share"] == pytest.approx(share)
+    assert majority["standard_error"] == pytest.approx(math.sqrt(share * (1 - share) / 6))
     found = [(warning["kind"], warning["method"]) for warning in results["warnings"]]
     assert found == [("majority", "fedavg-rr"), ("majority", "fedshuffle")]
     # Two clients with 1 and 5 steps: FedShuffle's one-step client takes five times the step size.
     sizes = [curve["client_step_sizes"] for curve in results["curves"]]
     assert sizes == [[0.01, 0.01], pytest.approx([0.01, 0.05])]
     shown = Console(record=True, width=100, file=io.StringIO())
-    print_table(shown, results)
+    print_results(shown, results, Path())
     assert "0.01 to 0.05" in shown.export_text()
 
 
@@ -223,7 +218,7 @@ def test_majority_counts_as_the_evaluation_does() -> None:
 
 
 @pytest.mark.slow
-def test_resume_after_ctrl_c_and_kill_9(done: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
+def test_resume_after_ctrl_c_and_kill_9(done: tuple[Path, Results], tmp_path: Path) -> None:
     """Ctrl-C, then kill -9 of everything, in the middle of runs; then once more to the end."""
     file, out = project(tmp_path), tmp_path / "out"
     (tmp_path / "hold").write_text("150")  # calls of the loss before a worker is held
@@ -290,7 +285,10 @@ def test_a_process_that_dies_is_replaced_once(tmp_path: Path) -> None:
     file, out = project(tmp_path, SMALL), tmp_path / "out"
     (tmp_path / "die").write_text("2")
     results = comparison.load(file).run(jobs=1)
-    assert outcomes(out) == {"mine_step1.0_seed0": "failed", "mine_step1.0_seed1": "finished"}
+    assert outcomes(out) == {
+        "mine-MINE_step1.0_seed0": "failed",
+        "mine-MINE_step1.0_seed1": "finished",
+    }
     assert results["complete"] is False
     assert [run["seed"] for run in results["curves"][0]["runs"]] == [1]
     (tmp_path / "die").write_text("1")
@@ -323,7 +321,7 @@ def test_an_error_of_the_users_code_before_any_run_is_one_line(tmp_path: Path, s
 
 
 def test_a_run_resumed_for_more_rounds_is_read_up_to_its_planned_rounds(
-    done: tuple[Path, dict[str, Any]], tmp_path: Path
+    done: tuple[Path, Results], tmp_path: Path
 ) -> None:
     shutil.copytree(done[0].parent, tmp_path / "copy")
     out = tmp_path / "copy" / "out"

@@ -92,7 +92,6 @@ def test_scales(tmp_path: Path) -> None:
         ("compare.methods", "fedavg", "compare.methods"),
         ("compare.methods", ["fedavg", "fedavg"], "compare.methods"),
         ("compare.methods", ["fedavgg"], "'fedavgg'"),
-        ("compare.methods", ["a:M", "b:M"], "'a:M' and 'b:M'"),
         ("compare.momentum", ["mvr:2"], "compare.momentum: "),
         ("compare.seeds", [-1], "compare.seeds: seed -1"),
         ("compare.seeds", [0.5], "compare.seeds is 0.5"),

@@ -14,9 +14,10 @@ from hypothesis import strategies as st
 from fedshuffle import FedShuffleError, comparison
 from fedshuffle._terminal import Console
 from fedshuffle.comparison import GridPoint
+from fedshuffle.comparison.results import Results
+from fedshuffle.comparison.runner import Study
 from fedshuffle.comparison.spec import Criterion, next_step_size
-from fedshuffle.comparison.study import Study
-from fedshuffle.reports.comparison.terminal import print_table
+from fedshuffle.reports.comparison.tables import print_results
 from fedshuffle.reports.comparison.warnings import annotate
 from tests.comparison.project import (
     CONFIG,
@@ -28,7 +29,7 @@ from tests.comparison.project import (
 pytestmark = pytest.mark.xdist_group("comparison")  # they share one comparison
 
 
-def tuned(folder: Path, sizes: list[float], **changes: Any) -> dict[str, Any]:
+def tuned(folder: Path, sizes: list[float], **changes: Any) -> Results:
     """The results of FedShuffle alone with this grid."""
     changes = {
         "compare.methods": ["fedshuffle"],
@@ -40,7 +41,7 @@ def tuned(folder: Path, sizes: list[float], **changes: Any) -> dict[str, Any]:
     return comparison.load(project(folder, text), changes).run(jobs=1, annotate=annotate)
 
 
-def trials_of(results: dict[str, Any]) -> dict[float, bool]:
+def trials_of(results: Results) -> dict[float, bool]:
     """The step sizes that were tried, and whether each was added to the grid."""
     [curve] = results["curves"]
     return {entry["step_size"]: entry["added"] for entry in curve["tuning"]}
@@ -76,7 +77,7 @@ def test_the_grid_widens_up_to_its_limit(tmp_path: Path) -> None:
     assert (warning["kind"], warning["method"]) == ("edge", "fedshuffle")
     assert "0.008" in warning["text"]
     shown = Console(record=True, width=100, file=io.StringIO())
-    print_table(shown, results)
+    print_results(shown, results, Path())
     said = shown.export_text()
     assert said.index("edge") < said.index("own best step size")  # above the table
     fixed = tuned(tmp_path / "fixed", [0.001, 0.002], compare__tune__widen=1)
@@ -130,10 +131,10 @@ def test_a_failed_run_does_not_widen_the_grid(tmp_path: Path) -> None:
     compared = comparison.load(project(tmp_path), {"compare.step_sizes": [1, 2]})
     study = Study(compared, tmp_path / "out", Criterion("accuracy", True))
     pair = compared.pairs[0]
-    for trial in study.tuning(pair):
+    for trial in study.tuning(pair)[0]:
         study.prepare(trial)
         study.fail(trial, "out of memory")
-    assert len(study.tuning(pair)) == 2
+    assert len(study.tuning(pair)[0]) == 2
 
 
 # The choice, from folders made by hand
@@ -156,16 +157,16 @@ def test_the_best_point_is_chosen(
     compared = comparison.load(project(tmp_path), {**sizes, "compare.tune.widen": 1})
     pair = compared.pairs[0]
     study = Study(compared, tmp_path / "out", Criterion("accuracy", higher))
-    for trial, value in zip(study.tuning(pair), found, strict=True):
-        assert study.best(pair) is None
+    for trial, value in zip(study.tuning(pair)[0], found, strict=True):
+        assert study.tuning(pair)[1] is None
         lost = value == "diverged"
         write_run(study, trial, "diverged" if lost else "finished", None if lost else value)
         study.update(trial)
     again = Study(compared, tmp_path / "out", Criterion("accuracy", higher))  # all from the folders
-    chosen = again.best(pair)
+    chosen = again.tuning(pair)[1]
     assert chosen is not None
     assert chosen.step_size == want
-    assert len([curve for curve in again.replicates() if curve.group == "own"]) == 1
+    assert [group for _, group, *_ in again.replicates()].count("own") == 1
     assert again.undecided() == 2  # those of the other method
 
 

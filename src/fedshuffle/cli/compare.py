@@ -55,7 +55,7 @@ def run_comparison(
 ) -> None:
     """Run a comparison, write its report, and print its results."""
     from fedshuffle.reports.comparison import write
-    from fedshuffle.reports.comparison.terminal import print_results, summary
+    from fedshuffle.reports.comparison.tables import print_results, summary
     from fedshuffle.reports.comparison.warnings import annotate
 
     try:
@@ -65,10 +65,10 @@ def run_comparison(
             )
     except KeyboardInterrupt:
         raise typer.Exit(130) from None
-    report = write(results, out)
+    write(results, out)
     if as_json:
-        print(json.dumps(summary(results, report, out)))
+        print(json.dumps(summary(results, out)))
     else:
-        print_results(console, results, report, out)
+        print_results(console, results, out)
     if not results["complete"]:
         raise typer.Exit(1)

@@ -1,19 +1,18 @@
-"""The results of a comparison, as one plain dictionary."""
+"""The results of a comparison: the types of ``results.json``, and what is known before training."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypedDict, get_args, get_origin, get_type_hints, is_typeddict
 
 import numpy as np
 from torch import nn
 
-from fedshuffle._arrays import IGNORED, jsonable
+from fedshuffle._arrays import IGNORED, expect
 from fedshuffle.auditing import audit
 from fedshuffle.comparison.spec import Comparison, Criterion, Pair
-from fedshuffle.comparison.study import Replicates, Study
 from fedshuffle.config import Config, ScheduleSpec, imports, loader
 from fedshuffle.config import runner as config_runner
 from fedshuffle.config.runner import RunInputs
@@ -23,6 +22,85 @@ from fedshuffle.evaluation import Evaluation, Evaluations
 from fedshuffle.fingerprint import versions
 from fedshuffle.methods import Method, label
 from fedshuffle.training.rounds import Run
+
+
+class TrialRecord(TypedDict):
+    """A tuning run; its value is None if it did not finish with a finite one."""
+
+    step_size: float
+    weight_decay: float
+    clip: float | None
+    added: bool
+    value: float | None
+    diverged: bool
+
+
+class RunRecord(TypedDict):
+    """A full run that has ended, with its evaluations."""
+
+    seed: int
+    folder: str
+    diverged: bool
+    history: list[dict[str, Any]]
+
+
+class AuditRecord(TypedDict):
+    """The audit of a method."""
+
+    consistent: bool | None
+    effective_weights: list[float]
+    objective_weights: list[float]
+
+
+class Curve(TypedDict):
+    """A method with a momentum at a point of the grid, over all seeds."""
+
+    method: str
+    label: str
+    momentum: str
+    client_step_sizes: list[float]
+    audit: AuditRecord
+    group: str
+    step_size: float
+    weight_decay: float
+    clip: float | None
+    tuning: list[TrialRecord]
+    runs: list[RunRecord]
+
+
+class Results(TypedDict):
+    """The content of ``results.json``; JSON has neither NaN nor infinity, None stands for them."""
+
+    title: str
+    config: str
+    command: str
+    complete: bool
+    seconds: float
+    rounds: int
+    metric: str
+    higher_is_better: bool
+    majority: dict[str, float] | None
+    judge: dict[str, Any]
+    federation: dict[str, Any]
+    settings: dict[str, Any]
+    versions: dict[str, str]
+    curves: list[Curve]
+    warnings: list[dict[str, str]]
+    """Those that ``annotate`` added, see :func:`fedshuffle.comparison.runner.run`."""
+
+
+def check_results(found: Any, kind: Any = Results, what: str = "the results") -> None:
+    """Refuse anything but the results of a comparison; name the first thing that is missing."""
+    expect(found, Mapping, what)
+    for key, hint in get_type_hints(kind).items():
+        if key not in found:
+            raise FedShuffleError(
+                f"{key!r} is missing from {what}: is this the results.json of a comparison?"
+            )
+        part = get_args(hint)[0] if get_origin(hint) is list else hint
+        if is_typeddict(part):
+            for entry in [found[key]] if part is hint else found[key]:
+                check_results(entry, part, f"{key!r} of {what}")
 
 
 class Facts(NamedTuple):
@@ -35,7 +113,7 @@ class Facts(NamedTuple):
     """For each method and momentum."""
 
 
-def facts(comparison: Comparison) -> Facts:
+def collect_facts(comparison: Comparison) -> Facts:
     """Load everything once, so that mistakes are reported before the first run."""
     base = comparison.base
     with base.importable():
@@ -50,10 +128,10 @@ def facts(comparison: Comparison) -> Facts:
         judge = Criterion("loss", False)
         if comparison.tuned:
             with at("compare.tune"):
-                evaluate = _checked(comparison.short, comparison.short.inputs(), model)
+                evaluate = _evaluation(comparison.short, comparison.short.inputs(), model)
                 judge = _criterion(evaluate, evaluate.names[0])
         inputs = base.inputs()
-        evaluate = _checked(base, inputs, model)
+        evaluate = _evaluation(base, inputs, model)
         first = "accuracy" if "accuracy" in evaluate.names else evaluate.names[0]
         with at("compare"):
             target = _criterion(evaluate, comparison.metric or first)
@@ -70,15 +148,15 @@ def facts(comparison: Comparison) -> Facts:
                 "client_step_sizes": scales,  # the smallest and the largest, for a step size of 1
                 "audit": {
                     "consistent": found.consistent,
-                    "effective_weights": found.effective_weights.tolist(),
-                    "objective_weights": found.objective_weights.tolist(),
+                    "effective_weights": found.effective_weights,
+                    "objective_weights": found.objective_weights,
                 },
             }
     sizes = inputs.federation.sizes.tolist()
     parameters = sum(p.numel() for p in model.parameters() if p.requires_grad)
     common = {
         "title": comparison.title,
-        "config": comparison.text or loader.toml(comparison.tables),
+        "config": comparison.text,
         "rounds": base.rounds,
         **target._asdict(),
         "majority": majority(evaluate, target.metric),
@@ -92,17 +170,18 @@ def facts(comparison: Comparison) -> Facts:
 
 def _check_names(methods: Mapping[Pair, Method]) -> None:
     """Refuse two methods of one name, which identifies a method in the results."""
-    seen: dict[tuple[str, str], str] = {}
-    for (path, _), method in methods.items():
-        first = seen.setdefault((method.name, method.momentum), path)
-        if first != path:
+    seen: dict[tuple[str, str], Pair] = {}
+    for pair, method in methods.items():
+        first = seen.setdefault((method.name, method.momentum), pair)
+        if first != pair:
             raise FedShuffleError(
-                f"compare.methods: both {first!r} and {path!r} are called {method.name!r}. Give one"
-                " another name."
+                f"compare.methods: both {first[0]!r} and {pair[0]!r} are called {method.name!r}."
+                " Give one another name."
             )
 
 
-def _checked(config: Config, inputs: RunInputs, model: nn.Module) -> Evaluation | Evaluations:
+def _evaluation(config: Config, inputs: RunInputs, model: nn.Module) -> Evaluation | Evaluations:
+    """The evaluation of a run, tried once on its model."""
     evaluate = inputs.evaluate
     assert isinstance(evaluate, Evaluation | Evaluations)
     with imports.running("the evaluation before training", config.folder):
@@ -137,51 +216,6 @@ def majority(evaluate: Evaluation | Evaluations, metric: str) -> dict[str, float
     return {"share": share, "standard_error": error}
 
 
-def assemble(study: Study, facts: Facts, command: str, seconds: float) -> dict[str, Any]:
-    """The results of all runs that have ended."""
-    ended = [study.result(trial) for trial in study.trials()]
-    found: dict[str, Any] = jsonable(
-        {
-            **facts.common,
-            "command": command,
-            "complete": all(r and r.outcome != "failed" for r in ended) and not study.undecided(),
-            "seconds": seconds,
-            "curves": [_curve(study, facts, replicates) for replicates in study.replicates()],
-        }
-    )
-    return found
-
-
-def _curve(study: Study, facts: Facts, replicates: Replicates) -> dict[str, Any]:
-    pair, group, point, trials = replicates
-    known = facts.pairs[pair]
-    return {
-        **known,
-        "group": group,
-        **vars(point),
-        "client_step_sizes": [point.step_size * scale for scale in known["client_step_sizes"]],
-        "tuning": [
-            {
-                **vars(trial.point),
-                "added": trial.point not in study.comparison.grid,
-                "value": study.score(trial),
-                "diverged": (result := study.result(trial)) is not None and result.diverged,
-            }
-            for trial in (study.tuning(pair) if group == "own" else [])
-        ],
-        "runs": [
-            {
-                "seed": trial.config.seed,
-                "folder": f"runs/{trial.name}",
-                "diverged": result.diverged,
-                "history": result.history,
-            }
-            for trial in trials
-            if (result := study.result(trial)) is not None and result.outcome != "failed"
-        ],
-    }
-
-
 def _settings(comparison: Comparison, judge: Criterion, parameters: int) -> dict[str, Any]:
     base, short, tables = comparison.base, comparison.short, loader.plain(comparison.base)
     names = ("sampling", "work", "engine", "model", "loss", "data", "evaluation")
@@ -202,11 +236,7 @@ def _settings(comparison: Comparison, judge: Criterion, parameters: int) -> dict
 
 
 def _words(value: Any) -> str:
-    """Plain data as text.
-
-    >>> _words({"use": "torch.nn:Linear", "sizes": [64, 10]})
-    'use torch.nn:Linear, sizes 64 10'
-    """
+    """Plain data as text."""
     if isinstance(value, Mapping):
         return ", ".join(f"{key} {_words(entry)}" for key, entry in value.items())
     if isinstance(value, list | tuple):

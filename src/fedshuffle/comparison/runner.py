@@ -2,37 +2,38 @@
 
 DIR/compare.toml    the comparison, complete enough to resume from
 DIR/results.json    the results so far; written after every run
-DIR/runs/           one folder per run, see :mod:`fedshuffle.comparison.study`
+DIR/runs/NAME/      a folder as of every run; outcome.json is written last
 DIR/workers.log     the output of the worker processes
 """
 
 from __future__ import annotations
 
+import functools
 import json
+import math
 import shlex
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
+from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from rich.progress import TaskID, TimeElapsedColumn, TimeRemainingColumn
 from rich.text import Text
 
-from fedshuffle import _files
-from fedshuffle._arrays import count
-from fedshuffle._files import one_writer, results_folder
+from fedshuffle._arrays import jsonable
+from fedshuffle._files import one_writer, write_file
 from fedshuffle._terminal import Console, interrupted_once, progress_bar
-from fedshuffle.comparison import results
-from fedshuffle.comparison.spec import Comparison, Trial
-from fedshuffle.comparison.study import Study
-from fedshuffle.comparison.workers import Answer, WorkerPool
+from fedshuffle.comparison.results import Facts, Results, collect_facts
+from fedshuffle.comparison.spec import Comparison, Criterion, GridPoint, Pair, Trial
+from fedshuffle.comparison.workers import OUTCOME, Answer, WorkerPool, write_outcome
 from fedshuffle.config import loader
-from fedshuffle.engines.cpu_tuning import available_cores
 from fedshuffle.errors import FedShuffleError
-
-Annotate = Callable[[dict[str, Any]], None]
+from fedshuffle.training.history import RECORD_KEYS
+from fedshuffle.training.run_folder import RunFolder
 
 TICK = 0.5
 """Seconds between updates of the progress display."""
@@ -40,51 +41,48 @@ TICK = 0.5
 DEATHS = 2
 """A run has failed when its process has died this often."""
 
+_ENDED = ("finished", "diverged")
+"""Outcomes that count; a run that failed is tried again."""
+
 _TAIL = 1 << 16
 """The number of bytes that hold the last records of a run."""
 
 
 def run(
     comparison: Comparison,
-    out: Path | str | None = None,
-    *,
-    jobs: int | None = None,
-    progress: bool = False,
-    command: str | None = None,
-    annotate: Annotate | None = None,
-) -> dict[str, Any]:
-    """Do all runs of a comparison that are not done yet, several at once.
-
-    Args:
-        comparison: the comparison.
-        out: the folder, if not that of the config. Given again after an interruption, finished runs
-            are not repeated, and the results are those of a comparison never interrupted.
-        jobs: the number of runs at once, each in its own process with one torch thread; by
-            default the number of cores.
-        progress: whether to show progress on the error stream.
-        command: the command that repeats it, for the record.
-        annotate: adds to the results before they are written, after every run;
-            :func:`fedshuffle.reports.comparison.warnings.annotate` adds warnings.
-
-    Returns:
-        The content of ``results.json``.
-    """
-    place = comparison.base.out if out is None else out
-    if place is None:
-        raise FedShuffleError("the comparison needs a folder: give it as out.")
-    jobs = available_cores() if jobs is None else count(jobs, "jobs")
-    folder = results_folder(place)
+    folder: Path,
+    jobs: int,
+    progress: bool,
+    command: str | None,
+    annotate: Callable[[Results], None] | None,
+) -> Results:
+    """Do all runs of a comparison that are not done yet; see :meth:`Comparison.run`."""
     console = Console(stderr=True, markup=False, highlight=False, soft_wrap=True)
+    before, start = _previous(folder), time.monotonic()
+
+    def update() -> Results:
+        """Write ``results.json``."""
+        seconds = (before.get("seconds") or 0.0) + time.monotonic() - start
+        repeat = command or before.get("command") or resuming(folder)
+        found = study.results(facts, repeat, seconds)
+        if annotate is not None:
+            annotate(found)
+        write_file(folder / "results.json", json.dumps(found, allow_nan=False))
+        return found
+
     with one_writer(folder), interrupted_once():
         if progress:
             console.print("Loading the data and auditing the methods.")
         try:
-            session = _Session(comparison, folder, command, annotate)
-            session.work(jobs, progress)
+            if not (folder / "compare.toml").exists():
+                _save(comparison, folder)  # Ctrl-C may come while the data are loaded
+            facts = collect_facts(comparison)
+            study = Study(comparison, folder, facts.judge)
+            _save(comparison, folder)  # its runs have been checked to be those of this comparison
+            return _work(study, jobs, progress, update)
         except KeyboardInterrupt:
             console.print(f"Stopped. Finished runs are kept. To resume, run: {resuming(folder)}")
             raise
-    return session.results
 
 
 def resuming(folder: Path) -> str:
@@ -92,78 +90,12 @@ def resuming(folder: Path) -> str:
     return f"fedshuffle compare --resume {shlex.quote(str(folder))}"
 
 
-class _Session:
-    """One call of :func:`run`, which starts a comparison or resumes it."""
-
-    def __init__(
-        self, comparison: Comparison, folder: Path, command: str | None, annotate: Annotate | None
-    ) -> None:
-        self.folder = folder
-        self._annotate = annotate
-        if not (folder / "compare.toml").exists():
-            _save(comparison, folder)  # Ctrl-C may come while the data are loaded
-        before = _previous(folder)
-        self._command = command or before.get("command") or resuming(folder)
-        self._seconds, self._start = float(before.get("seconds") or 0.0), time.monotonic()
-        self._facts = results.facts(comparison)
-        self.study = Study(comparison, folder, self._facts.judge)
-        _save(comparison, folder)  # its runs have been checked to be those of this comparison
-        self._deaths: Counter[str] = Counter()
-        self.results: dict[str, Any] = {}
-        self.write()
-
-    def write(self) -> None:
-        """Update ``results.json``."""
-        seconds = self._seconds + time.monotonic() - self._start
-        self.results = results.assemble(self.study, self._facts, self._command, seconds)
-        if self._annotate is not None:
-            self._annotate(self.results)
-        _files.write_file(self.folder / "results.json", json.dumps(self.results, allow_nan=False))
-
-    def work(self, jobs: int, progress: bool) -> None:
-        """Do the runs that have not ended."""
-        study, left = self.study, self.study.unfinished()
-        if not left:
-            return
-        jobs = min(jobs, len(left) + study.undecided())
-        running: dict[Future[Answer], Trial] = {}
-        shown = Progress(study, progress)
-        with shown.bar, WorkerPool(jobs, self.folder / "workers.log") as pool:
-            while left:
-                for trial in left:
-                    if len(running) < jobs and trial not in running.values():
-                        study.prepare(trial)
-                        running[pool.submit(study.folder(trial))] = trial
-                shown.update({study.folder(t): t.config.rounds for t in running.values()})
-                done, _ = wait(running, TICK, FIRST_COMPLETED)
-                for future in done:
-                    trial = running.pop(future)
-                    self._end(trial, future.result())
-                    if study.result(trial):
-                        shown.ended(trial)
-                        self.write()
-                        left = study.unfinished()
-
-    def _end(self, trial: Trial, answer: Answer) -> None:
-        if answer is None:
-            self._deaths[trial.name] += 1
-            if self._deaths[trial.name] == DEATHS:
-                self.study.fail(trial, "its process died (out of memory?): see workers.log")
-        elif answer:
-            raise FedShuffleError(
-                f"run {trial.name}: {' '.join(answer.split())} Finished runs are kept; to resume,"
-                f" run: {resuming(self.folder)}"
-            )
-        else:
-            self.study.update(trial)
-
-
 def _previous(folder: Path) -> dict[str, Any]:
-    try:
+    """The results of an earlier call, if there are any."""
+    with suppress(OSError, ValueError):
         found = json.loads((folder / "results.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return found if isinstance(found, dict) else {}
+        return found if isinstance(found, dict) else {}
+    return {}
 
 
 def _save(comparison: Comparison, folder: Path) -> None:
@@ -171,7 +103,216 @@ def _save(comparison: Comparison, folder: Path) -> None:
     base = loader.relative(comparison.base.folder, folder)
     tables = {k: v for k, v in comparison.tables.items() if k != "out"} | {"folder": base}
     if comparison.tables:
-        _files.write_file(folder / "compare.toml", loader.toml(tables))
+        write_file(folder / "compare.toml", loader.toml(tables))
+
+
+class Study:
+    """The runs of a comparison in a folder, as far as they are known; ``judge`` ranks tuning."""
+
+    def __init__(self, comparison: Comparison, out: Path, judge: Criterion) -> None:
+        self.comparison, self.out, self._judge = comparison, out, judge
+        self._trial = functools.cache(comparison.trial)
+        seen: set[Trial] = set()
+        while new := [trial for trial in self.trials() if trial not in seen]:
+            for trial in new:  # their results decide which runs follow
+                self.update(trial)
+            seen.update(new)
+
+    def folder(self, trial: Trial) -> Path:
+        """The folder of a run."""
+        return self.out / "runs" / trial.name
+
+    def prepare(self, trial: Trial) -> None:
+        """Write the config of a run; an existing one must be of the same run.
+
+        A run that has ended may have been resumed for more rounds since.
+        """
+        folder = self.folder(trial)
+        wanted = trial.config.pinned().override({})  # exactly as it will be read again
+        if not (folder / "config.toml").exists():
+            loader.save(wanted, folder, [f"The run {trial.name} of a comparison."])
+            return
+        found = replace(loader.load(folder / "config.toml"), folder=wanted.folder)
+        if (folder / OUTCOME).exists() and found.rounds > wanted.rounds:
+            found = replace(found, rounds=wanted.rounds)
+        if found != wanted:
+            raise FedShuffleError(
+                f"{str(folder)!r} holds a run with other settings than those wanted now. Choose"
+                " another folder for this comparison, or put the settings back."
+            )
+
+    def update(self, trial: Trial) -> None:
+        """Read the result of a run, if it has ended; one that failed is tried again."""
+        folder = self.folder(trial)
+        if not (folder / OUTCOME).exists():
+            return
+        self.prepare(trial)  # only to compare the settings
+        try:
+            found = json.loads((folder / OUTCOME).read_text(encoding="utf-8"))
+            if found["outcome"] == "failed":
+                return
+            history = _history(folder, trial.config.rounds)
+            last = history[-1]["round"] if history else 0
+            if found["outcome"] == "finished" and last < trial.config.rounds:
+                raise ValueError(f"its last evaluation is that of round {last}")
+            trial.outcome, trial.reason = found["outcome"], found["reason"]
+            trial.history = history
+        except (OSError, ValueError, KeyError) as error:
+            raise FedShuffleError(
+                f"{str(folder)!r} is damaged ({error}). Delete that folder, to repeat the run."
+            ) from error
+
+    def fail(self, trial: Trial, reason: str) -> None:
+        """Give up a run until the comparison is started again."""
+        write_outcome(self.folder(trial), "failed", reason)
+        trial.outcome, trial.reason = "failed", reason
+
+    def score(self, trial: Trial) -> float | None:
+        """The final metric of a tuning run; None if it did not finish with a finite one."""
+        if trial.outcome != "finished":
+            return None
+        value = float(trial.history[-1][self._judge.metric])
+        return value if math.isfinite(value) else None
+
+    def tuning(self, pair: Pair) -> tuple[list[Trial], GridPoint | None]:
+        """The tuning runs of a method, and its best grid point once it is known.
+
+        If the best point is at an end of the grid, the runs go beyond it.
+        """
+        points = list(self.comparison.grid)
+        if not self.comparison.tuned:
+            return [], next(iter(points), None)
+        while True:
+            trials = [self._trial(pair, point, None) for point in points]
+            if not all(trial.outcome for trial in trials):
+                return trials, None
+            best = self._best(trials)
+            diverged = {trial.point: trial.outcome == "diverged" for trial in trials}
+            more = self.comparison.wider(diverged, best)
+            if not more or any(trial.outcome == "failed" for trial in trials):
+                return trials, best
+            points += more
+
+    def _best(self, trials: Sequence[Trial]) -> GridPoint:
+        """The first of the best points; if none is any good, the smallest step size."""
+        scores = {trial.point: self.score(trial) for trial in trials}
+        known = {point: score for point, score in scores.items() if score is not None}
+        if not known:
+            return min(scores, key=lambda point: point.step_size)
+        pick = max if self._judge.higher_is_better else min
+        return pick(known, key=lambda point: known[point])
+
+    def replicates(self) -> Iterator[tuple[Pair, str, GridPoint, list[Trial]]]:
+        """The full runs of each method and group, one per seed, where the grid point is known."""
+        comparison = self.comparison
+        common = {f"common:{x:g}": comparison.common_point(x) for x in comparison.common_step_sizes}
+        for pair in comparison.pairs:
+            for group, point in {"own": self.tuning(pair)[1], **common}.items():
+                if point is not None:
+                    trials = [self._trial(pair, point, seed) for seed in comparison.seeds]
+                    yield pair, group, point, trials
+
+    def trials(self) -> list[Trial]:
+        """All runs that are known by now, tuning runs first."""
+        short = [trial for pair in self.comparison.pairs for trial in self.tuning(pair)[0]]
+        full = [trial for *_, trials in self.replicates() for trial in trials]
+        return list(dict.fromkeys(short + full))
+
+    def unfinished(self) -> list[Trial]:
+        """The runs that are known by now and have not ended."""
+        return [trial for trial in self.trials() if not trial.outcome]
+
+    def undecided(self) -> int:
+        """At most how many runs follow once all grid points are chosen."""
+        waiting = sum(self.tuning(pair)[1] is None for pair in self.comparison.pairs)
+        return waiting * len(self.comparison.seeds) if self.comparison.grid else 0
+
+    def results(self, facts: Facts, command: str, seconds: float) -> Results:
+        """The results of all runs that have ended."""
+        done = all(trial.outcome in _ENDED for trial in self.trials())
+        found: Results = jsonable(
+            {
+                **facts.common,
+                "command": command,
+                "complete": done and not self.undecided(),
+                "seconds": seconds,
+                "curves": [self._curve(facts.pairs[x[0]], *x) for x in self.replicates()],
+                "warnings": [],
+            }
+        )
+        return found
+
+    def _curve(
+        self, facts: dict[str, Any], pair: Pair, group: str, point: GridPoint, trials: list[Trial]
+    ) -> dict[str, Any]:
+        scales = facts["client_step_sizes"]
+        return {
+            **facts,
+            "group": group,
+            **vars(point),
+            "client_step_sizes": [point.step_size * scale for scale in scales],
+            "tuning": [
+                {
+                    **vars(trial.point),
+                    "added": trial.point not in self.comparison.grid,
+                    "value": self.score(trial),
+                    "diverged": trial.outcome == "diverged",
+                }
+                for trial in (self.tuning(pair)[0] if group == "own" else [])
+            ],
+            "runs": [
+                {
+                    "seed": trial.config.seed,
+                    "folder": f"runs/{trial.name}",
+                    "diverged": trial.outcome == "diverged",
+                    "history": trial.history,
+                }
+                for trial in trials
+                if trial.outcome in _ENDED
+            ],
+        }
+
+
+def _history(folder: Path, rounds: int) -> list[dict[str, Any]]:
+    facts = set(RECORD_KEYS) - {"round"}
+    records = RunFolder(folder).metrics() if (folder / "run.json").exists() else []
+    kept = [{k: v for k, v in record.items() if k not in facts} for record in records]
+    return [record for record in kept if len(record) > 1 and record["round"] <= rounds]
+
+
+def _work(study: Study, jobs: int, progress: bool, update: Callable[[], Results]) -> Results:
+    """Do the runs that have not ended, and update the results after each."""
+    results, left = update(), study.unfinished()
+    if not left:
+        return results
+    jobs = min(jobs, len(left) + study.undecided())
+    running: dict[Future[Answer], Trial] = {}
+    deaths: Counter[str] = Counter()
+    shown = Progress(study, progress)
+    with shown.bar, WorkerPool(jobs, study.out / "workers.log") as pool:
+        while left:
+            for trial in left:
+                if len(running) < jobs and trial not in running.values():
+                    study.prepare(trial)
+                    running[pool.submit(study.folder(trial))] = trial
+            shown.update({study.folder(t): t.config.rounds for t in running.values()})
+            for future in wait(running, TICK, FIRST_COMPLETED).done:
+                trial, answer = running.pop(future), future.result()
+                if answer is None:
+                    deaths[trial.name] += 1
+                    if deaths[trial.name] < DEATHS:
+                        continue
+                    study.fail(trial, "its process died (out of memory?): see workers.log")
+                elif answer:
+                    raise FedShuffleError(
+                        f"run {trial.name}: {' '.join(answer.split())} Finished runs are kept; to"
+                        f" resume, run: {resuming(study.out)}"
+                    )
+                else:
+                    study.update(trial)
+                shown.ended(trial)
+                results, left = update(), study.unfinished()
+    return results
 
 
 class Progress:
@@ -185,17 +326,16 @@ class Progress:
         shown = visible and Console(stderr=True).is_terminal
         times = TimeElapsedColumn(), TimeRemainingColumn()
         self.bar = progress_bar(shown, "{task.fields[text]}", *times, transient=True, wide=True)
-        self._all = self.bar.add_task("", completed=self._rounds()[0], text="")
+        self._all = self.bar.add_task("", completed=sum(self._rounds()[0]), text="")
         self._tasks: dict[Path, TaskID] = {}
 
     def ended(self, trial: Trial) -> None:
         """Print the result of a run."""
-        result = self._study.result(trial)
-        if not self._visible or result is None:
+        if not self._visible:
             return
-        last = result.history[-1] if result.history else {}
+        last = trial.history[-1] if trial.history else {}
         found = ", ".join(f"{k} {v:.4g}" for k, v in last.items() if k != "round")
-        text = found if result.outcome == "finished" else f"{result.outcome}: {result.reason}"
+        text = found if trial.outcome == "finished" else f"{trial.outcome}: {trial.reason}"
         line = Text(f"{self._count()} {trial.name}: {text}")
         self.bar.console.print(line, highlight=False, soft_wrap=True)
 
@@ -203,46 +343,37 @@ class Progress:
         """Show how far the current runs are, given their folders and numbers of rounds."""
         for folder in self._tasks.keys() - running.keys():
             self.bar.remove_task(self._tasks.pop(folder))
-        done, total = self._rounds()
+        ended, total = (sum(rounds) for rounds in self._rounds())
         for folder, rounds in running.items() if not self.bar.disable else ():
             if folder not in self._tasks:
                 self._tasks[folder] = self.bar.add_task(f"  {folder.name}", total=rounds, text="")
             round, text = tail(folder)
             self.bar.update(self._tasks[folder], completed=round, text=text)
-            done += round
+            ended += round
         runs = f"{self._count()} runs"
-        self.bar.update(self._all, description=runs, completed=done, total=total)
+        self.bar.update(self._all, description=runs, completed=ended, total=total)
 
     def _count(self) -> str:
-        trials, left = self._study.trials(), self._study.unfinished()
-        return f"{len(trials) - len(left)}/{len(trials) + self._study.undecided()}"
+        return "/".join(str(len(rounds)) for rounds in self._rounds())
 
-    def _rounds(self) -> tuple[int, int]:
-        """The rounds of runs that have ended, and of all runs."""
-        total = sum(trial.config.rounds for trial in self._study.trials())
-        left = sum(trial.config.rounds for trial in self._study.unfinished())
-        later = self._study.undecided() * self._study.comparison.base.rounds
-        return total - left, total + later
+    def _rounds(self) -> tuple[list[int], list[int]]:
+        """The rounds of each run that has ended, and of each run that is planned."""
+        trials, later = self._study.trials(), self._study.undecided()
+        ended = [trial.config.rounds for trial in trials if trial.outcome]
+        planned = [trial.config.rounds for trial in trials]
+        return ended, planned + [self._study.comparison.base.rounds] * later
 
 
 def tail(folder: Path) -> tuple[int, str]:
     """The last round of a run, and its last known loss as text."""
-    try:
-        with (folder / "metrics.jsonl").open("rb") as file:
-            file.seek(max(0, file.seek(0, 2) - _TAIL))
-            lines = file.read().split(b"\n")[:-1]
-    except OSError:
-        return 0, ""
-    records = []
-    for line in lines:
-        try:
-            records.append(json.loads(line))
-        except ValueError:  # the first may be cut off
-            continue
-    known = [
-        f"{name} {record[name]:.4g}"
-        for record in reversed(records)
-        for name in ("train_loss", "loss")
-        if record.get(name) is not None
-    ]
-    return (records[-1]["round"] if records else 0), next(iter(known), "")
+    round, text = 0, ""
+    with suppress(OSError), (folder / "metrics.jsonl").open("rb") as file:
+        file.seek(max(0, file.seek(0, 2) - _TAIL))
+        for line in file.read().split(b"\n")[:-1]:
+            with suppress(ValueError):  # the first may be cut off
+                record = json.loads(line)
+                round = record["round"]
+                for name in ("loss", "train_loss"):
+                    if record.get(name) is not None:
+                        text = f"{name} {record[name]:.4g}"
+    return round, text

@@ -9,16 +9,19 @@ import re
 from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
-from fedshuffle import methods
-from fedshuffle._arrays import number
+from fedshuffle._arrays import count, number
+from fedshuffle._files import results_folder
 from fedshuffle.config import Config, EvaluationSpec, ScheduleSpec, loader
 from fedshuffle.config.schema import Count, DataSpec, StepSize, at, check_counts
 from fedshuffle.errors import FedShuffleError, unknown
 from fedshuffle.local_work import LocalWork
 from fedshuffle.methods import Method
 from fedshuffle.randomness import check_seed
+
+if TYPE_CHECKING:
+    from fedshuffle.comparison.results import Results
 
 SHORT = "tune_"
 """The prefix of the names of tuning runs."""
@@ -78,13 +81,18 @@ class Tuning:
             check_seed(self.seed)
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Trial:
-    """One run of a comparison, in the folder of its name."""
+    """One run of a comparison, in the folder of its name, and how it ended."""
 
     name: str
     config: Config
     point: GridPoint
+    outcome: str = ""
+    """``finished``, ``diverged`` or ``failed`` once it has ended."""
+    reason: str = ""
+    history: list[dict[str, Any]] = field(default_factory=list)
+    """Its evaluations."""
 
 
 @dataclass(frozen=True)
@@ -131,21 +139,11 @@ class Comparison:
             for value in getattr(self, key):
                 with at(f"compare.{key}"):
                     replace(self.base, **{name: value})
-        names: dict[str, str] = {}
-        for method in self.methods:
-            if (first := names.setdefault(_word(method), method)) != method:
-                raise FedShuffleError(
-                    f"compare.methods: the runs of {first!r} and {method!r} would both be called"
-                    f" {_word(method)!r}. Rename one."
-                )
         if not self.step_sizes and not self.common_step_sizes:
             raise FedShuffleError("there is no step size to run: give compare.step_sizes.")
         for point in self._points:
             with at("compare"):
                 self.trial((self.methods[0], None), point, None)
-        for method in self.methods:
-            if not methods.is_import_path(method):  # imported only when the comparison runs
-                self.check_work(methods.get(method))
 
     def check_work(self, method: Method) -> None:
         """Refuse a method that fixes a part of the local work which this comparison sets otherwise.
@@ -240,14 +238,14 @@ class Comparison:
             work=self._work(point),
             out=None,
         )
-        words = [_word(method), *([] if momentum is None else [_word(momentum)])]
-        words.append(f"step{float(point.step_size)!r}")
+        words = [method, momentum or "", f"step{float(point.step_size)!r}"]
         if point.weight_decay != base.work.weight_decay:
             words.append(f"decay{float(point.weight_decay)!r}")
         if point.clip != base.work.clip:
             words.append(f"clip{float(point.clip)!r}")
-        words += [] if seed is None else [f"seed{seed}"]
-        return Trial((SHORT if seed is None else "") + "_".join(words), config, point)
+        words.append("" if seed is None else f"seed{seed}")
+        name = "_".join(re.sub(r"[^\w.+-]+", "-", word) for word in words if word)
+        return Trial((SHORT if seed is None else "") + name, config, point)
 
     def run(
         self,
@@ -256,12 +254,31 @@ class Comparison:
         jobs: int | None = None,
         progress: bool = False,
         command: str | None = None,
-        annotate: Callable[[dict[str, Any]], None] | None = None,
-    ) -> dict[str, Any]:
-        """Do all runs that are not done yet; see :func:`fedshuffle.comparison.runner.run`."""
-        from fedshuffle.comparison.runner import run
+        annotate: Callable[[Results], None] | None = None,
+    ) -> Results:
+        """Do all runs that are not done yet, several at once.
 
-        return run(self, out, jobs=jobs, progress=progress, command=command, annotate=annotate)
+        Args:
+            out: the folder, if not that of the config. Given again after an interruption, finished
+                runs are not repeated, and the results are those of a comparison never interrupted.
+            jobs: the number of runs at once, each in its own process with one torch thread; by
+                default the number of cores.
+            progress: whether to show progress on the error stream.
+            command: the command that repeats it, for the record.
+            annotate: adds to the results before they are written, after every run;
+                :func:`fedshuffle.reports.comparison.warnings.annotate` adds warnings.
+
+        Returns:
+            The content of ``results.json``.
+        """
+        from fedshuffle.comparison.runner import run  # these import torch
+        from fedshuffle.engines.cpu_tuning import available_cores
+
+        folder = self.base.out if out is None else out
+        if folder is None:
+            raise FedShuffleError("the comparison needs a folder: give it as out.")
+        jobs = available_cores() if jobs is None else count(jobs, "jobs")
+        return run(self, results_folder(folder), jobs, progress, command, annotate)
 
 
 def load(
@@ -279,24 +296,19 @@ def load(
     with at(loader.described(file, changes)):
         changed = loader.override(_scaled(tables, scale), changes)
         text = loader.toml(changed) if changed != tables else file.read_text(encoding="utf-8-sig")
-        return _read(changed, file.parent, text)
-
-
-def _read(tables: Mapping[str, Any], folder: Path, text: str) -> Comparison:
-    if "compare" not in tables:
-        raise FedShuffleError(
-            'the section [compare] is missing: add it with methods = ["fedavg", "fedshuffle"].'
-            " To train one method, run: fedshuffle run FILE."
-        )
-    base = loader.read({k: v for k, v in tables.items() if k != "compare"}, folder)
-    fields = loader.read_fields(Comparison, tables["compare"], "compare")
-    size = base.step_size
-    varied = fields.keys() & {"weight_decay", "clip"}
-    if varied or "common_step_sizes" not in fields:
-        own = size.arguments["step_size"] if isinstance(size, ScheduleSpec) else size
-        fields = {"step_sizes": (own,)} | fields
-    defaults: dict[str, Any] = {"momentum": (base.momentum,), "seeds": (base.seed,)}
-    return Comparison(base, text=text, tables=dict(tables), **defaults | fields)
+        if "compare" not in changed:
+            raise FedShuffleError(
+                'the section [compare] is missing: add it with methods = ["fedavg", "fedshuffle"].'
+                " To train one method, run: fedshuffle run FILE."
+            )
+        base = loader.read({k: v for k, v in changed.items() if k != "compare"}, file.parent)
+        fields = loader.read_fields(Comparison, changed["compare"], "compare")
+        if fields.keys() & {"weight_decay", "clip"} or "common_step_sizes" not in fields:
+            size = base.step_size
+            own = size.arguments["step_size"] if isinstance(size, ScheduleSpec) else size
+            fields = {"step_sizes": (own,)} | fields
+        defaults: dict[str, Any] = {"momentum": (base.momentum,), "seeds": (base.seed,)}
+        return Comparison(base, text=text, tables=changed, **defaults | fields)
 
 
 def _scaled(tables: Mapping[str, Any], scale: str | None) -> dict[str, Any]:
@@ -313,16 +325,12 @@ def _scaled(tables: Mapping[str, Any], scale: str | None) -> dict[str, Any]:
 
 
 def _merged(tables: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
-    """Nested tables with some keys changed.
-
-    >>> _merged({"work": {"epochs": 2, "clip": 5}}, {"work": {"epochs": 1}})
-    {'work': {'epochs': 1, 'clip': 5}}
-    """
+    """Nested tables with some keys changed."""
     result = dict(tables)
     for key, value in changes.items():
-        old = result.get(key)
-        nested = isinstance(old, Mapping) and isinstance(value, Mapping)
-        result[key] = _merged(old, value) if nested else value  # type: ignore[arg-type]
+        if isinstance(old := result.get(key), Mapping) and isinstance(value, Mapping):
+            value = _merged(old, value)
+        result[key] = value
     return result
 
 
@@ -347,20 +355,3 @@ def next_step_size(grid: Set[float], tried: Set[float], best: float, widen: floa
     if factor > widen * (1 + 1e-9):
         return None
     return float(f"{low / factor if down else high * factor:.2g}")
-
-
-def _word(text: str) -> str:
-    """A method or momentum as part of a folder's name.
-
-    >>> _word("global:0.1"), _word("package.module:FEDAVG_MIN"), _word("fedprox:mu=0.1")
-    ('global-0.1', 'fedavg-min', 'fedprox-mu-0.1')
-    >>> _word("package.module:METHOD")
-    'module'
-    """
-    if "=" in text:  # options tell it from other methods of its name
-        return re.sub(r"[^a-z0-9.]+", "-", text.lower())
-    kind, _, name = text.partition(":")
-    if name == "METHOD":  # a module with one method gives it its name
-        kind, name = kind.rpartition(".")[2], ""
-    number = re.fullmatch(r"[\d.eE+-]+", name)
-    return f"{kind}-{name}" if number else re.sub(r"[^a-z0-9.]+", "-", (name or kind).lower())

@@ -21,8 +21,8 @@ from typing import Self
 import torch
 from torch import nn
 
+from fedshuffle._files import write_file
 from fedshuffle.comparison.spec import SHORT
-from fedshuffle.comparison.study import write_outcome
 from fedshuffle.config import Config, load
 from fedshuffle.config import runner as config_runner
 from fedshuffle.config.runner import RunInputs
@@ -30,6 +30,9 @@ from fedshuffle.engines.processes import WorkerProcess
 from fedshuffle.errors import DivergedError, FedShuffleError
 from fedshuffle.evaluation import Evaluation, Evaluations
 from fedshuffle.training.divergence import has_diverged, monitored_loss
+
+OUTCOME = "outcome.json"
+"""Written last into the folder of a run: finished, diverged or failed, and why."""
 
 GRACE = 30.0
 """Seconds that workers get to save their runs when they are stopped."""
@@ -113,6 +116,12 @@ def _watched(config: Config, inputs: RunInputs) -> RunInputs:
         return found
 
     return replace(inputs, evaluate=watch)
+
+
+def write_outcome(folder: Path, outcome: str, reason: str = "") -> None:
+    """Record how the run in a folder ended."""
+    text = json.dumps({"outcome": outcome, "reason": reason}, indent=2)
+    write_file(folder / OUTCOME, text)
 
 
 def _do(folder: Path, inputs: RunInputs, config: Config) -> None:

@@ -31,11 +31,7 @@ def legend_below(axes: Axes, distance: float, columns: int, fontsize: float) -> 
 
 
 def round_numbers(ends: tuple[float, float], multiples: Sequence[int] = (1, 2, 5)) -> list[float]:
-    """Multiples of powers of ten between two ends, for a logarithmic axis.
-
-    >>> round_numbers((0.4, 30))
-    [0.5, 1.0, 2.0, 5.0, 10.0, 20.0]
-    """
+    """Multiples of powers of ten between two ends, for a logarithmic axis."""
     numbers = [m * 10.0**k for k in range(-6, 9) for m in multiples]
     return [number for number in numbers if ends[0] <= number <= ends[1]]
 

@@ -43,7 +43,11 @@ def family(method: Method) -> Family:
 
 
 def describe(method: Method) -> dict[str, Any]:
-    """Plain data about a method: what it is made of and costs, and when it is consistent."""
+    """Plain data about a method: what it is made of, when it is consistent, and what a client of
+    the cohort sends, receives and computes in a round.
+    """
+    direction = method.direction
+    sent = not method.pooled  # where there are no clients, nothing is sent
     return {
         "name": method.name,
         "family": family(method).page,
@@ -51,34 +55,26 @@ def describe(method: Method) -> dict[str, Any]:
         "reference": method.reference,
         **method.averaging.describe(),
         "momentum": method.momentum,
-        "direction": repr(method.direction),
+        "direction": repr(direction),
         "server": repr(method.server),
         "work": dict(method.work),
-        "options": options.values([method.direction, method.server, method.averaging]),
-        "costs": costs(method),
-        "client_state": method.direction.client_state,
-        "consistent": {name: consistent(method, name) for name in CONDITIONS},
+        "options": options.values([direction, method.server, method.averaging]),
+        "costs": {
+            "messages": 2 * direction.trips * sent,
+            "vectors_down": direction.down * sent,
+            "vectors_up": direction.up * sent,
+            "gradients_per_step": direction.gradients_per_step,
+            "full_gradients": direction.full_gradients,
+        },
+        "client_state": direction.client_state,
+        "consistent": {name: _consistent(method, *under) for name, under in CONDITIONS.items()},
     }
 
 
-def costs(method: Method) -> dict[str, float]:
-    """What a client of the cohort sends, receives and computes in a round."""
-    direction = method.direction
-    sent = not method.pooled  # where there are no clients, nothing is sent
-    return {
-        "messages": 2 * direction.trips * sent,
-        "vectors_down": direction.down * sent,
-        "vectors_up": direction.up * sent,
-        "gradients_per_step": direction.gradients_per_step,
-        "full_gradients": direction.full_gradients,
-    }
-
-
-def consistent(method: Method, condition: str) -> bool | None:
+def _consistent(method: Method, sampling: Sampling, work: LocalWork) -> bool | None:
     """Whether the audit finds the method consistent; None where it is not defined, or where the
     audit had to sample and saw no difference.
     """
-    sampling, work = CONDITIONS[condition]
     try:
         return audit(CLIENTS, method, sampling, method.drop_fixed(work), draws=_DRAWS).consistent
     except FedShuffleError:
@@ -91,12 +87,12 @@ def everything() -> list[dict[str, Any]]:
 
 
 MARKS = {True: "yes", False: "no", None: "-"}
-"""How the answers of :func:`consistent` are written."""
+"""How the answers to whether a method is consistent are written."""
 
 
-def options_text(row: dict[str, Any]) -> str:
+def options_text(row: dict[str, Any], separator: str = ", ") -> str:
     """The options of a method and their values."""
-    return ", ".join(f"{k}={_plain(v)}" for k, v in row["options"].items())
+    return separator.join(f"{k}={_plain(v)}" for k, v in row["options"].items())
 
 
 def _plain(value: Any) -> str:
@@ -114,20 +110,17 @@ def markdown(page: str | None = None) -> str:
         "|---|---|---|---|---|---|---|---|",
     ]
     for method in methods.available():
-        family_page = family(method).page
-        if family_page != OWN.page and page in (None, family_page):
+        if (own := family(method).page) != OWN.page and page in (None, own):
             facts = describe(method)
-            cost = facts["costs"]
-            chosen = ",".join(f"{k}={_plain(v)}" for k, v in facts["options"].items())
-            chosen = f"`{chosen}`" if chosen else ""
+            name, cost = f"`{method.name}`", facts["costs"]
             cells = [
-                f"`{method.name}`" if page else f"[`{method.name}`]({family_page}.md)",
+                name if page else f"[{name}]({own}.md)",
                 facts["summary"],
                 f"{cost['messages']:g}",
                 f"{cost['vectors_down']:g}, {cost['vectors_up']:g}",
                 "yes" if facts["client_state"] else "no",
                 ", ".join(MARKS[found] for found in facts["consistent"].values()),
-                chosen or "none",
+                f"`{options_text(facts, ',')}`" if facts["options"] else "none",
                 facts["reference"],
             ]
             rows.append(f"| {' | '.join(cells)} |")

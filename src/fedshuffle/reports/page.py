@@ -36,11 +36,7 @@ def render(folder: str, template: str, filters: dict[str, Any], **context: Any) 
 
 
 def number(value: float) -> str:
-    """Two significant digits, without an exponent where a person can do without.
-
-    >>> number(0.000789), number(-0.25), number(0.0), number(3e-9)
-    ('0.00079', '-0.25', '0', '3.0e-09')
-    """
+    """Two significant digits, without an exponent where a person can do without."""
     if value != 0 and abs(value) < 1e-6:
         return f"{value:.1e}"
     return np.format_float_positional(value, precision=2, fractional=False, trim="-")
@@ -52,11 +48,7 @@ def percent(share: float) -> str:
 
 
 def duration(seconds: float | None) -> str:
-    """A time for a person.
-
-    >>> duration(42.4), duration(605), duration(12_345)
-    ('42 s', '10 min', '3 h 26 min')
-    """
+    """A time for a person."""
     if seconds is None or not math.isfinite(seconds):
         return "unknown"
     minutes = round(seconds / 60)
@@ -66,10 +58,6 @@ def duration(seconds: float | None) -> str:
 
 
 def joined(words: Sequence[object]) -> str:
-    """A list in a sentence.
-
-    >>> joined(["a", "b", "c"]), joined([1])
-    ('a, b and c', '1')
-    """
+    """A list in a sentence."""
     *first, last = map(str, words)
     return f"{', '.join(first)} and {last}" if first else last

@@ -47,11 +47,7 @@ DARK = Theme(page="#16191d", ink="#e4e7eb", axis="#6d7681", grid="#2d333b", grey
 
 
 def on_dark(colour: str) -> str:
-    """The colour, lightened until it stands out from a dark page.
-
-    >>> on_dark("#E69F00"), on_dark("#332288")
-    ('#e69f00', '#9d95c6')
-    """
+    """The colour, lightened until it stands out from a dark page."""
     parts, ground = _channels(colour), luminance(_channels(DARK.page))
     for share in np.linspace(0, 1, 51):
         mixed = np.round(parts + share * (255 - parts))

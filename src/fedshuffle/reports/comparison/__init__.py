@@ -9,12 +9,10 @@ out/report.html                     all of it, interactive
 
 from __future__ import annotations
 
-import re
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from fedshuffle._files import results_folder, write_file
+from fedshuffle.comparison.results import Results
 from fedshuffle.errors import error_context
 from fedshuffle.reports.comparison import figures, tables
 from fedshuffle.reports.comparison.details import audits, gains
@@ -25,7 +23,7 @@ from fedshuffle.reports.drawing import data_uri, save
 __all__ = ["write"]
 
 
-def write(results: Mapping[str, Any], out: Path) -> list[Path]:
+def write(results: Results, out: Path) -> list[Path]:
     """Write the whole report into a folder.
 
     Args:
@@ -47,10 +45,10 @@ def write(results: Mapping[str, Any], out: Path) -> list[Path]:
         OSError,
     ):
         pictures: dict[str, str] = {}
-        for group, name in _file_names(comparison.groups).items():
+        for group in comparison.groups:
             figure = figures.curves(comparison, group)
             pictures[group] = data_uri(figure)
-            written += save(figure, out / name)
+            written += save(figure, out / f"figure-{group.replace(':', '-')}")
         shown = None
         if (sheet := figures.weights(comparison, found)) is not None:
             shown = data_uri(sheet)
@@ -67,19 +65,3 @@ def write(results: Mapping[str, Any], out: Path) -> list[Path]:
             write_file(out / name, text)
             written.append(out / name)
     return written
-
-
-def _file_names(groups: list[str]) -> dict[str, str]:
-    """A file name for each group.
-
-    >>> _file_names(["own", "common:0.1", "common/0.1"])
-    {'own': 'figure-own', 'common:0.1': 'figure-common-0.1', 'common/0.1': 'figure-common-0.1-2'}
-    """
-    names: dict[str, str] = {}
-    for group in groups:
-        plain = name = "figure-" + re.sub(r"[^A-Za-z0-9.]+", "-", group).strip("-.")
-        k = 2
-        while name in names.values():
-            name, k = f"{plain}-{k}", k + 1
-        names[group] = name
-    return names

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -14,68 +13,11 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from fedshuffle._arrays import FloatArray, IntArray
-from fedshuffle.methods import colour
 from fedshuffle.reports.comparison.details import Audited, ratio_limits
 from fedshuffle.reports.comparison.model import Compared, ComparedMethod
 from fedshuffle.reports.comparison.text import group_title, is_share, momentum_title
 from fedshuffle.reports.drawing import clean, round_numbers, set_ticks
 from fedshuffle.reports.style import LIGHT
-
-# The first is nearest to the colour of the FedNova variants.
-_PALETTE = (
-    *("#0072B2", "#D55E00", "#882255", "#CC79A7", "#E69F00", "#56B4E9", "#009E73"),
-    *("#117733", "#332288", "#AA4499", "#661100", "#999999"),
-)
-
-MARKERS = {
-    "o": "M-1,0a1,1 0 1,0 2,0a1,1 0 1,0 -2,0z",
-    "s": "M-.9,-.9h1.8v1.8h-1.8z",
-    "^": "M0,-1.15L1.1,.85H-1.1z",
-    "D": "M0,-1.25L1.25,0 0,1.25 -1.25,0z",
-    "v": "M0,1.15L1.1,-.85H-1.1z",
-    "*": "M0,-1.6L.42,-.5 1.52,-.49 .63,.2 .95,1.3 0,.65 -.95,1.3 -.63,.2 -1.52,-.49 -.42,-.5z",
-    "<": "M-1.15,0L.85,1.1V-1.1z",
-    "P": "M-.42,-1.2h.84v.78h.78v.84h-.78v.78h-.84v-.78h-.78v-.84h.78z",
-    ">": "M1.15,0L-.85,1.1V-1.1z",
-}
-"""Matplotlib's name of a marker, and the same as an SVG path of radius one."""
-
-
-@dataclass(frozen=True)
-class Look:
-    """How a method looks in all figures."""
-
-    colour: str
-    marker: str
-
-    @property
-    def style(self) -> dict[str, Any]:
-        """Matplotlib's arguments for a line with markers."""
-        return {
-            "color": self.colour,
-            "marker": self.marker,
-            "markersize": 9 if self.marker == "*" else 5.5,
-            "linewidth": 1.6,
-            "markeredgecolor": "white",
-            "markeredgewidth": 0.5,
-        }
-
-
-def looks(comparison: Compared) -> dict[ComparedMethod, Look]:
-    """A look for each method: its usual colour if it is free, else a spare one."""
-    colours: dict[ComparedMethod, str] = {}
-    for method in comparison.methods:
-        usual = colour(method.method)
-        if usual in _PALETTE and usual not in colours.values():
-            colours[method] = usual
-    spare = [paint for paint in _PALETTE if paint not in colours.values()] or list(_PALETTE)
-    for k, method in enumerate([m for m in comparison.methods if m not in colours]):
-        colours[method] = spare[k % len(spare)]
-    shapes = list(MARKERS)
-    return {
-        method: Look(colours[method], shapes[k % len(shapes)])
-        for k, method in enumerate(comparison.methods)
-    }
 
 
 def curves(comparison: Compared, group: str) -> Figure:
@@ -92,24 +34,23 @@ def curves(comparison: Compared, group: str) -> Figure:
         grid[-1, k].set_xlabel("round")
     seeds = len(comparison.seeds)
     text = f"mean over {seeds} seeds; band: lowest to highest run" if seeds > 1 else "one run each"
-    if any(line.cell.diverged for line in comparison.of(group)):
+    if any(line.diverged for line in comparison.of(group)):
         text += "; thin with a cross: a run that diverged"
-    _legend(figure, looks(comparison), comparison.methods_of(group), "-", text)
+    _legend(figure, [method for method, _ in comparison.rows(group)], "-", text)
     return figure
 
 
 def _panel(axes: Axes, comparison: Compared, group: str, momentum: str, metric: str) -> None:
     low, high = comparison.limits(group, metric)
-    look, methods = looks(comparison), comparison.methods
     for line in comparison.of(group, momentum):
-        front = 3 if line.method.name.startswith("fedshuffle") else 2
-        paint: dict[str, Any] = {"color": look[line.method].colour, "zorder": front}
-        found = comparison.band(line, metric)
+        method = line.method
+        front = 3 if method.name.startswith("fedshuffle") else 2
+        paint: dict[str, Any] = {"color": method.colour, "zorder": front}
+        found = line.band(metric)
         axes.fill_between(found.rounds, found.low, found.high, alpha=0.2, lw=0, **paint)
-        every = _every(len(found.rounds), methods.index(line.method), len(methods))
-        style = {**look[line.method].style, "zorder": front}
-        axes.plot(found.rounds, found.mean, markevery=every, **style)
-        for rounds, values in comparison.stopped(line, metric):
+        every = _every(len(found.rounds), method.index, len(comparison.methods))
+        axes.plot(found.rounds, found.mean, markevery=every, **method.style, zorder=front)
+        for rounds, values in line.stopped(metric):
             axes.plot(rounds, values, linewidth=0.9, alpha=0.8, **paint)
             end, value = where_lost(rounds, values, (low, high))
             axes.plot([end], [value], "x", ms=7, mew=2, clip_on=False, **paint)
@@ -133,11 +74,7 @@ def _every(points: int, k: int, of: int) -> list[int]:
 def where_lost(
     rounds: IntArray, values: FloatArray, limits: tuple[float, float]
 ) -> tuple[float, float]:
-    """Where a run that diverged leaves the picture for good, and gets its cross.
-
-    >>> where_lost(np.array([10, 20]), np.array([1.0, 5.0]), (0.0, 3.0))
-    (15.0, 3.0)
-    """
+    """Where a run that diverged leaves the picture for good, and gets its cross."""
     inside = np.flatnonzero((values >= limits[0]) & (values <= limits[1]))
     last = int(inside[-1]) if inside.size else -1
     if last == len(values) - 1 or last < 0:
@@ -157,12 +94,11 @@ def weights(comparison: Compared, found: Sequence[Audited]) -> Figure | None:
     panels = momenta[:1] if alike else momenta  # one is enough where momentum changes nothing
     figure = Figure(figsize=(1.6 + 5.8 * len(panels), 4.6), layout="constrained")
     row = figure.subplots(1, len(panels), sharex=True, sharey=True, squeeze=False)[0]
-    look = looks(comparison)
     for axes, momentum in zip(row, panels, strict=True):
         axes.axhline(1, color=LIGHT.axis, linewidth=1)
         for audited in shown:
             if momentum in audited.momenta:
-                dots = {**look[audited.method].style, "linestyle": "none", "markeredgewidth": 0}
+                dots = {**audited.method.style, "linestyle": "none", "markeredgewidth": 0}
                 axes.plot(*audited.points.T, alpha=0.75, **dots)
         if len(panels) > 1:
             axes.set_title(_plain(momentum_title(momentum)), loc="left", fontsize=10.5)
@@ -174,18 +110,12 @@ def weights(comparison: Compared, found: Sequence[Audited]) -> Figure | None:
         ticks = round_numbers(ends)
         ticks = ticks if len(ticks) < 13 else round_numbers(ends, multiples=(1,))
         set_ticks(axis, ticks[:: 1 + len(ticks) // 12])
-    _legend(figure, look, list(dict.fromkeys(audited.method for audited in shown)), "none", "")
+    _legend(figure, list(dict.fromkeys(audited.method for audited in shown)), "none", "")
     return figure
 
 
-def _legend(
-    figure: Figure,
-    look: Mapping[ComparedMethod, Look],
-    methods: Sequence[ComparedMethod],
-    linestyle: str,
-    title: str,
-) -> None:
-    handles = [Line2D([], [], **{**look[m].style, "linestyle": linestyle}) for m in methods]
+def _legend(figure: Figure, methods: Sequence[ComparedMethod], linestyle: str, title: str) -> None:
+    handles = [Line2D([], [], **{**m.style, "linestyle": linestyle}) for m in methods]
     # matplotlib leaves out a label that begins with an underscore.
     labels = [_plain(re.sub("^_", " _", method.label)) for method in methods]
     width = sum(0.085 * len(label) + 0.75 for label in labels)  # in inches, as the font has it

@@ -1,17 +1,23 @@
-"""The tables of a comparison: Markdown, LaTeX, and every curve as CSV."""
+"""The tables of a comparison: terminal, JSON, Markdown, LaTeX, and every curve as CSV."""
 
 from __future__ import annotations
 
 import csv
 import io
-import math
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
-from fedshuffle.reports.comparison.model import Cell, Compared
-from fedshuffle.reports.comparison.text import group_title, is_share, momentum_title, spread_text
-from fedshuffle.reports.comparison.warnings import headlines, warnings
+from rich.markup import escape
+from rich.table import Table
+from rich.text import Text
+
+from fedshuffle._terminal import Console
+from fedshuffle.comparison.results import Results
+from fedshuffle.reports.comparison.model import Compared
+from fedshuffle.reports.comparison.text import group_title, is_share, momentum_title
+from fedshuffle.reports.comparison.warnings import headlines, line_warnings, marks, notes
 
 _LATEX = {
     "\\": r"\textbackslash{}",
@@ -28,7 +34,7 @@ _LATEX = {
     **{letter: f"\\{letter}" for letter in "&%$#_{}"},
 }
 
-INCOMPLETE = "The comparison is not complete: some of its runs are still to be made."
+_INCOMPLETE = "The comparison is not complete: some of its runs are still to be made."
 
 
 def heading(comparison: Compared, metric: str) -> str:
@@ -36,34 +42,9 @@ def heading(comparison: Compared, metric: str) -> str:
     return comparison.title(metric) + (" (%)" if is_share(metric) else "")
 
 
-def mark(cell: Cell) -> str:
-    """The marks of a cell; :func:`notes` explains them."""
-    marks = {"†": cell.diverged > 0, "‡": cell.missing > 0, "§": cell.edge, "¶": cell.trivial}
-    return "".join(f" {sign}" for sign, wanted in marks.items() if wanted)
-
-
-def step_text(cell: Cell) -> str:
-    """The step size, and the range of the clients' step sizes.
-
-    >>> step_text(Cell(0.01, 1, 0, 1, None, None, client_steps=(0.01, 0.44)))
-    '0.01 to 0.44'
-    """
-    size, (low, high) = cell.step_size, cell.client_steps or (cell.step_size, cell.step_size)
-    if math.isclose(low, size):
-        return f"{size:g}" if math.isclose(high, size) else f"{size:g} to {high:g}"
-    return f"{size:g} ({low:g} to {high:g})"
-
-
-def cell_text(cell: Cell, metric: str) -> str:
-    """Mean and deviation, or why there is none."""
-    if cell.mean is not None:
-        return spread_text(cell.mean, cell.std, metric)
-    return "diverged" if cell.diverged else "unfinished"
-
-
 def legend(comparison: Compared) -> str:
     """How to read the tables."""
-    better = "higher" if comparison.high(comparison.metric) else "lower"
+    better = "higher" if comparison.results["higher_is_better"] else "lower"
     seeds = len(comparison.seeds)
     spread = f"mean ± standard deviation (n - 1) over {seeds} seeds" if seeds > 1 else "one seed"
     what = heading(comparison, comparison.metric)
@@ -79,61 +60,37 @@ def ranks(comparison: Compared, best: str, near: str) -> str:
     return f"{text}."
 
 
-def notes(comparison: Compared, group: str) -> list[str]:
-    """The marks explained, curve by curve."""
-    found: list[str] = []
-    lines = comparison.of(group)
-    if any("to" in step_text(line.cell) for line in lines):
-        found.append(
-            "A range of step sizes is that of the clients: those with fewer local steps take"
-            " larger ones."
-        )
-    for line in lines:
-        who, cell = line.title, line.cell
-        if cell.diverged:
-            rest = "; the mean is over the others, and is not ranked" if cell.finished else ""
-            found.append(f"† {who}: {cell.diverged} of {cell.planned} runs diverged{rest}.")
-        if cell.edge:
-            found.append(f"§ {who}: the best step size is the {cell.edge} tried.")
-        if cell.trivial:
-            found.append(f"¶ {who}: no better than always predicting the most common class.")
-        if cell.missing:
-            found.append(f"‡ {who}: {cell.missing} of {cell.planned} runs have not finished.")
-    return found
-
-
-def _rows(
-    comparison: Compared, group: str, escape: Callable[[str], str], best: str, near: str, space: str
-) -> Iterator[list[str]]:
-    """A row per method: its label, and for each momentum the value and the step size."""
-    for method in comparison.methods_of(group):
-        row = [escape(method.label)]
-        for momentum in comparison.momenta_of(group):
-            cell = comparison.cell(group, momentum, method)
-            if cell is None:
-                row += ["", ""]
+def _table(
+    comparison: Compared, group: str, escape: Callable[[str], str], best: str, near: str, gap: str
+) -> tuple[list[str], list[list[str]]]:
+    """The table of a group: its columns, and per method its label, and values and step sizes."""
+    columns, rows = ["method"], []
+    for momentum in comparison.momenta_of(group):
+        columns += [escape(momentum_title(momentum)), "step size"]
+    for method, lines in comparison.rows(group):
+        rows.append([escape(method.label)])
+        for line in lines:
+            if line is None:
+                rows[-1] += ["", ""]
                 continue
-            around = best if cell.best else near if cell.near else "%s"
-            value = around % escape(cell_text(cell, comparison.metric))
-            marks = "".join(space + escape(sign) for sign in mark(cell).split())
-            row += [value + marks, step_text(cell)]
-        yield row
+            around = best if line.best else near if line.near else "%s"
+            signs = "".join(gap + escape(mark) for mark in marks(line))
+            rows[-1] += [around % escape(line.value) + signs, line.steps]
+    return columns, rows
 
 
 def markdown(comparison: Compared) -> str:
     """All tables, one per group."""
     lines = [f"# {_md(comparison.results['title'])}", ""]
     if not comparison.results["complete"]:
-        lines += [f"**{INCOMPLETE}**", ""]
+        lines += [f"**{_INCOMPLETE}**", ""]
     for title, texts in headlines(comparison):
         lines += [f"**{_md(title)}.**", "", *(f"- {_md(text)}" for text in texts), ""]
     lines += [_md(legend(comparison)) + ranks(comparison, "**bold**", "*in italics*"), ""]
     for group in comparison.groups:
-        momenta = [_md(momentum_title(momentum)) for momentum in comparison.momenta_of(group)]
         lines += [f"## {_md(group_title(group).capitalize())}", ""]
-        heads = ["method", *(text for momentum in momenta for text in (momentum, "step size"))]
-        lines += [f"| {' | '.join(heads)} |", f"|---|{'---:|' * (len(heads) - 1)}"]
-        rows = _rows(comparison, group, _md, "**%s**", "*%s*", " ")
+        columns, rows = _table(comparison, group, _md, "**%s**", "*%s*", " ")
+        lines += [f"| {' | '.join(columns)} |", f"|---|{'---:|' * (len(columns) - 1)}"]
         lines += [f"| {' | '.join(row)} |" for row in rows]
         lines += ["", *(f"- {_md(note)}" for note in notes(comparison, group))]
         lines += [""] if lines[-1] else []
@@ -141,11 +98,7 @@ def markdown(comparison: Compared) -> str:
 
 
 def _md(text: str) -> str:
-    r"""Text that Markdown shows unchanged.
-
-    >>> print(_md("a|b <i> *c*"))
-    a\|b \<i\> \*c\*
-    """
+    """Text that Markdown shows unchanged."""
     return re.sub(r"([\\`*_\[\]<>|~&#])", r"\\\1", " ".join(text.split()))
 
 
@@ -153,61 +106,98 @@ def latex(comparison: Compared) -> str:
     """All tables, one per group; they need the package booktabs."""
     lines = ["% In the preamble: \\usepackage{booktabs}"]
     if not comparison.results["complete"]:
-        lines.append(f"% {INCOMPLETE}")
+        lines.append(f"% {_INCOMPLETE}")
     for group in comparison.groups:
-        momenta = [_tex(momentum_title(momentum)) for momentum in comparison.momenta_of(group)]
-        heads = [f"\\multicolumn{{2}}{{c}}{{{momentum}}}" for momentum in momenta]
-        rules = [f"\\cmidrule(lr){{{2 * k + 2}-{2 * k + 3}}}" for k in range(len(momenta))]
-        below = ["mean & step size"] * len(momenta)  # the caption says of what
+        columns, rows = _table(comparison, group, _tex, "\\textbf{%s}", "\\underline{%s}", "")
         caption = f"{comparison.results['title']}, {group_title(group)}. {legend(comparison)}"
         lines += [
             "",
             "\\begin{table}",
             "\\centering",
             f"\\caption{{{_tex(caption)}{ranks(comparison, 'bold', 'underlined')}}}",
-            f"\\begin{{tabular}}{{l{'rr' * len(momenta)}}}",
+            f"\\begin{{tabular}}{{l{'r' * (len(columns) - 1)}}}",
             "\\toprule",
-            f" & {' & '.join(heads)} \\\\",
-            f"{' '.join(rules)}",
-            f"method & {' & '.join(below)} \\\\",
+            f"{' & '.join(columns)} \\\\",
             "\\midrule",
+            *(f"{' & '.join(row)} \\\\" for row in rows),
+            "\\bottomrule",
+            "\\end{tabular}",
+            *(f"\\par\\footnotesize {_tex(note)}" for note in notes(comparison, group)),
+            "\\end{table}",
         ]
-        rows = _rows(comparison, group, _tex, "\\textbf{%s}", "\\underline{%s}", "")
-        lines += [f"{' & '.join(row)} \\\\" for row in rows]
-        lines += ["\\bottomrule", "\\end{tabular}"]
-        lines += [f"\\par\\footnotesize {_tex(note)}" for note in notes(comparison, group)]
-        lines.append("\\end{table}")
     return "\n".join([*lines, ""])
 
 
 def _tex(text: str) -> str:
-    r"""Text that LaTeX prints unchanged.
-
-    >>> print(_tex("50% of a_b ± 1"))
-    50\% of a\_b $\pm$ 1
-    """
+    """Text that LaTeX prints unchanged."""
     return "".join(_LATEX.get(letter, letter) for letter in " ".join(text.split()))
 
 
 def csv_text(comparison: Compared) -> str:
-    """One line per round of each run; a metric is empty where it was not evaluated."""
+    """One line per evaluation of each run; a metric is empty where it is not finite."""
     written = io.StringIO()
-    runs = [run for line in comparison.lines for run in line.data["runs"]]
-    recorded = {name for run in runs for record in run["history"] for name in record}
-    names = [*(n for n in ("steps", "seconds") if n in recorded), *comparison.metrics]
     writer = csv.writer(written, lineterminator="\n")
-    keys = ("group", "momentum", "method", "label", "step_size")
-    writer.writerow([*keys, "warnings", "seed", "diverged", "round", *names])
-    kinds: dict[tuple[str, str, str], list[str]] = {}
-    for warning in warnings(comparison):
-        place = (warning.group, warning.momentum, warning.method)
-        kinds.setdefault(place, []).append(warning.kind)
+    facts = ("group", "momentum", "method", "label", "step_size", "warnings", "seed", "diverged")
+    names = ["round", *comparison.metrics]
+    writer.writerow([*facts, *names])
     for line in comparison.lines:
-        facts: list[Any] = [line.data[key] for key in keys]
-        facts.append(" ".join(kinds.get((line.group, line.momentum, line.method.name), ())))
-        for run in line.data["runs"]:
-            diverged = "true" if comparison.diverged(run) else "false"
+        what = [line.group, line.momentum, line.method.name, line.method.label]
+        kinds = " ".join(line_warnings(line))
+        for run in line.curve["runs"]:
+            lost = "true" if line.lost(run) else "false"
             for record in run["history"]:
                 values = [record.get(name) for name in names]
-                writer.writerow([*facts, run["seed"], diverged, record["round"], *values])
+                writer.writerow([*what, line.step_size, kinds, run["seed"], lost, *values])
     return written.getvalue()
+
+
+# For the command line ---------------------------------------------------------------------------
+
+
+def summary(results: Results, out: Path) -> dict[str, Any]:
+    """The table as plain data."""
+    comparison = Compared(results)
+    keys = [
+        *("momentum", "group", "step_size", "finished", "diverged", "planned", "mean", "std"),
+        *("best", "near", "client_steps", "edge", "hopeless", "trivial"),
+    ]
+    return {
+        "complete": results["complete"],
+        "metric": comparison.metric,
+        "rounds": comparison.rounds,
+        "warnings": [text for _, texts in headlines(comparison) for text in texts],
+        "results": [
+            {"method": line.method.name, **{key: getattr(line, key) for key in keys}}
+            for line in comparison.lines
+        ],
+        "out": str(out),
+        "report": str(out / "report.html"),
+    }
+
+
+def print_results(console: Console, results: Results, out: Path) -> None:
+    """Print how every method ends, what is missing, and where the rest is."""
+    comparison = Compared(results)
+
+    def say(text: str, style: str = "") -> None:
+        console.print(Text(text, style=style), highlight=False, soft_wrap=True)
+
+    for title, texts in headlines(comparison):
+        say(f"! {title}.", "bold yellow")
+        for text in texts:
+            say(f"  - {text}")
+    for group in comparison.groups:
+        columns, rows = _table(comparison, group, escape, "[bold]%s[/]", "[underline]%s[/]", " ")
+        title = f"{heading(comparison, comparison.metric)} after {comparison.rounds} rounds"
+        table = Table(title=f"{title}, {group_title(group)}", title_justify="left")
+        for column in columns:
+            table.add_column(column, justify="left" if column == "method" else "right")
+        for row in rows:
+            table.add_row(*row)
+        console.print(table)
+        for note in notes(comparison, group):
+            say(note, "dim")
+    say(f"Runs and results are in {out}.")
+    say(f"The report: {out / 'report.html'}")
+    if not results["complete"]:
+        say(f"Some runs failed: see {out / 'workers.log'}. The same command tries again.")

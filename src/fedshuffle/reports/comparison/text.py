@@ -7,77 +7,32 @@ import re
 
 
 def momentum_title(momentum: str) -> str:
-    """A momentum in words; ``a`` is the share of the new gradient.
-
-    >>> momentum_title("none"), momentum_title("global:0.1"), momentum_title("mvr:0.1")
-    ('no momentum', 'momentum 0.9', 'exact momentum (MVR) 0.9')
-    """
+    """A momentum in words; ``a`` is the share of the new gradient."""
     kind, _, share = momentum.partition(":")
     words = {"global": "momentum", "mvr": "exact momentum (MVR)"}
-    if momentum == "none":
-        return "no momentum"
-    try:
-        return f"{words[kind]} {1 - float(share):.6g}"
-    except (KeyError, ValueError):
-        return momentum
+    return f"{words[kind]} {1 - float(share):.6g}" if kind in words else "no momentum"
 
 
 def group_title(group: str) -> str:
-    """What the curves of a group share.
-
-    >>> group_title("own"), group_title("common:0.1")
-    ('own best step size', 'common step size 0.1')
-    """
+    """What the curves of a group share."""
     kind, _, size = group.partition(":")
-    if group == "own":
-        return "own best step size"
-    return f"common step size {size}" if kind == "common" and size else group
+    return "own best step size" if kind == "own" else f"common step size {size}"
 
 
 def metric_title(metric: str, trained: bool) -> str:
-    """A metric in words; ``trained`` means that others are prefixed with ``train_``, so that one
-    without a prefix is measured on test data.
-
-    >>> metric_title("accuracy", trained=True), metric_title("train_loss", trained=True)
-    ('test accuracy', 'train loss')
-    >>> metric_title("accuracy_worst_decile", trained=False)
-    'accuracy, worst tenth of the clients'
-    """
-    where, name = ("test ", metric) if trained else ("", metric)
-    for prefix in ("train", "test", "validation"):
-        if metric.startswith(f"{prefix}_"):
-            where, name = f"{prefix} ", metric.removeprefix(f"{prefix}_")
-    ends = {"_worst_decile": "worst tenth of the clients", "_mean": "mean of clients"}
-    for end, words in ends.items():
-        if name.endswith(end):
-            return f"{where}{name.removesuffix(end)}, {words}"
-    return where + name
+    """A metric in words; it is on test data if others are on training data (``train_``)."""
+    words = re.sub("_worst_decile$", ", worst tenth of the clients", metric)
+    words = re.sub("^train_", "train ", re.sub("_mean$", ", mean of clients", words))
+    return f"test {words}" if trained and not metric.startswith("train_") else words
 
 
 def is_share(metric: str) -> bool:
-    """Whether a metric is a share of examples, which is shown in percent.
-
-    >>> is_share("test_top-5_mean"), is_share("train_loss")
-    (True, False)
-    """
+    """Whether a metric is a share of examples, which is shown in percent."""
     return re.search(r"(^|_)(accuracy|top-[0-9]+)(_|$)", metric) is not None
 
 
-def higher_is_better(metric: str) -> bool:
-    """Whether higher values are better, by the metric's name; assumed for unknown metrics.
-
-    >>> higher_is_better("accuracy"), higher_is_better("train_loss")
-    (True, False)
-    """
-    return re.search(r"(^|[_-])(loss|perplexity|error)([_-]|$)", metric) is None
-
-
 def value_text(value: float, metric: str, near: float | None = None) -> str:
-    """A value for a person: percent without the sign, or four significant digits (of ``near``).
-
-    >>> value_text(0.59571, "accuracy"), value_text(1.23456, "loss"), value_text(0.01, "loss", 1.2)
-    ('59.57', '1.235', '0.010')
-    """
+    """A value for a person: percent without the sign, or four significant digits (of ``near``)."""
     if is_share(metric):
         return f"{100 * value:.2f}"
     size = abs(value if near is None else near)
@@ -88,10 +43,6 @@ def value_text(value: float, metric: str, near: float | None = None) -> str:
 
 
 def spread_text(mean: float, std: float | None, metric: str) -> str:
-    """Mean and standard deviation.
-
-    >>> spread_text(0.42, 0.0283, "accuracy"), spread_text(0.42, None, "accuracy")
-    ('42.00 ± 2.83', '42.00')
-    """
+    """Mean and standard deviation."""
     text = value_text(mean, metric)
     return text if std is None else f"{text} ± {value_text(std, metric, mean)}"

@@ -1,4 +1,4 @@
-"""Warnings that come before the ranking, on page and terminal.
+"""Warnings that come before the ranking, on page and terminal, and explain the marks in tables.
 
 Three things make a ranking misleading: a best step size at an end of those tried (the method was
 not really tuned), runs that diverged, and a model no better than the most common class.
@@ -6,10 +6,7 @@ not really tuned), runs that diverged, and a model no better than the most commo
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Any
-
+from fedshuffle.comparison.results import Results
 from fedshuffle.reports.comparison.model import Compared, Line
 from fedshuffle.reports.comparison.text import group_title, value_text
 
@@ -18,72 +15,76 @@ _TITLES = {
     "edge": "The best step size is at an edge of those tried: the ranking is not settled",
     "majority": "No better than the most common class: scale the inputs, or train for more rounds",
 }
+_MARKS = {"diverged": "†", "edge": "§", "majority": "¶", "missing": "‡"}
 
 
-@dataclass(frozen=True)
-class ResultWarning:
-    """A warning about one method in one column of the results."""
-
-    kind: str
-    """``diverged``, ``edge`` or ``majority``."""
-    group: str
-    momentum: str
-    method: str
-    text: str
-
-
-def warnings(comparison: Compared) -> list[ResultWarning]:
-    """All warnings: divergence first, then best step sizes at an edge, then trivial models."""
-    found = [
-        ResultWarning(kind, line.group, line.momentum, line.method.name, f"{line.title}: {text}")
-        for line in comparison.lines
-        for kind, text in _texts(comparison, line)
-    ]
-    return sorted(found, key=lambda warning: list(_TITLES).index(warning.kind))
+def line_warnings(line: Line) -> dict[str, str]:
+    """The warnings about one method in one column of the results, by their kind."""
+    found = {}
+    if line.diverged:
+        lost = f"{line.diverged} of {line.planned} runs diverged"
+        found["diverged"] = f"{lost}, so it is not ranked"
+    elif line.hopeless:
+        found["diverged"] = "even the smallest step size that was tried diverged"
+    if line.edge and not line.hopeless:
+        best = f"its best step size, {line.step_size:g}, is the {line.edge} tried"
+        beyond = {"smallest": "smaller", "largest": "larger"}[line.edge]
+        found["edge"] = f"{best}; a {beyond} one may be better still"
+    if line.trivial and line.mean is not None and line.majority is not None:
+        reached, share = (value_text(x, line.metric) for x in (line.mean, line.majority["share"]))
+        always = "no better than always predicting the most common class"
+        found["majority"] = f"{reached}% is {always} ({share}%)"
+    return {kind: f"{line.title}: {text}" for kind, text in found.items()}
 
 
-def _texts(comparison: Compared, line: Line) -> Iterator[tuple[str, str]]:
-    cell = line.cell
-    if cell.diverged:
-        yield (
-            "diverged",
-            f"{cell.diverged} of {cell.planned} runs diverged, so it is not ranked",
-        )
-    if cell.hopeless:
-        yield "diverged", "even the smallest step size that was tried diverged"
-    elif cell.edge:
-        beyond = {"smallest": "smaller", "largest": "larger"}[cell.edge]
-        yield (
-            "edge",
-            f"its best step size, {cell.step_size:g}, is the {cell.edge} tried; a {beyond} one"
-            " may be better still",
-        )
-    if cell.trivial and cell.mean is not None:
-        reached = value_text(cell.mean, comparison.metric)
-        share = value_text(comparison.results["majority"]["share"], comparison.metric)
-        yield (
-            "majority",
-            f"{reached}% is no better than always predicting the most common class ({share}%)",
-        )
-
-
-def annotate(results: dict[str, Any]) -> None:
+def annotate(results: Results) -> None:
     """Add all warnings to the results of a comparison."""
-    results["warnings"] = [vars(warning) for warning in warnings(Compared(results))]
+    results["warnings"] = [
+        {
+            "kind": kind,
+            "group": line.group,
+            "momentum": line.momentum,
+            "method": line.method.name,
+            "text": text,
+        }
+        for kind, line, text in warnings(Compared(results))
+    ]
+
+
+def warnings(comparison: Compared) -> list[tuple[str, Line, str]]:
+    """All warnings: divergence first, then best step sizes at an edge, then trivial models."""
+    found = [(line, line_warnings(line)) for line in comparison.lines]
+    return [(kind, x, texts[kind]) for kind in _TITLES for x, texts in found if kind in texts]
 
 
 def headlines(comparison: Compared) -> list[tuple[str, list[str]]]:
     """The warnings of each kind and group under one title; one group alone is not named."""
     found: dict[str, list[str]] = {}
     own = comparison.of("own")
-    sizes = {line.cell.step_size for line in own}
-    tuned = any(line.data.get("tuning") for line in own)
+    sizes = {line.step_size for line in own}
+    tuned = any(line.tried for line in own)
     if len(comparison.methods) > 1 and len(sizes) == 1 and not tuned:
         found["No method was tuned: only one step size was given"] = [
             f"Every method takes the step size {sizes.pop():g}, which may suit some better than"
             " others. Give several in step_sizes."
         ]
-    for warning in warnings(comparison):
-        where = f" ({group_title(warning.group)})" if len(comparison.groups) > 1 else ""
-        found.setdefault(_TITLES[warning.kind] + where, []).append(warning.text + ".")
+    for kind, line, text in warnings(comparison):
+        where = f" ({group_title(line.group)})" if len(comparison.groups) > 1 else ""
+        found.setdefault(_TITLES[kind] + where, []).append(f"{text}.")
     return list(found.items())
+
+
+def marks(line: Line) -> dict[str, str]:
+    """The marks of a method in a table, and what each means."""
+    found = line_warnings(line)
+    if line.missing:
+        found["missing"] = f"{line.title}: {line.missing} of {line.planned} runs have not finished"
+    return {_MARKS[kind]: text for kind, text in found.items()}
+
+
+def notes(comparison: Compared, group: str) -> list[str]:
+    """The marks of a table explained, line by line."""
+    lines = comparison.of(group)
+    steps = "step sizes is that of the clients: those with fewer local steps take larger ones."
+    found = [f"A range of {steps}"] if any("to" in line.steps for line in lines) else []
+    return found + [f"{mark} {text}." for line in lines for mark, text in marks(line).items()]

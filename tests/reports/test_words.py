@@ -1,0 +1,58 @@
+"""Names and numbers as people read them, in reports of comparisons and elsewhere."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from fedshuffle.comparison.results import _words
+from fedshuffle.reports.comparison import tables, text
+from fedshuffle.reports.comparison.figures import where_lost
+from fedshuffle.reports.drawing import round_numbers
+from fedshuffle.reports.page import duration, joined, number
+from fedshuffle.reports.style import on_dark
+
+
+@pytest.mark.parametrize(
+    ("found", "want"),
+    [
+        (text.momentum_title("none"), "no momentum"),
+        (text.momentum_title("global:0.1"), "momentum 0.9"),
+        (text.momentum_title("mvr:0.1"), "exact momentum (MVR) 0.9"),
+        (text.group_title("own"), "own best step size"),
+        (text.group_title("common:0.1"), "common step size 0.1"),
+        (text.metric_title("accuracy", trained=True), "test accuracy"),
+        (text.metric_title("train_loss", trained=True), "train loss"),
+        (
+            text.metric_title("accuracy_worst_decile", trained=False),
+            "accuracy, worst tenth of the clients",
+        ),
+        (text.is_share("test_top-5_mean"), True),
+        (text.is_share("train_loss"), False),
+        (text.value_text(0.59571, "accuracy"), "59.57"),
+        (text.value_text(1.23456, "loss"), "1.235"),
+        (text.value_text(0.01, "loss", 1.2), "0.010"),
+        (text.spread_text(0.42, 0.0283, "accuracy"), "42.00 ± 2.83"),
+        (text.spread_text(0.42, None, "accuracy"), "42.00"),
+        (tables._md("a|b <i> *c*"), r"a\|b \<i\> \*c\*"),
+        (tables._tex("50% of a_b ± 1"), r"50\% of a\_b $\pm$ 1"),
+        (_words({"use": "torch.nn:Linear", "sizes": [64, 10]}), "use torch.nn:Linear, sizes 64 10"),
+        (number(0.000789), "0.00079"),
+        (number(-0.25), "-0.25"),
+        (number(0.0), "0"),
+        (number(3e-9), "3.0e-09"),
+        (duration(42.4), "42 s"),
+        (duration(605), "10 min"),
+        (duration(12_345), "3 h 26 min"),
+        (joined(["a", "b", "c"]), "a, b and c"),
+        (joined([1]), "1"),
+        (on_dark("#E69F00"), "#e69f00"),
+        (on_dark("#332288"), "#9d95c6"),
+        (round_numbers((0.4, 30)), [0.5, 1.0, 2.0, 5.0, 10.0, 20.0]),
+        (where_lost(np.array([10, 20]), np.array([1.0, 5.0]), (0.0, 3.0)), (15.0, 3.0)),
+    ],
+)
+def test_words(found: Any, want: Any) -> None:
+    assert found == want
