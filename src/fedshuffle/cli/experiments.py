@@ -68,8 +68,8 @@ def demo(
     from fedshuffle.experiments.demo import demo as run_demo
     from fedshuffle.experiments.demo.page import print_summary
 
-    summary = run_demo(out, rounds=rounds, seed=seed, progress=not as_json)
+    result = run_demo(out, rounds=rounds, seed=seed, progress=not as_json)
     if as_json:
-        print(json.dumps(summary.to_dict()))
+        print(json.dumps(result.to_dict()))
     else:
-        print_summary(console, summary)
+        print_summary(console, result, out)

@@ -2,30 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import matplotlib
 import numpy as np
 from matplotlib.axes import Axes
+from matplotlib.axis import Axis
 from matplotlib.figure import Figure, FigureBase
+from numpy.typing import NDArray
 
-from fedshuffle.experiments.demo.experiment import Results, Summary
-from fedshuffle.experiments.demo.words import headline
-from fedshuffle.methods import label
+from fedshuffle._arrays import FloatArray
+from fedshuffle.experiments.demo.experiment import DemoResult, MethodResult
 from fedshuffle.reports.drawing import data_uri, round_numbers, set_ticks
 from fedshuffle.reports.style import LIGHT, Theme
 
 
-def draw_federation(figure: FigureBase, results: Results, theme: Theme) -> None:
+def draw_federation(figure: FigureBase, demo: DemoResult, theme: Theme) -> None:
     """Sizes of the clients, and under each the digits it holds."""
-    sizes = np.array(results["federation"]["sizes"])
-    order = np.argsort(-sizes, kind="stable")
-    sizes = sizes[order]
-    mix = (np.array(results["federation"]["label_counts"])[order] / sizes[:, None]).T
+    order = np.argsort(-demo.digits.federation.sizes, kind="stable")
+    sizes = demo.digits.federation.sizes[order]
+    mix = (demo.digits.label_counts[order] / sizes[:, None]).T
     top, bottom = figure.subplots(2, 1, sharex=True, height_ratios=[1.1, 1])
-    shades = np.where(np.array(results["federation"]["small"])[order], "#9db4c0", "#5c6b73")
+    shades = np.where(demo.digits.small[order], "#9db4c0", "#5c6b73")
     top.bar(np.arange(len(sizes)), sizes, color=shades, width=0.8)
     top.set_ylabel("examples")
     top.grid(axis="y")
@@ -37,35 +37,32 @@ def draw_federation(figure: FigureBase, results: Results, theme: Theme) -> None:
     bar.outline.set_visible(False)
 
 
-def draw_weights(figure: FigureBase, results: Results, theme: Theme) -> None:
+def draw_weights(figure: FigureBase, demo: DemoResult, theme: Theme) -> None:
     """The effective over the intended weight of each client."""
-    audits = [method["audit"] for method in results["methods"]]
-    ratios = {
-        audit["method"]: np.divide(audit["effective_weights"], audit["objective_weights"])
-        for audit in audits
-    }
-    axes = _by_size(figure, results, theme, ratios, 1)
+    ratios = {m: m.audit.ratios for m in demo.methods}
+    axes = _by_size(figure, demo, theme, ratios, 1)
     axes.set(yscale="log", ylabel="counts … times what you meant")
     _log_ticks(axes.yaxis, np.concatenate(list(ratios.values())))
 
 
-def draw_payers(figure: FigureBase, results: Results, theme: Theme) -> None:
+def draw_payers(figure: FigureBase, demo: DemoResult, theme: Theme) -> None:
     """Each client's loss beside its loss at the optimum."""
-    losses = {m["audit"]["method"]: np.mean(m["excess"], axis=0) for m in results["methods"]}
-    axes = _by_size(figure, results, theme, losses, 0)
+    axes = _by_size(figure, demo, theme, {m: m.excess.mean(axis=0) for m in demo.methods}, 0)
     axes.set_ylabel("loss above that at the optimum")
 
 
 def _by_size(
-    figure: FigureBase, results: Results, theme: Theme, values: dict[str, Any], neutral: float
+    figure: FigureBase,
+    demo: DemoResult,
+    theme: Theme,
+    values: Mapping[MethodResult, FloatArray],
+    neutral: float,
 ) -> Axes:
     """A number of each client and method, over the client's size."""
-    axes = figure.subplots()
-    sizes = results["federation"]["sizes"]
+    axes, sizes = figure.subplots(), demo.digits.federation.sizes
     axes.axhline(neutral, color=theme.axis, linewidth=1)
-    look: dict[str, Any] = {"markersize": 5, "alpha": 0.75, "markeredgewidth": 0}
-    for method, numbers in values.items():
-        axes.plot(sizes, numbers, "o", color=theme.colour(method), label=label(method), **look)
+    for m, numbers in values.items():
+        axes.scatter(sizes, numbers, 25, theme.colour(m.name), label=m.label, alpha=0.75, lw=0)
     axes.set(xscale="log", xlabel="examples of the client")
     _log_ticks(axes.xaxis, sizes)
     axes.legend(frameon=False)
@@ -73,29 +70,27 @@ def _by_size(
     return axes
 
 
-def _log_ticks(axis: Any, values: Any) -> None:
-    set_ticks(axis, round_numbers((np.min(values) / 1.5, np.max(values) * 1.5), (1, 2, 3, 5)))
+def _log_ticks(axis: Axis, values: NDArray[Any]) -> None:
+    set_ticks(axis, round_numbers((values.min() / 1.5, values.max() * 1.5), (1, 2, 3, 5)))
 
 
-def draw_training(figure: FigureBase, results: Results, theme: Theme) -> None:
+def draw_training(figure: FigureBase, demo: DemoResult, theme: Theme) -> None:
     """``f(x^r) - f*`` over the rounds, with the levels that the audit predicts."""
     axes = figure.subplots()
-    rounds, methods = results["rounds"], results["methods"]
-    lowest = min(float(np.min(method["suboptimality"])) for method in methods)
+    lowest = min(float(m.suboptimality.min()) for m in demo.methods)
     # A level far below every curve would only squeeze the curves.
-    levels = [method["predicted"] for method in methods if method["predicted"]]
+    levels = [m.predicted for m in demo.methods if m.predicted]
     bottom = max(min([*levels, lowest]), lowest / 30)
-    for method in methods:
-        shade, name = (f(method["audit"]["method"]) for f in (theme.colour, label))
-        runs, predicted = np.array(method["suboptimality"]), method["predicted"]
-        axes.fill_between(rounds, runs.min(0), runs.max(0), color=shade, alpha=0.18, lw=0)
-        axes.plot(rounds, runs.mean(0), color=shade, lw=1.8, label=name)
-        if predicted >= bottom:
-            axes.axhline(predicted, color=shade, linestyle=":", linewidth=1.6)
-            below = runs[:, -1].mean() > predicted  # on the side away from the curve
+    for m in demo.methods:
+        shade, runs = theme.colour(m.name), m.suboptimality
+        axes.fill_between(demo.evaluated, runs.min(0), runs.max(0), color=shade, alpha=0.18, lw=0)
+        axes.plot(demo.evaluated, runs.mean(0), color=shade, lw=1.8, label=m.label)
+        if m.predicted >= bottom:
+            axes.axhline(m.predicted, color=shade, linestyle=":", linewidth=1.6)
+            below = m.left.mean() > m.predicted  # on the side away from the curve
             axes.annotate(
-                f"predicted for {name}",
-                (rounds[-1], predicted),
+                f"predicted for {m.label}",
+                (demo.rounds, m.predicted),
                 xytext=(0, -5 if below else 5),
                 textcoords="offset points",
                 ha="right",
@@ -111,7 +106,7 @@ def draw_training(figure: FigureBase, results: Results, theme: Theme) -> None:
     axes.grid(axis="y")
 
 
-PICTURES: dict[str, tuple[str, Callable[[FigureBase, Results, Theme], None]]] = {
+PICTURES: dict[str, tuple[str, Callable[[FigureBase, DemoResult, Theme], None]]] = {
     "federation": ("Who holds what", draw_federation),
     "weights": ("How much each client counts (audit)", draw_weights),
     "training": ("What is left to gain (training)", draw_training),
@@ -120,22 +115,22 @@ PICTURES: dict[str, tuple[str, Callable[[FigureBase, Results, Theme], None]]] = 
 """Title and drawing of each picture; the page shows them one by one, the PNG all together."""
 
 
-def write_picture(results: Results, summary: Summary, path: Path) -> None:
+def write_picture(demo: DemoResult, title: str, path: Path) -> None:
     """All pictures on one sheet."""
     with matplotlib.rc_context(LIGHT.parameters):
         sheet = Figure(figsize=(12, 8.8), layout="constrained")
-        sheet.suptitle(headline(summary), fontsize="x-large")
+        sheet.suptitle(title, fontsize="x-large")
         parts = np.ravel(np.asarray(sheet.subfigures(2, 2, wspace=0.04, hspace=0.04)))
-        for part, (title, draw) in zip(parts, PICTURES.values(), strict=True):
-            part.suptitle(title, fontsize="large")
-            draw(part, results, LIGHT)
+        for part, (name, draw) in zip(parts, PICTURES.values(), strict=True):
+            part.suptitle(name, fontsize="large")
+            draw(part, demo, LIGHT)
         # No software version in the file: the same numbers give the same bytes.
         sheet.savefig(path, dpi=130, metadata={"Software": None})
 
 
-def embedded(name: str, results: Results, theme: Theme) -> str:
+def embedded(name: str, demo: DemoResult, theme: Theme) -> str:
     """A picture as data URI, for a light or a dark page."""
     with matplotlib.rc_context(theme.parameters):
         figure = Figure(figsize=(5.6, 3.7), layout="constrained")
-        PICTURES[name][1](figure, results, theme)
+        PICTURES[name][1](figure, demo, theme)
         return data_uri(figure, "svg")

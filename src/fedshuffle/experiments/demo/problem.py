@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from scipy.optimize import minimize
 from sklearn.datasets import load_digits
+from sklearn.linear_model import LogisticRegression
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -16,12 +16,12 @@ from fedshuffle import losses
 from fedshuffle._arrays import FloatArray, IntArray
 from fedshuffle.engines import Problem
 from fedshuffle.federation import Federation
-from fedshuffle.randomness import Purpose, check_seed, generator
-
-BoolArray = NDArray[np.bool_]
+from fedshuffle.randomness import Purpose, generator
 
 DIGITS = 10
-ACCURACIES = ("accuracy", "accuracy_rare", "accuracy_other")
+ALL, RARE, OTHER = "all digits", "digits of small clients", "other digits"
+L2 = 0.01
+"""Every loss has the penalty ``L2 / 2 |x|^2``."""
 
 _TEST_SHARE = 0.2
 _LARGE_SHARES = (4, 3, 2)
@@ -34,42 +34,81 @@ _MIXING = 1.5
 
 @dataclass(frozen=True, eq=False)
 class Digits:
-    """The digits, split over clients, with a part held out."""
+    r"""The digits, split over clients, with a part held out; and logistic regression on them.
+
+    .. math:: f_i(x) = \text{mean cross-entropy on client } i + \tfrac{l_2}{2} \|x\|^2
+
+    It is strongly convex, so every objective over the clients has one optimum, which can be
+    computed to many digits.
+    """
 
     federation: Federation
-    """Its fields are images (64 pixels) and labels."""
+    """Its fields are images (64 pixels, and a constant for the bias) and labels."""
     test_images: Tensor
     test_labels: Tensor
-    rows: IntArray
-    """The places of the federation's examples in scikit-learn's order."""
-    test_rows: IntArray
-    small: BoolArray
+    small: NDArray[np.bool_]
     """Which clients are small."""
 
     @property
     def label_counts(self) -> IntArray:
         """Examples by client and digit."""
-        owner = np.repeat(np.arange(len(self.federation)), self.federation.sizes)
-        counts = np.zeros((len(self.federation), DIGITS), dtype=np.int64)
-        np.add.at(counts, (owner, self.federation.fields[1].numpy()), 1)
-        return counts
+        one_hot = np.eye(DIGITS, dtype=np.int64)[self.federation.fields[1]]
+        return np.add.reduceat(one_hot, self.federation.offsets[:-1])
 
     @property
-    def rare_digits(self) -> IntArray:
+    def rare_digits(self) -> list[int]:
         """The digits of which small clients hold more than half of the examples."""
         counts = self.label_counts
-        return np.flatnonzero(2 * counts[self.small].sum(0) > counts.sum(0))
+        most = 2 * counts[self.small].sum(0) > counts.sum(0)
+        return np.flatnonzero(most).tolist()
 
-    def accuracies(self, correct: BoolArray) -> dict[str, FloatArray]:
-        """Test accuracy on all digits, on those that mostly small clients hold, and on the rest."""
+    @property
+    def problem(self) -> Problem:
+        """The problem for an engine; the penalty is the weight decay of the local work."""
+        model = nn.Linear(self.test_images.shape[1], DIGITS, bias=False, dtype=torch.float64)
+        nn.init.zeros_(model.weight)
+        return Problem(model, losses.cross_entropy, self.federation)
+
+    def client_losses(self, models: Tensor) -> FloatArray:
+        """``f_i(x)`` of every client, a row for each row x."""
+        images, labels = self.federation.fields
+        logits = images @ models.view(len(models), DIGITS, -1).mT
+        targets = labels.expand(len(models), -1)
+        each = functional.cross_entropy(logits.mT, targets, reduction="none")
+        sums = np.add.reduceat(each.numpy(), self.federation.offsets[:-1], axis=1)
+        penalty = L2 / 2 * models.square().sum(1, keepdim=True).numpy()
+        return np.asarray(sums / self.federation.sizes + penalty)
+
+    def suboptimality(self, models: Tensor, optimum: Tensor) -> FloatArray:
+        """``f(x) - f*`` of each row x, where f counts every example the same."""
+        gap = self.client_losses(models) - self.client_losses(optimum)
+        return np.asarray(gap @ self.federation.weights)
+
+    def optimum(self, weights: FloatArray) -> Tensor:
+        """The model that minimises ``sum_i weights_i f_i``, as a row."""
+        images, labels = self.federation.fields
+        sizes = self.federation.sizes
+        regression = LogisticRegression(
+            C=1 / L2, fit_intercept=False, solver="newton-cg", tol=1e-10, max_iter=1000
+        )
+        regression.fit(images, labels, sample_weight=np.repeat(weights / sizes, sizes))
+        return torch.tensor(regression.coef_.reshape(1, -1))
+
+    def accuracies(self, models: Tensor) -> dict[str, FloatArray]:
+        """Test accuracy of each row: on all digits, and by who mostly holds them."""
+        logits = self.test_images @ models.view(len(models), DIGITS, -1).mT
+        correct = np.asarray(logits.argmax(2) == self.test_labels)
         rare = np.isin(self.test_labels.numpy(), self.rare_digits)
-        parts = (rare | ~rare, rare, ~rare)
-        return {n: correct[..., part].mean(-1) for n, part in zip(ACCURACIES, parts, strict=True)}
+        return {
+            ALL: correct.mean(1),
+            RARE: correct[:, rare].mean(1),
+            OTHER: correct[:, ~rare].mean(1),
+        }
 
 
 def split(seed: int) -> Digits:
     """A few large clients with mostly low digits, many small ones with the others."""
-    rng = generator(check_seed(seed), Purpose.SPLIT)
+    rng = generator(seed, Purpose.SPLIT)
     pixels, labels = load_digits(return_X_y=True)
     test_rows, rows = np.split(rng.permutation(len(labels)), [round(_TEST_SHARE * len(labels))])
 
@@ -85,81 +124,11 @@ def split(seed: int) -> Digits:
     rows = rows[np.argsort(place, kind="stable")]
 
     images = torch.tensor(pixels / 16, dtype=torch.float64)
-    images = images - images[rows].mean(0)
+    images = torch.hstack([images - images[rows].mean(0), torch.ones(len(images), 1)])
     targets = torch.tensor(labels, dtype=torch.int64)
     return Digits(
         federation=Federation.from_arrays(images[rows], targets[rows], sizes=sizes),
         test_images=images[test_rows],
         test_labels=targets[test_rows],
-        rows=rows,
-        test_rows=test_rows,
         small=np.arange(len(sizes)) >= len(large_sizes),
     )
-
-
-class Objective:
-    r"""Multinomial logistic regression on a federation, with a quadratic penalty.
-
-    .. math:: f_i(x) = \text{mean cross-entropy on client } i + \tfrac{l_2}{2} \|x\|^2
-
-    It is strongly convex, so every objective over the clients has one optimum, which can be
-    computed to many digits.
-    """
-
-    def __init__(self, federation: Federation, l2: float) -> None:
-        self.l2 = l2
-        model = nn.Linear(federation.fields[0].shape[1], DIGITS, dtype=torch.float64)
-        for parameter in model.parameters():
-            nn.init.zeros_(parameter)
-        self.problem = Problem(model, self.loss, federation)
-        self._sizes = torch.tensor(federation.sizes)
-        self._owner = torch.repeat_interleave(torch.arange(len(federation)), self._sizes)
-
-    def loss(self, model: nn.Module, images: Tensor, labels: Tensor) -> Tensor:
-        """What clients minimise: the mean over a minibatch, with the penalty."""
-        return losses.cross_entropy(model, images, labels) + self._penalty(model)
-
-    def _penalty(self, model: nn.Module) -> Tensor:
-        squares = [parameter.square().sum() for parameter in model.parameters()]
-        return 0.5 * self.l2 * torch.stack(squares).sum()
-
-    def client_losses(self, x: Tensor) -> Tensor:
-        """``f_i(x)`` of every client."""
-        model = self.problem.load(x)
-        images, labels = self.problem.fields
-        each = functional.cross_entropy(model(images), labels, reduction="none")
-        total = each.new_zeros(len(self._sizes)).index_add(0, self._owner, each)
-        return total / self._sizes + self._penalty(model)
-
-    def value(self, x: Tensor, weights: FloatArray) -> float:
-        """``sum_i weights_i f_i(x)``."""
-        with torch.no_grad():
-            return float(torch.tensor(weights) @ self.client_losses(x))
-
-    def gradient(self, x: Tensor, weights: FloatArray) -> Tensor:
-        """The gradient of :meth:`value`."""
-        value = torch.tensor(weights) @ self.client_losses(x)
-        parts = torch.autograd.grad(value, list(self.problem.parameters.values()))
-        return torch.cat([part.flatten() for part in parts])
-
-    def optimum(self, weights: FloatArray) -> Tensor:
-        """The model that minimises the objective with these weights."""
-
-        def value_and_gradient(point: FloatArray) -> tuple[float, FloatArray]:
-            x = torch.tensor(point)
-            return self.value(x, weights), self.gradient(x, weights).numpy()
-
-        found = minimize(
-            value_and_gradient,
-            self.problem.start.numpy(),
-            jac=True,
-            method="L-BFGS-B",
-            options={"gtol": 1e-9, "ftol": 0, "maxcor": 50, "maxiter": 10_000, "maxfun": 20_000},
-        )
-        return torch.tensor(found.x)
-
-    def correct(self, x: Tensor, digits: Digits) -> BoolArray:
-        """Which of the test images the model reads correctly."""
-        with torch.no_grad():
-            guesses = self.problem.load(x)(digits.test_images).argmax(1)
-        return np.asarray(guesses == digits.test_labels)
