@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from fedshuffle.experiments.characteristics import page
+from fedshuffle.experiments import characteristics
 
 PAGE = Path(__file__).parents[2] / "docs" / "characteristics.md"
 pytestmark = [
@@ -17,13 +17,13 @@ pytestmark = [
 
 @pytest.fixture(scope="module")
 def measured() -> dict[str, dict[str, bool]]:
-    return page.measured()
+    return characteristics.measured()
 
 
 def test_the_page_is_up_to_date(measured: dict[str, dict[str, bool]]) -> None:
-    hint = "run python -m fedshuffle.experiments.characteristics.page > docs/characteristics.md"
-    assert page.page(measured) == PAGE.read_text(encoding="utf-8"), hint
+    hint = "run python -m fedshuffle.experiments.characteristics > docs/characteristics.md"
+    assert characteristics.page(measured) == PAGE.read_text(encoding="utf-8"), hint
 
 
 def test_every_difference_from_the_paper_has_a_reason(measured: dict[str, dict[str, bool]]) -> None:
-    assert set(page.differences(measured)) == set(page.REASONS)
+    assert set(characteristics.differences(measured)) == set(characteristics.REASONS)

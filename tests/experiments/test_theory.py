@@ -344,7 +344,7 @@ def as_claimed() -> Results:
 
 def test_numbers_as_claimed_show_every_claim() -> None:
     found = claims(as_claimed())
-    assert len(found) == 14
+    assert len(found) == 15
     assert all(claim.seen for claim in found)
 
 
@@ -359,6 +359,7 @@ def test_numbers_as_claimed_show_every_claim() -> None:
         ("cohort", "uniform", [150, 80], "fewer rounds than uniform"),
         ("cohort", "uniform", [None, None], "fewer rounds than uniform"),
         ("server", "reshuffled", [4e-4, 4e-4], "The middle term vanishes"),
+        ("server", "with replacement", [0.2, 0.1], "the noise stays"),
         ("server", "reshuffled", [0.8, 0.2], "under the theorem's bound"),
         ("similarity", "FedShuffleMVR, theorem", [100, 100], "go with delta"),
         ("similarity", "non-local MVR, theorem", [200, 20], "do not"),

@@ -60,7 +60,7 @@ def _by_size(
 ) -> Axes:
     """A number of each client and method, over the client's size."""
     axes, sizes = figure.subplots(), demo.digits.federation.sizes
-    axes.axhline(neutral, color=theme.axis, linewidth=1)
+    axes.axhline(neutral, color=theme.axis, linewidth=1, zorder=0.5)
     for m, numbers in values.items():
         axes.scatter(sizes, numbers, 25, theme.colour(m.name), label=m.label, alpha=0.75, lw=0)
     axes.set(xscale="log", xlabel="examples of the client")

@@ -2,14 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 
 from fedshuffle._arrays import count
 from fedshuffle._files import results_folder
 from fedshuffle.experiments.claims import Claim, publish
-from fedshuffle.experiments.quadratic import figures
-from fedshuffle.experiments.quadratic.claims import claims, reading
-from fedshuffle.experiments.quadratic.experiment import compute
+from fedshuffle.experiments.quadratic.claims import READING, claims
+from fedshuffle.experiments.quadratic.experiment import (
+    SEEDS,
+    TITLES,
+    Results,
+    colour,
+    compute,
+    label,
+)
+from fedshuffle.reports.drawing import clean, legend_below
+
+DISTANCE = r"$\|x^r - x^\star\|^2$"
 
 
 def reproduce(out: Path, rounds: int = 1000, progress: bool = True) -> list[Claim]:
@@ -18,8 +32,46 @@ def reproduce(out: Path, rounds: int = 1000, progress: bool = True) -> list[Clai
     out = results_folder(out)
     results = compute(rounds, progress)
     found = claims(results)
-    figures.figure1(results, out / "figure1")
-    figures.hybrid(results, out / "hybrid")
+    *first, appendix = results
+    figures = {
+        "figure1": _figure(results, first, (16, 4.8)),
+        "hybrid": _figure(results, [appendix], (5, 4.4)),
+    }
     title = "What the paper says about its toy figures"
-    publish(found, results, out, title, reading(found, rounds), progress)
+    seeds = ", ".join(map(str, SEEDS))
+    reading = f" in {rounds} rounds with seeds {seeds}.\n\n{READING}"
+    publish(out, results, figures, found, title, reading, progress)
     return found
+
+
+def _figure(results: Results, names: Sequence[str], size: tuple[float, float]) -> Figure:
+    """Panels in a row, as in the paper."""
+    figure = Figure(figsize=size, layout="constrained")
+    row = figure.subplots(1, len(names), squeeze=False)[0]
+    for axes, name in zip(row, names, strict=True):
+        _draw(axes, results[name])
+        axes.set_title(TITLES[name], fontsize=12)
+    row[0].set_ylabel(DISTANCE)
+    return figure
+
+
+def _draw(axes: Axes, curves: Mapping[str, Mapping[str, Sequence[float]]]) -> None:
+    for method, curve in curves.items():
+        mean, std = np.array(curve["mean"]), np.array(curve["std"])
+        rounds = np.arange(1, len(mean) + 1)
+        # Dashes let the curve show that a reshuffled method covers.
+        dashes = "--" if method.endswith("-rr") else "-"
+        paint = colour(method)
+        front = 3 if method.startswith("fedshuffle") else 2
+        axes.plot(rounds, mean, dashes, color=paint, lw=1.6, label=label(method), zorder=front)
+        # Where the deviation reaches the mean, a logarithmic axis would show an endless fall.
+        lower = np.maximum(mean - std, mean / 10)
+        band = axes.fill_between(rounds, lower, mean + std, color=paint, alpha=0.25, lw=0)
+        band.set_zorder(front - 1)
+    means = np.array([curve["mean"] for curve in curves.values()])
+    bottom, top = float(means.min()) / 3, float(means.max()) * 1.5
+    axes.set(yscale="log", ylim=(bottom, top), xlim=(0, means.shape[1]), xlabel="round")
+    if top / bottom > 100:  # the decades alone are enough
+        axes.minorticks_off()
+    clean(axes)
+    legend_below(axes, 0.16, columns=2 if len(curves) > 3 else 1, fontsize=10)

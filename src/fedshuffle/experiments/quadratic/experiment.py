@@ -32,6 +32,8 @@ SEEDS = (123, 124, 125)
 Results = dict[str, dict[str, dict[str, list[float]]]]
 """``{panel: {method: {"mean": [...], "std": [...]}}}`` with one value per round."""
 
+EPOCH, UNFINISHED = LocalWork(), LocalWork(interruption=MissLast(1))
+
 
 @dataclass(frozen=True)
 class Scenario:
@@ -40,18 +42,13 @@ class Scenario:
     method: Method
     eta: float
     sampling: str = "full"
-    unfinished: bool = False
+    work: LocalWork = EPOCH
     sizes: tuple[int, ...] = (1, 2, 3)
 
     @property
     def federation(self) -> Federation:
         """The clients with their basis vectors."""
         return toy(self.sizes).problem.federation
-
-    @property
-    def work(self) -> LocalWork:
-        """One epoch, one example per step."""
-        return LocalWork(interruption=MissLast(1) if self.unfinished else None)
 
     @property
     def step_size(self) -> float:
@@ -62,9 +59,8 @@ class Scenario:
 
     def run(self, seed: int) -> Run:
         """The scenario with a seed, ready to be simulated."""
-        return Run(
-            self.federation, self.method, self.sampling, self.work, self.step_size, seed=seed
-        )
+        settings = (self.federation, self.method, self.sampling, self.work, self.step_size)
+        return Run(*settings, seed=seed)
 
     def audit(self) -> Audit:
         """The objective that the scenario really minimises."""
@@ -86,10 +82,14 @@ class Scenario:
         return self.step_size * float(contributions(self.method, cohort).sum())
 
 
-_BASELINES = (
-    *("fedavg", "fedavg-rr", "fedavg-min", "fedavg-mean"),
-    *("fednova", "fednova-rr", "fedshuffle"),
-)
+TITLES = {
+    "full": "Full participation",
+    "momentum": "Full participation, momentum 0.9",
+    "sum_one": "Two of three clients per round",
+    "importance": "One of three clients per round",
+    "hybrid": "Clients miss their last step",
+}
+"""The panels: four in the first figure, the last in the appendix."""
 
 _SAMPLINGS = {
     "fedshuffle-uniform": ("FedShuffle, uniform", "#0072B2"),
@@ -109,23 +109,24 @@ def colour(curve: str) -> str:
 
 def panels() -> dict[str, dict[str, Scenario]]:
     """Every curve of every panel, with the step sizes of the paper's authors."""
-    shuffle = methods.get("fedshuffle")
-    uneven = (8, 1, 1)
+    get = methods.get
+    averaging = ["fedavg", "fedavg-rr", "fedavg-min", "fedavg-mean", "fednova", "fednova-rr"]
+    all_methods, uneven = [*averaging, "fedshuffle"], (8, 1, 1)
     return {
-        "full": {name: Scenario(methods.get(name), 1 / 80) for name in _BASELINES},
+        "full": {name: Scenario(get(name), 1 / 80) for name in all_methods},
         "momentum": {
-            name: Scenario(methods.get(name).with_momentum(MVR(0.1)), 1 / 80) for name in _BASELINES
+            name: Scenario(get(name).with_momentum(MVR(0.1)), 1 / 80) for name in all_methods
         },
         "sum_one": {
-            name: Scenario(methods.get(name), 1 / 160, "uniform:2")
+            name: Scenario(get(name), 1 / 160, "uniform:2")
             for name in ("fedshuffle-so", "fedshuffle")
         },
         "importance": {
-            "fedshuffle-uniform": Scenario(shuffle, 1 / 500, "uniform:1", sizes=uneven),
-            "fedshuffle-importance": Scenario(shuffle, 1 / 300, "one", sizes=uneven),
+            "fedshuffle-uniform": Scenario(get("fedshuffle"), 1 / 500, "uniform:1", sizes=uneven),
+            "fedshuffle-importance": Scenario(get("fedshuffle"), 1 / 300, "one", sizes=uneven),
         },
         "hybrid": {
-            name: Scenario(methods.get(name), 1 / 80, unfinished=True)
+            name: Scenario(get(name), 1 / 80, work=UNFINISHED)
             for name in ("fednova-rr", "fedshuffle", "fedshuffle-gen")
         },
     }
@@ -133,17 +134,16 @@ def panels() -> dict[str, dict[str, Scenario]]:
 
 def compute(rounds: int, progress: bool = False) -> Results:
     """The curves of all panels; scenarios with the same problem run in lockstep."""
-    chosen = panels()
-    results: Results = {panel: {} for panel in chosen}
-    everything = [(panel, name, s) for panel, row in chosen.items() for name, s in row.items()]
-    for sizes in dict.fromkeys(scenario.sizes for _, _, scenario in everything):
-        same = [entry for entry in everything if entry[2].sizes == sizes]
-        runs = [scenario.run(seed) for _, _, scenario in same for seed in SEEDS]
+    everything = {(panel, name): s for panel, row in panels().items() for name, s in row.items()}
+    results: Results = {panel: {} for panel, _ in everything}
+    for sizes in dict.fromkeys(scenario.sizes for scenario in everything.values()):
+        same = {place: s for place, s in everything.items() if s.sizes == sizes}
+        runs = [scenario.run(seed) for scenario in same.values() for seed in SEEDS]
         text = f"{len(runs)} runs in R^{sum(sizes)}"
         with progress_bar(progress, MofNCompleteColumn(), "rounds", TimeRemainingColumn()) as bars:
             columns = list(bars.track(distances(sizes, runs, rounds), rounds, description=text))
         table = np.stack(columns, axis=-1).reshape(len(same), len(SEEDS), rounds)
-        for (panel, name, _), curves in zip(same, table, strict=True):
+        for (panel, name), curves in zip(same, table, strict=True):
             mean, std = curves.mean(axis=0), curves.std(axis=0)
             results[panel][name] = {"mean": mean.tolist(), "std": std.tolist()}
     return results

@@ -2,13 +2,62 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import LogLocator, NullLocator, StrMethodFormatter
 
 from fedshuffle._files import results_folder
 from fedshuffle.experiments.claims import Claim, publish
-from fedshuffle.experiments.theory import figures
-from fedshuffle.experiments.theory.claims import claims, reading
-from fedshuffle.experiments.theory.experiment import Scale, compute
+from fedshuffle.experiments.theory.claims import READING, claims
+from fedshuffle.experiments.theory.experiment import PREDICTED, PanelData, Results, Scale, compute
+from fedshuffle.methods import colour
+from fedshuffle.reports.drawing import clean, legend_below, set_ticks
+
+_DISTANCE = r"$\|x - x^\star\|^2$"
+_STATIONARY = r"stationary $E\,\|x - x^\star\|^2$"
+TEXTS = {
+    "noise": (
+        "Noise of the examples: reshuffled, or with replacement",
+        r"step size $\eta_l$, up to the theorem's limit",
+        _STATIONARY,
+    ),
+    "cohort": (
+        "Linear speed-up in the cohort size",
+        "clients per round, b",
+        r"rounds to $E\,\|x - x^\star\|^2 = %(epsilon)g$",
+    ),
+    "server": (
+        "The middle term and the server step size",
+        r"server step size $\eta_g$, with $\eta_g \eta_l = %(effective step).3f$",
+        _STATIONARY,
+    ),
+    "similarity": (
+        "Local steps, when Hessians are alike",
+        r"Hessian similarity $\delta / L$",
+        r"rounds to $E\,\|\nabla f\|^2 = %(gradient)g \, \|\nabla f(x^0)\|^2$",
+    ),
+    "distance": ("All clients: drift and the server step size", "rounds", _DISTANCE),
+    "sampling": ("A few of many clients: the sampling", "rounds", _DISTANCE),
+    "gradient": ("One client: momentum", "rounds", r"$\|\nabla f\|^2$, mean so far"),
+}
+"""Title, x and y axis of each panel; the facts of the panel fill them in."""
+GUIDES = {
+    "noise": {"with replacement": 1, "reshuffled": 2},
+    "cohort": {"importance": -1},
+    "server": {"reshuffled": -2},
+}
+"""The slopes that the theory gives some curves."""
+COLOURS = {
+    **dict.fromkeys(["reshuffled", "importance", "FedShuffle", "eta_g = 1"], colour("fedshuffle")),
+    **dict.fromkeys(["with replacement", "eta_g = 4"], colour("fedavg-rr")),
+    "uniform": "#0072B2",
+    "FedShuffleMVR": colour("fedshuffle-mvr"),
+    "non-local MVR": colour("non-local-mvr"),
+}
 
 
 def reproduce(out: Path, scale: Scale | None = None, progress: bool = True) -> list[Claim]:
@@ -18,8 +67,55 @@ def reproduce(out: Path, scale: Scale | None = None, progress: bool = True) -> l
     out = results_folder(out)
     results = compute(scale, progress)
     found = claims(results)
-    figures.figure(results, out / "theory")
-    figures.bounds(results, out / "bounds")
+    measured = [name for name in results if name not in PREDICTED]
+    figures = {
+        "theory": _figure(results, measured, (2, 2), (11, 10)),
+        "bounds": _figure(results, PREDICTED, (1, 3), (15, 5)),
+    }
     title = "What the theory says, and what was measured"
-    publish(found, results, out, title, reading(found), progress)
+    publish(out, results, figures, found, title, READING, progress)
     return found
+
+
+def _figure(
+    results: Results, names: Sequence[str], grid: tuple[int, int], size: tuple[float, float]
+) -> Figure:
+    figure = Figure(figsize=size, layout="constrained")
+    for axes, name in zip(figure.subplots(*grid).flat, names, strict=True):
+        title, x, y = (text % results[name]["facts"] for text in TEXTS[name])
+        axes.set(title=title, xlabel=x, ylabel=y, yscale="log")
+        _draw(axes, name, results[name])
+        clean(axes)
+        legend_below(axes, 0.13, columns=2, fontsize=9.5)
+    return figure
+
+
+def _draw(axes: Axes, name: str, panel: PanelData) -> None:
+    """The curves; with deviations as bars or bands, under bounds, and beside the ideal slopes."""
+    x = np.array(panel["x"])
+    for curve, values in panel["curves"].items():
+        paint, dashes = COLOURS[curve.split(", ")[0]], "--" if curve.endswith("best") else "-"
+        mean = np.array(values, float)  # None, where the goal was never reached, leaves a gap
+        deviation = np.array(panel.get("deviations", {}).get(curve, 0 * mean))
+        below = np.minimum(deviation, 0.9 * mean)  # a band to zero has no end on this axis
+        text = curve.replace("eta_g", r"$\eta_g$")
+        if name in PREDICTED:
+            axes.fill_between(x, mean - below, mean + deviation, color=paint, alpha=0.2, lw=0)
+            axes.plot(x, mean, color=paint, label=f"{text}, measured")
+            axes.plot(x, panel["bounds"][curve], "--", color=paint, label=f"{text}, bound")
+        else:
+            axes.errorbar(x, mean, (below, deviation), None, "o", ls=dashes, c=paint, label=text)
+        slope = GUIDES.get(name, {}).get(curve)
+        if slope is not None:
+            ideal = mean[0] * (x / x[0]) ** float(slope)
+            axes.plot(x, ideal, "--", color="#707070", lw=1, label=f"slope {slope}", zorder=1)
+    if "bound" in panel:
+        text = "the theorem's bound, reshuffled"
+        axes.plot(x, panel["bound"], ":", color=COLOURS["reshuffled"], label=text)
+    if name not in PREDICTED:
+        axes.set_xscale("log")
+        set_ticks(axes.xaxis, panel["x"], ".2g")
+    if "deviations" not in panel:  # numbers of rounds, as plain numbers
+        axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        axes.yaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
+        axes.yaxis.set_minor_locator(NullLocator())

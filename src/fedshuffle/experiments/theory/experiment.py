@@ -19,7 +19,8 @@ constants, at step sizes for which the bound after the last round is smallest:
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any
@@ -41,7 +42,6 @@ from fedshuffle.theory import (
     ConvergenceRate,
     MethodConstants,
     MVRRate,
-    Quantity,
     Regime,
     drift_noise,
     largest_step_size,
@@ -74,13 +74,8 @@ ORDERS = {
     "reshuffled": LocalWork(order="reshuffled"),
     "with replacement": LocalWork(order="replacement"),
 }
-
 SAMPLINGS = {"importance": "importance:{}", "uniform": "uniform:{}"}
-
 LOCAL, NON_LOCAL = "FedShuffleMVR", "non-local MVR"
-
-PREDICTED = ("distance", "sampling", "gradient")
-"""The panels with bounds over rounds, in a figure of their own."""
 
 COHORT = 8
 """``sampling``: this many of the hundred clients take part in a round."""
@@ -113,26 +108,16 @@ class Bench:
         self.scale, self.known = scale, chosen.constants
         self.engine = VectorizedEngine(chosen.problem)
         self.federation = self.engine.problem.federation
-        self.start = chosen.start
+        self.start = self.engine.problem.start[None]
         self.hessian = torch.from_numpy(chosen.hessian)
         self.optimum = torch.from_numpy(self.known.x_star)
+        names = ("L", "mu", "G", "B", "delta")
+        self.facts: dict[str, Any] = {name: float(getattr(self.known, name)) for name in names}
 
-    @property
-    def facts(self) -> dict[str, Any]:
-        """The constants of the problem."""
-        return {name: float(getattr(self.known, name)) for name in ("L", "mu", "G", "B", "delta")}
-
-    def runs(
-        self,
-        step_size: float,
-        sampling: str = "full",
-        work: LocalWork | None = None,
-        server: float = 1.0,
-        method: str | Method = "fedshuffle",
-    ) -> list[Run]:
+    def runs(self, step_size: float, method: str | Method = "fedshuffle", **more: Any) -> list[Run]:
         """A run for each seed."""
-        settings = (self.federation, method, sampling, work, step_size, server)
-        return [Run(*settings, seed=seed) for seed in range(self.scale.seeds)]
+        seeds = range(self.scale.seeds)
+        return [Run(self.federation, method, step_size=step_size, seed=s, **more) for s in seeds]
 
     def distance(self, x: Tensor) -> Tensor:
         """The squared distance to the optimum of each row."""
@@ -146,20 +131,32 @@ class Bench:
         """The constants of FedShuffle under a sampling."""
         return method_constants(self.federation, "fedshuffle", sampling)
 
-    def stationary(self, steps: Sequence[tuple[float, float]], effective: float) -> FloatArray:
-        """The mean squared distance over the rounds after a burn-in, by order, step and seed."""
-        longest = self.constants().longest
-        runs = [
-            run
-            for order in ORDERS.values()
-            for eta_l, eta_g in steps
-            for run in self.runs(eta_l / longest, work=order, server=eta_g)
-        ]
-        burn_in = math.ceil(BURN_IN / (self.known.mu_objective * effective))
-        total = torch.zeros(len(runs), dtype=torch.float64)
-        for x in islice(trajectory(self.engine, runs, 2 * burn_in), burn_in + 1, None):
-            total += self.distance(x)
-        return np.asarray(total / burn_in).reshape(len(ORDERS), len(steps), self.scale.seeds)
+    def stationary(self, *groups: Sequence[tuple[float, float]]) -> PanelData:
+        """The mean squared distance after a burn-in, for each order and (eta_l, eta_g).
+
+        The bound is the fixed point of that per round, ``(1 - mu eta / 2) e + 9 L eta eta_l^2 N``.
+        The steps of a group have the same effective size, and run together.
+        """
+        limits, tables = self.constants(), []
+        for steps in groups:
+            runs = [
+                run
+                for work in ORDERS.values()
+                for eta_l, eta_g in steps
+                for run in self.runs(eta_l / limits.longest, work=work, server_step_size=eta_g)
+            ]
+            burn_in = math.ceil(BURN_IN / (self.known.mu_objective * math.prod(steps[0])))
+            total = torch.zeros(len(runs), dtype=torch.float64)
+            for x in islice(trajectory(self.engine, runs, 2 * burn_in), burn_in + 1, None):
+                total += self.distance(x)
+            shape = (len(ORDERS), len(steps), self.scale.seeds)
+            tables.append(np.asarray(total / burn_in).reshape(shape))
+        factor = 18.0 * self.known.L / self.known.mu
+        size = drift_noise(limits, self.known.problem)
+        return {
+            **_over_seeds(ORDERS, np.concatenate(tables, axis=1), axis=1),
+            "bound": [factor * eta_l**2 * size for steps in groups for eta_l, _ in steps],
+        }
 
     def rounds(
         self,
@@ -169,24 +166,67 @@ class Bench:
         most: int,
     ) -> dict[Any, int | None]:
         """The number of rounds until each group's mean is at the level; None for never."""
-        start = self.engine.problem.start
         reached: dict[Any, int | None] = dict.fromkeys(groups)
-        states = {key: [run.start(start) for run in runs] for key, runs in groups.items()}
-        hopeless = 100 * float(measure(start[None]))
+        states = {key: [run.start(self.start[0]) for run in runs] for key, runs in groups.items()}
+        hopeless = 100 * float(measure(self.start))
         for r in range(1, most + 1):
-            if not states:
-                break
             runs = [run for key in states for run in groups[key]]
             before = [state for mine in states.values() for state in mine]
             after = iter(run_round(self.engine, runs, before))
             for key in list(states):
-                states[key] = [next(after) for _ in states[key]]
+                states[key] = list(islice(after, len(states[key])))
                 mean = float(measure(torch.stack([state.x for state in states[key]])).mean())
                 if mean <= level:
                     reached[key] = r
                 if not level < mean < hopeless:
                     del states[key]
+            if not states:
+                break
         return reached
+
+    def bounded(
+        self, sampling: str, regime: Regime, begin: float, eta_g: float = 1.0
+    ) -> tuple[list[Run], FloatArray]:
+        """Runs of FedShuffle, and the bound on them: tuned to it, within the theorem's limit."""
+        losses, rounds, found = self.known.problem, self.scale.rounds, self.constants(sampling)
+        rate = ConvergenceRate(found, losses, regime=regime, server_step_size=eta_g)
+        options: Any = {
+            "start": begin,
+            "quantity": "gradient" if regime == "non-convex" else "distance",
+        }
+        limit = largest_step_size(found, losses, server_step_size=eta_g).step_size
+        step = min(rate.tune(rounds, **options).step_size, limit)
+        runs = self.runs(step, sampling=sampling, server_step_size=eta_g)
+        return runs, rate.curve(rounds, step, **options)
+
+    def under_bounds(
+        self,
+        bounded: Mapping[str, tuple[list[Run], FloatArray]],
+        measure: Callable[[Tensor], Tensor],
+        running_mean: bool = False,
+    ) -> PanelData:
+        """A measure after each round, or its mean over the models before each round so far."""
+        runs = [run for mine, _ in bounded.values() for run in mine]
+        x = np.arange(1, self.scale.rounds + 1)
+        columns = [measure(models) for models in trajectory(self.engine, runs, len(x))]
+        table = torch.stack(columns, dim=1).numpy()
+        table = table[:, :-1].cumsum(axis=1) / x if running_mean else table[:, 1:]
+        steps = {name: mine[0].step_size for name, (mine, _) in bounded.items()}
+        return {
+            "x": x.tolist(),
+            **_over_seeds(bounded, np.split(table, len(bounded)), axis=0),
+            "bounds": {name: bound[1:].tolist() for name, (_, bound) in bounded.items()},
+            "facts": {**self.facts, "step sizes": steps},
+        }
+
+
+def _over_seeds(names: Iterable[str], tables: Iterable[FloatArray], axis: int) -> PanelData:
+    """Mean and standard deviation over the seeds."""
+    named = dict(zip(names, tables, strict=True))
+    return {
+        "curves": {name: table.mean(axis=axis).tolist() for name, table in named.items()},
+        "deviations": {name: table.std(axis=axis).tolist() for name, table in named.items()},
+    }
 
 
 def noise(scale: Scale) -> PanelData:
@@ -194,40 +234,17 @@ def noise(scale: Scale) -> PanelData:
     bench = Bench(alike(), scale)
     largest = largest_step_size(bench.constants(), bench.known.problem).eta_l
     etas = [largest / 2**k for k in range(scale.halvings)]
-    tables = [bench.stationary([(eta, 1.0)], eta) for eta in etas]
-    facts = {**bench.facts, "largest eta_l": largest}
-    return _stationary_panel(bench, etas, np.concatenate(tables, axis=1), etas, facts)
+    found = bench.stationary(*([(eta, 1.0)] for eta in etas))
+    return {"x": etas, **found, "facts": {**bench.facts, "largest eta_l": largest}}
 
 
 def server(scale: Scale) -> PanelData:
     """The stationary error by the server step size, with eta_g eta_l constant."""
     bench = Bench(apart(), scale)
     effective = largest_step_size(bench.constants(), bench.known.problem).effective
-    etas = [effective / eta_g for eta_g in scale.server_step_sizes]
-    table = bench.stationary(list(zip(etas, scale.server_step_sizes, strict=True)), effective)
+    found = bench.stationary([(effective / eta_g, eta_g) for eta_g in scale.server_step_sizes])
     facts = {**bench.facts, "effective step": effective}
-    return _stationary_panel(bench, scale.server_step_sizes, table, etas, facts)
-
-
-def _stationary_panel(
-    bench: Bench, x: Sequence[float], table: FloatArray, etas: Sequence[float], facts: PanelData
-) -> PanelData:
-    """The bound: the fixed point of that per round, ``(1 - mu eta / 2) e + 9 L eta eta_l^2 N``."""
-    size = drift_noise(bench.constants(), bench.known.problem)
-    return {
-        "x": list(x),
-        **_curves(dict(zip(ORDERS, table, strict=True)), axis=1),
-        "bound": [18.0 * bench.known.L / bench.known.mu * eta**2 * size for eta in etas],
-        "facts": facts,
-    }
-
-
-def _curves(tables: Mapping[str, FloatArray], axis: int) -> PanelData:
-    """Mean and standard deviation over the seeds."""
-    return {
-        "curves": {name: table.mean(axis=axis).tolist() for name, table in tables.items()},
-        "deviations": {name: table.std(axis=axis).tolist() for name, table in tables.items()},
-    }
+    return {"x": list(scale.server_step_sizes), **found, "facts": facts}
 
 
 def cohort(scale: Scale) -> PanelData:
@@ -238,24 +255,23 @@ def cohort(scale: Scale) -> PanelData:
     """
     bench = Bench(many(), scale)
     known = bench.known
-    curves: dict[str, list[int | None]] = {name: [] for name in SAMPLINGS}
-    facts: dict[str, Any] = {**bench.facts, "epsilon": scale.epsilon}
-    facts["M"] = {name: [] for name in SAMPLINGS}
-    facts["share of the limit"] = {name: [] for name in SAMPLINGS}
+    curves, variances, shares = (defaultdict[str, list[Any]](list) for _ in range(3))
     for b in scale.cohorts:
         groups, most = {}, 0
         for name, form in SAMPLINGS.items():
-            sampling = form.format(b)
-            found = bench.constants(sampling)
+            found = bench.constants(form.format(b))
             limit = largest_step_size(found, known.problem, server_step_size=SERVER)
             eta = scale.epsilon * known.mu / (found.M_1 * known.G**2)
-            facts["M"][name].append(found.M_1)
-            facts["share of the limit"][name].append(eta / limit.effective)
+            variances[name].append(found.M_1)
+            shares[name].append(eta / limit.effective)
             most = max(most, math.ceil(10 / (known.mu * eta)))
-            groups[name] = bench.runs(eta / SERVER / found.longest, sampling, server=SERVER)
+            groups[name] = bench.runs(
+                eta / SERVER / found.longest, sampling=form.format(b), server_step_size=SERVER
+            )
         for name, reached in bench.rounds(groups, bench.distance, scale.epsilon, most).items():
             curves[name].append(reached)
-    return {"x": list(scale.cohorts), "curves": curves, "facts": facts}
+    own = {"epsilon": scale.epsilon, "M": variances, "share of the limit": shares}
+    return {"x": list(scale.cohorts), "curves": curves, "facts": bench.facts | own}
 
 
 def similarity(scale: Scale) -> PanelData:
@@ -265,8 +281,9 @@ def similarity(scale: Scale) -> PanelData:
     steps it is 1 / (40 L), which is what the same bound gives with L in the place of delta.
     """
     names = (LOCAL, NON_LOCAL)
-    kinds = [f"{name}, {how}" for how in ("theorem", "best") for name in names]
-    curves: dict[str, list[int | None]] = {kind: [] for kind in kinds}
+    curves: dict[str, list[int | None]] = {
+        f"{name}, {how}": [] for how in ("theorem", "best") for name in names
+    }
     facts: dict[str, Any] = {"gradient": scale.gradient, "a": SHARE, "E": [], "constants": []}
     facts["best"] = {name: [] for name in names}
     local = methods.get("fedshuffle").with_momentum(MVR(SHARE))
@@ -278,9 +295,10 @@ def similarity(scale: Scale) -> PanelData:
         groups: dict[tuple[str, float], list[Run]] = {}
         for k in (1.0, *scale.multiples):
             far, near = k * LOCAL_STEP / bench.known.delta / longest, k * LOCAL_STEP / bench.known.L
-            groups[LOCAL, k] = bench.runs(far, "one", LocalWork(epochs=epochs), method=local)
-            groups[NON_LOCAL, k] = bench.runs(near, "one", method=non_local)
-        level = scale.gradient * float(bench.gradient(bench.engine.problem.start[None]))
+            work = LocalWork(epochs=epochs)
+            groups[LOCAL, k] = bench.runs(far, local, sampling="one", work=work)
+            groups[NON_LOCAL, k] = bench.runs(near, non_local, sampling="one")
+        level = scale.gradient * float(bench.gradient(bench.start))
         reached = bench.rounds(groups, bench.gradient, level, most=10_000)
         facts["E"].append(epochs)
         facts["constants"].append(bench.facts)
@@ -312,69 +330,33 @@ def _distances(
     """FedShuffle's distance to the optimum, for each sampling and server step size."""
     bench = Bench(chosen, scale)
     begin = float(((chosen.start - bench.known.x_star) ** 2).sum())
-    predicted = {
-        name: _bounded_runs(bench, sampling, "strongly-convex", begin, eta_g)
+    bounded = {
+        name: bench.bounded(sampling, "strongly-convex", begin, eta_g)
         for name, (sampling, eta_g) in kinds.items()
     }
-    return _predicted(bench, predicted, bench.distance)
+    return bench.under_bounds(bounded, bench.distance)
 
 
 def gradient(scale: Scale) -> PanelData:
     """One client per round, drawn by weight; with one epoch, the models of the theorem on
     FedShuffleMVR are those before each round. Neither bound makes use of convexity.
     """
-    bench = Bench(many(), scale)
+    chosen = many()
+    bench = Bench(chosen, scale)
     known = bench.known
-    begin = 0.5 * float(bench.hessian.numpy() @ (bench.start - known.x_star) ** 2)
+    begin = 0.5 * float(chosen.hessian @ (chosen.start - known.x_star) ** 2)
     rate = MVRRate(bench.federation, known.problem, known.delta)
     tuned = rate.tune(scale.rounds, start=begin, bound="proof")
     with_mvr = methods.get("fedshuffle").with_momentum(MVR(tuned.a))
-    predicted = {
-        "FedShuffle": _bounded_runs(bench, "one", "non-convex", begin),
+    bounded = {
+        "FedShuffle": bench.bounded("one", "non-convex", begin),
         LOCAL: (
-            bench.runs(tuned.step_size, "one", method=with_mvr),
+            bench.runs(tuned.step_size, with_mvr, sampling="one"),
             rate.curve(scale.rounds, tuned.step_size, tuned.a, start=begin),
         ),
     }
-    panel = _predicted(bench, predicted, bench.gradient, running_mean=True)
+    panel = bench.under_bounds(bounded, bench.gradient, running_mean=True)
     return {**panel, "facts": {**panel["facts"], "a": tuned.a}}
-
-
-def _bounded_runs(
-    bench: Bench, sampling: str, regime: Regime, begin: float, eta_g: float = 1.0
-) -> tuple[list[Run], FloatArray]:
-    """Runs of FedShuffle, and the bound on them: tuned to it, within the theorem's limit."""
-    losses, rounds = bench.known.problem, bench.scale.rounds
-    found = bench.constants(sampling)
-    quantity: Quantity = "gradient" if regime == "non-convex" else "distance"
-    rate = ConvergenceRate(found, losses, regime=regime, server_step_size=eta_g)
-    best = rate.tune(rounds, start=begin, quantity=quantity)
-    limit = largest_step_size(found, losses, server_step_size=eta_g)
-    step = min(best.step_size, limit.step_size)
-    bound = rate.curve(rounds, step, start=begin, quantity=quantity)
-    return bench.runs(step, sampling, server=eta_g), bound
-
-
-def _predicted(
-    bench: Bench,
-    predicted: Mapping[str, tuple[list[Run], FloatArray]],
-    measure: Callable[[Tensor], Tensor],
-    running_mean: bool = False,
-) -> PanelData:
-    """A measure after each round, or its mean over the models before each round so far."""
-    runs = [run for mine, _ in predicted.values() for run in mine]
-    rounds = bench.scale.rounds
-    x = np.arange(1, rounds + 1)
-    columns = [measure(models) for models in trajectory(bench.engine, runs, rounds)]
-    table = torch.stack(columns, dim=1).numpy()
-    table = table[:, :-1].cumsum(axis=1) / x if running_mean else table[:, 1:]
-    steps = {name: mine[0].step_size for name, (mine, _) in predicted.items()}
-    return {
-        "x": x.tolist(),
-        **_curves(dict(zip(predicted, np.split(table, len(predicted)), strict=True)), axis=0),
-        "bounds": {name: bound[1:].tolist() for name, (_, bound) in predicted.items()},
-        "facts": {**bench.facts, "step sizes": steps},
-    }
 
 
 PANELS: dict[str, Callable[[Scale], PanelData]] = {
@@ -386,6 +368,8 @@ PANELS: dict[str, Callable[[Scale], PanelData]] = {
     "sampling": samplings,
     "gradient": gradient,
 }
+PREDICTED = tuple(PANELS)[4:]
+"""The panels with bounds over rounds, in a figure of their own."""
 
 
 def compute(scale: Scale | None = None, progress: bool = False) -> Results:

@@ -3,12 +3,15 @@
 The docstring of each function defines its characteristic. All clients have parabolas (see
 :mod:`fedshuffle.testing.clients`) and weights by size; the server optimiser is left out where it is
 not in question, and a diagonal that rescales coordinates is divided out.
+``python -m fedshuffle.experiments.characteristics > docs/characteristics.md`` writes the page.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+import inspect
+import textwrap
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 
 import numpy as np
@@ -31,6 +34,7 @@ from fedshuffle.testing.clients import (
 from fedshuffle.testing.problems import numbers, partial_sampling
 from fedshuffle.testing.report import DoesNotApplyError
 from fedshuffle.testing.unbiasedness import OPTIMA, limit_point, measured_weights
+from fedshuffle.training.rounds import Run
 
 _CLIENTS = Federation.from_sizes((1, 2, 4, 5))
 _CURVATURES = np.array([1.0, 3.0, 0.5, 2.0])
@@ -91,9 +95,9 @@ def _optimum() -> float:
 
 def reshuffling(method: Method) -> bool:
     """A client's epoch visits each of its examples once, in another order every round."""
-    federation = Federation.from_sizes(sizes(method))
-    clients = _quadratic(method, _UNEQUAL, OPTIMA * _STRETCHED, federation)
-    state, orders = clients.run.start(torch.zeros(3, dtype=torch.float64)), set()
+    run = _everyone(method, _UNEQUAL, Federation.from_sizes(sizes(method)))
+    clients = _quadratic(run, OPTIMA * _STRETCHED)
+    state, orders = run.start(torch.zeros(3, dtype=torch.float64)), set()
     for _ in range(5):
         task = clients.local_training(state).tasks[-1]
         (epoch,) = task.minibatches.epochs()
@@ -111,7 +115,7 @@ def variance_reduction(method: Method) -> bool:
     sum w_i |u_i|^2 < 1/2 rho^2 sum w_i |g_i|^2, with u_i per unit step size, and rho the share of a
     move of the model to which the mean of the u_i responds at once (1 for plain gradients).
     """
-    clients = _quadratic(method, _ONE_STEP, OPTIMA * _STRETCHED)
+    clients = _quadratic(_everyone(method, _ONE_STEP), OPTIMA * _STRETCHED)
     weights = torch.tensor(clients.run.federation.weights)
     optimum = torch.full((3,), _optimum()).double() * torch.tensor(_STRETCHED)
     state = _settled(clients, optimum)
@@ -135,34 +139,32 @@ def global_momentum(method: Method) -> bool:
     steps depends on the gradients of earlier rounds.
     """
     x = numbers(3, seed=3)
-    both = [_quadratic(method, _ONE_STEP, numbers(4, 3, seed=seed).numpy()) for seed in (1, 2)]
+    run = _everyone(method, _ONE_STEP)
+    both = [_quadratic(run, numbers(4, 3, seed=seed).numpy()) for seed in (1, 2)]
     states = [_settled(clients, x, rounds=3) for clients in both]
     if not states[0].method_state:
         return False
-    weights = torch.tensor(both[0].run.federation.weights)
+    weights = torch.tensor(run.federation.weights)
     means = [weights @ _steps(both[0], state) for state in states]
     return bool((means[0] - means[1]).abs().max() > 1e-9)
 
 
 def server_step_size(method: Method) -> bool:
     """A server step size of 2 moves the model twice as far in the first round."""
-    start = numbers(3, seed=3)
-    moves = []
+    start, sampling, moves = numbers(3, seed=3), partial_sampling(method), []
     for size in (1.0, 2.0):
-        settings = {"work": _EQUAL, "server_step_size": size}
-        run = make_run(method, partial_sampling(method), _CLIENTS, **settings)
-        clients = quadratic_clients(
-            run, _CURVATURES, _CURVATURES[:, None] * OPTIMA * _STRETCHED, scaled=False
-        )
-        moves.append(clients.run_round(run.start(start)).x - start)
+        run = make_run(method, sampling, _CLIENTS, work=_EQUAL, server_step_size=size)
+        moves.append(_quadratic(run, OPTIMA * _STRETCHED).run_round(run.start(start)).x - start)
     return bool(torch.allclose(moves[1], 2 * moves[0], rtol=1e-9, atol=1e-12))
 
 
-def _quadratic(
-    method: Method, work: LocalWork, optima: FloatArray, federation: Federation = _CLIENTS
-) -> QuadraticClients:
-    """Clients with these optima who all take part; without a server optimiser."""
-    run = make_run(without_server_optimiser(method), "full", federation, work=work)
+def _everyone(method: Method, work: LocalWork, federation: Federation = _CLIENTS) -> Run:
+    """All clients take part; without a server optimiser."""
+    return make_run(without_server_optimiser(method), "full", federation, work=work)
+
+
+def _quadratic(run: Run, optima: FloatArray) -> QuadraticClients:
+    """Clients with these optima."""
     return quadratic_clients(run, _CURVATURES, _CURVATURES[:, None] * optima, scaled=False)
 
 
@@ -181,12 +183,124 @@ def _steps(clients: QuadraticClients, state: State) -> Tensor:
     return torch.stack(updates)
 
 
+_TESTS = (heterogeneous_data, client_sampling, reshuffling, unequal_steps, variance_reduction)
 CHARACTERISTICS: dict[str, Callable[[Method], bool]] = {
-    "heterogeneous data": heterogeneous_data,
-    "client sampling": client_sampling,
-    "reshuffling": reshuffling,
-    "unequal steps": unequal_steps,
-    "variance reduction": variance_reduction,
-    "global momentum": global_momentum,
-    "server step size": server_step_size,
+    test.__name__.replace("_", " "): test for test in (*_TESTS, global_momentum, server_step_size)
 }
+
+PAPER: dict[str, str] = {
+    "fednova": "yynynny",
+    "fedlin": "ynnyynn",
+    "mime": "yynnyyn",
+    "fedrr": "ynynnnn",
+    "fedavg-rr": "yyynnny",
+    "fednova-rr": "yyyynny",
+    "fedshuffle": "yyyynny",
+    "fedshuffle-mvr": "yyyyyyy",
+}
+"""The paper's own table: yes or no for each characteristic, in order."""
+
+_REASONS: dict[tuple[str, tuple[str, ...]], str] = {
+    ("client sampling", ("fednova", "fedavg-rr", "fednova-rr")): (
+        "The paper's mark says that its analysis covers sampling. The weights sum to one over each"
+        " cohort, so a client's weight depends on who else was drawn; where the clients' weights"
+        " differ, that moves the limit point."
+    ),
+    ("client sampling", ("fedshuffle-mvr", "mime")): (
+        "The momentum is computed from gradients of the cohort that then trains with it. Where"
+        " clients' weights differ, a cohort that moves further also has more weight in its own"
+        " estimate. A shift is left, of a share 1 - b = 0.1 of each step of Mime and"
+        " a (1 - a) = 0.09 of MVR (see [audit.md](audit.md)); it vanishes where all cohorts move"
+        " equally far."
+    ),
+    ("reshuffling", ("fedlin", "mime")): (
+        "The paper found no reshuffling in its authors' work. Here the order is a setting of the"
+        " local work, and reshuffled unless a method requires another."
+    ),
+    ("unequal steps", ("mime",)): (
+        "The paper found no analysis of it. With full participation all clients move in one"
+        " direction, whose zero is the optimum, however many steps each takes."
+    ),
+    ("server step size", ("fedlin", "mime", "fedrr")): (
+        "The paper found none in its authors' work. Here every method takes a server step size."
+    ),
+}
+
+REASONS = {(m, name): why for (name, names), why in _REASONS.items() for m in names}
+"""Why a mark here differs from the paper's, by method and characteristic."""
+
+_HEAD = """# What each method can do
+
+The paper's table of characteristics, for every method. No answer in it is typed: each comes from
+running the method in the condition (`python -m fedshuffle.experiments.characteristics` writes
+this page), and a test runs them all again and compares.
+
+"""
+
+_ASKED = """
+
+A star marks an answer that differs from the paper's. An empty field is a no; a setting that a
+method refuses is a no as well.
+
+## What is asked
+
+Clients have parabolas with different optima, and weights by size. A server optimiser is left out
+where it is not in question, and a diagonal that rescales coordinates is divided out.
+
+"""
+
+
+def measured() -> dict[str, dict[str, bool]]:
+    """The characteristics of all registered methods, by name."""
+    return {method.name: characteristics(method) for method in methods.available()}
+
+
+def differences(found: Mapping[str, Mapping[str, bool]]) -> list[tuple[str, str]]:
+    """The marks that differ from the paper's, as (method, characteristic)."""
+    return [
+        (method, name)
+        for method, marks in found.items()
+        for name, said in zip(CHARACTERISTICS, PAPER.get(method, ""))
+        if marks[name] != (said == "y")
+    ]
+
+
+def table(found: Mapping[str, Mapping[str, bool]]) -> str:
+    """The characteristics as a Markdown table; a star marks a difference from the paper.
+
+    >>> print(table({"mine": {"reshuffling": True, "unequal steps": False}}))
+    | method | reshuffling | unequal steps |
+    |---|:-:|:-:|
+    | `mine` | yes |  |
+    """
+    names = list(next(iter(found.values())))
+    other = set(differences(found))
+    lines = [f"| method | {' | '.join(names)} |", f"|---{'|:-:' * len(names)}|"]
+    for method, marks in found.items():
+        words = {True: ("yes", "yes\\*"), False: ("", "no\\*")}
+        cells = [words[marks[name]][(method, name) in other] for name in names]
+        lines.append(f"| `{method}` | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def page(found: Mapping[str, Mapping[str, bool]]) -> str:
+    """The whole page."""
+    asked = [f"**{name}**: {inspect.getdoc(run)}" for name, run in CHARACTERISTICS.items()]
+    reasons: dict[str, list[str]] = {}
+    for method, name in differences(found):
+        why = REASONS.get((method, name), "not known")
+        reasons.setdefault(why, []).append(f"`{method}`, {name}")
+    otherwise = [f"{'; '.join(cells)}. {text}" for text, cells in reasons.items()]
+    differs = f"\n\n## Where the paper differs\n\n{_items(otherwise)}\n"
+    return f"{_HEAD}{table(found)}{_ASKED}{_items(asked)}{differs}"
+
+
+def _items(texts: list[str]) -> str:
+    wrap = textwrap.TextWrapper(
+        100, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False
+    )
+    return "\n".join(wrap.fill(f"- {' '.join(text.split())}") for text in texts)
+
+
+if __name__ == "__main__":
+    print(page(measured()), end="")
