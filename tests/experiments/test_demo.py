@@ -26,13 +26,17 @@ from fedshuffle._arrays import FloatArray
 from fedshuffle.engines.cpu_tuning import one_thread
 from fedshuffle.experiments.demo import demo
 from fedshuffle.experiments.demo.experiment import (
+    L2,
     METHODS,
+    RARE,
     RUNS,
     SAMPLING,
     WORK,
     DemoResult,
+    Digits,
     predicted_level,
     seeds,
+    split,
 )
 from fedshuffle.experiments.demo.figures import PICTURES
 from fedshuffle.experiments.demo.page import (
@@ -43,7 +47,6 @@ from fedshuffle.experiments.demo.page import (
     reason,
     who_pays,
 )
-from fedshuffle.experiments.demo.problem import L2, RARE, Digits, split
 from fedshuffle.reports.page import number, percent
 from fedshuffle.reports.style import luminance
 from tests.chromium import Browser

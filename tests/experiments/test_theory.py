@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 from fedshuffle._arrays import FloatArray
 from fedshuffle.cli import app
 from fedshuffle.experiments.claims import Claim
-from fedshuffle.experiments.quadratics import Quadratics
+from fedshuffle.experiments.quadratics import Quadratics, alike, apart, many, similar
 from fedshuffle.experiments.theory import reproduce
 from fedshuffle.experiments.theory.claims import claims, slope
 from fedshuffle.experiments.theory.experiment import (
@@ -31,7 +31,6 @@ from fedshuffle.experiments.theory.experiment import (
     compute,
     samplings,
 )
-from fedshuffle.experiments.theory.problems import alike, apart, many, similar
 from fedshuffle.sampling import importance_probabilities
 
 pytestmark = [

@@ -14,9 +14,8 @@ from rich.text import Text
 from fedshuffle._arrays import FloatArray
 from fedshuffle._terminal import plain_table
 from fedshuffle.experiments.demo import experiment
-from fedshuffle.experiments.demo.experiment import DemoResult, MethodResult, seeds
+from fedshuffle.experiments.demo.experiment import ALL, RARE, DemoResult, MethodResult, seeds
 from fedshuffle.experiments.demo.figures import PICTURES, embedded
-from fedshuffle.experiments.demo.problem import ALL, RARE
 from fedshuffle.reports.page import joined, number, percent, render
 from fedshuffle.reports.style import DARK, LIGHT
 

@@ -124,10 +124,8 @@ def _best(panel: Panel, curve: str) -> Finding:
     others = np.min([mean for other, mean in panel.mean.items() if other != curve], axis=0)
     ratio = panel.mean[curve] / others
     lowest = min(panel.end, key=lambda other: panel.end[other]) == curve
-    return lowest and ratio.max() <= HAIR, (
-        f"{label(curve)} is below all others in {(ratio < 1).mean():.0%} of the rounds, elsewhere"
-        f" at most {max(ratio.max() - 1, 0):.1%} above the best of them."
-    )
+    worst = f"At worst {label(curve)} is at {ratio.max():.3g} times the best of the others."
+    return lowest and ratio.max() <= HAIR, worst
 
 
 def _improves(panel: Panel, *curves: str) -> Finding:

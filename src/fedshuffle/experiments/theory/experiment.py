@@ -1,19 +1,7 @@
-r"""The theory's own claims, measured on quadratic problems whose constants are exact.
+"""The theory's own claims, measured on quadratic problems whose constants are exact.
 
-Four panels, with step sizes that the theorems allow:
-
-- ``noise``: the stationary error of FedShuffle by the step size, reshuffled and with replacement;
-- ``cohort``: rounds to a given error by the cohort size, importance and uniform sampling;
-- ``server``: the stationary error by the server step size, at a constant effective step;
-- ``similarity``: rounds to a small gradient by delta / L, of FedShuffleMVR and of MVR without
-  local steps; here also with larger steps than the theorem's, each method at its best.
-
-Three more show a measurement over the rounds under the upper bound of the proof, with its
-constants, at step sizes for which the bound after the last round is smallest:
-
-- ``distance``: that to the optimum, all clients taking part, with two server step sizes;
-- ``sampling``: the same with a few clients per round, drawn by importance or uniformly;
-- ``gradient``: the running mean of the squared gradient, of FedShuffle and FedShuffleMVR.
+Step sizes are those that the theorems allow. Each panel is a function of its own below;
+docs/theory-experiments.md says what each shows, and what not.
 """
 
 from __future__ import annotations
@@ -34,14 +22,21 @@ from fedshuffle import methods
 from fedshuffle._arrays import FloatArray
 from fedshuffle._terminal import progress_bar
 from fedshuffle.engines import VectorizedEngine
-from fedshuffle.experiments.quadratics import Quadratics, trajectory
-from fedshuffle.experiments.theory.problems import alike, apart, many, similar
+from fedshuffle.experiments.quadratics import (
+    Quadratics,
+    alike,
+    apart,
+    many,
+    similar,
+    trajectory,
+)
 from fedshuffle.local_work import LocalWork
 from fedshuffle.methods import MVR, Method
 from fedshuffle.theory import (
     ConvergenceRate,
     MethodConstants,
     MVRRate,
+    Quantity,
     Regime,
     drift_noise,
     largest_step_size,
@@ -59,16 +54,15 @@ Results = dict[str, PanelData]
 BURN_IN = 5.0
 """Stationary errors are measured after this many times 1 / (mu eta) rounds, in which the start is
 forgotten, for as many rounds again."""
-
 SERVER = 4.0
 """The server step size of ``cohort``: local steps are smaller by this factor, so drift is small."""
-
 LOCAL_STEP = 1 / 40
 """The theorem on FedShuffleMVR: the epochs of a round sum to a step of at most this times 1/delta.
 """
-
 SHARE = 1152 * LOCAL_STEP**2
 """The theorem's smallest momentum parameter a for such steps, 0.72."""
+COHORT = 8
+"""``sampling``: this many of the hundred clients take part in a round."""
 
 ORDERS = {
     "reshuffled": LocalWork(order="reshuffled"),
@@ -76,9 +70,6 @@ ORDERS = {
 }
 SAMPLINGS = {"importance": "importance:{}", "uniform": "uniform:{}"}
 LOCAL, NON_LOCAL = "FedShuffleMVR", "non-local MVR"
-
-COHORT = 8
-"""``sampling``: this many of the hundred clients take part in a round."""
 
 
 @dataclass(frozen=True)
@@ -184,20 +175,26 @@ class Bench:
                 break
         return reached
 
+    def begin(self, quantity: Quantity) -> float:
+        """What the bounds start from: the squared distance, or for gradients f(x) - f*."""
+        away = (self.start[0] - self.optimum).numpy() ** 2
+        return float(away.sum() if quantity == "distance" else 0.5 * (self.hessian.numpy() @ away))
+
     def bounded(
-        self, sampling: str, regime: Regime, begin: float, eta_g: float = 1.0
+        self, sampling: str, eta_g: float = 1.0, quantity: Quantity = "distance"
     ) -> tuple[list[Run], FloatArray]:
         """Runs of FedShuffle, and the bound on them: tuned to it, within the theorem's limit."""
         losses, rounds, found = self.known.problem, self.scale.rounds, self.constants(sampling)
+        regime: Regime = "strongly-convex" if quantity == "distance" else "non-convex"
         rate = ConvergenceRate(found, losses, regime=regime, server_step_size=eta_g)
-        options: Any = {
-            "start": begin,
-            "quantity": "gradient" if regime == "non-convex" else "distance",
-        }
-        limit = largest_step_size(found, losses, server_step_size=eta_g).step_size
-        step = min(rate.tune(rounds, **options).step_size, limit)
+        limit, begin = (
+            largest_step_size(found, losses, server_step_size=eta_g),
+            self.begin(quantity),
+        )
+        tuned = rate.tune(rounds, start=begin, quantity=quantity)
+        step = min(tuned.step_size, limit.step_size)
         runs = self.runs(step, sampling=sampling, server_step_size=eta_g)
-        return runs, rate.curve(rounds, step, **options)
+        return runs, rate.curve(rounds, step, start=begin, quantity=quantity)
 
     def under_bounds(
         self,
@@ -313,49 +310,41 @@ def similarity(scale: Scale) -> PanelData:
 
 
 def distance(scale: Scale) -> PanelData:
-    """All clients take part: what the bound cannot exclude is drift, less with larger eta_g."""
-    kinds = {f"eta_g = {eta_g:g}": ("full", eta_g) for eta_g in (1.0, SERVER)}
-    return _distances(replace(apart(), start=many().start), kinds, scale)
+    """The distance to the optimum over the rounds, under the bound of the proof with its constants.
+
+    All clients take part: what the bound cannot exclude is drift, less with larger eta_g.
+    """
+    bench = Bench(replace(apart(), start=many().start), scale)
+    kinds = {f"eta_g = {eta_g:g}": bench.bounded("full", eta_g) for eta_g in (1.0, SERVER)}
+    return bench.under_bounds(kinds, bench.distance)
 
 
 def samplings(scale: Scale) -> PanelData:
-    """A few clients take part, and the smaller M is, the lower is the bound."""
-    kinds = {name: (form.format(COHORT), SERVER) for name, form in SAMPLINGS.items()}
-    return _distances(many(), kinds, scale)
-
-
-def _distances(
-    chosen: Quadratics, kinds: Mapping[str, tuple[str, float]], scale: Scale
-) -> PanelData:
-    """FedShuffle's distance to the optimum, for each sampling and server step size."""
-    bench = Bench(chosen, scale)
-    begin = float(((chosen.start - bench.known.x_star) ** 2).sum())
-    bounded = {
-        name: bench.bounded(sampling, "strongly-convex", begin, eta_g)
-        for name, (sampling, eta_g) in kinds.items()
-    }
-    return bench.under_bounds(bounded, bench.distance)
+    """The same with a few clients per round: the smaller M is, the lower is the bound."""
+    bench = Bench(many(), scale)
+    kinds = {name: bench.bounded(form.format(COHORT), SERVER) for name, form in SAMPLINGS.items()}
+    return bench.under_bounds(kinds, bench.distance)
 
 
 def gradient(scale: Scale) -> PanelData:
-    """One client per round, drawn by weight; with one epoch, the models of the theorem on
+    """The running mean of the squared gradient, of FedShuffle and FedShuffleMVR.
+
+    One client per round, drawn by weight; with one epoch, the models of the theorem on
     FedShuffleMVR are those before each round. Neither bound makes use of convexity.
     """
-    chosen = many()
-    bench = Bench(chosen, scale)
-    known = bench.known
-    begin = 0.5 * float(chosen.hessian @ (chosen.start - known.x_star) ** 2)
+    bench = Bench(many(), scale)
+    known, begin = bench.known, bench.begin("gradient")
     rate = MVRRate(bench.federation, known.problem, known.delta)
     tuned = rate.tune(scale.rounds, start=begin, bound="proof")
     with_mvr = methods.get("fedshuffle").with_momentum(MVR(tuned.a))
-    bounded = {
-        "FedShuffle": bench.bounded("one", "non-convex", begin),
+    kinds = {
+        "FedShuffle": bench.bounded("one", quantity="gradient"),
         LOCAL: (
             bench.runs(tuned.step_size, with_mvr, sampling="one"),
             rate.curve(scale.rounds, tuned.step_size, tuned.a, start=begin),
         ),
     }
-    panel = bench.under_bounds(bounded, bench.gradient, running_mean=True)
+    panel = bench.under_bounds(kinds, bench.gradient, running_mean=True)
     return {**panel, "facts": {**panel["facts"], "a": tuned.a}}
 
 
