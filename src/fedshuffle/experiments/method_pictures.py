@@ -170,23 +170,18 @@ Panels = dict[str, dict[PlottedMethod, FloatArray]]
 
 
 def compute(picture: Picture, rounds: int = ROUNDS) -> Panels:
-    """The curves of a picture, where they are defined; those on the same clients in lockstep."""
-    panels: Panels = {}
+    """The curves of a picture, where they are defined."""
+    runs: dict[tuple[str, PlottedMethod], list[Run]] = {}
     for sampling in SAMPLINGS:
-        runs: dict[PlottedMethod, list[Run]] = {}
         for curve in (*picture.grey, *picture.curves):
             tried = [run(curve, picture, sampling, seed) for seed in SEEDS]
-            runs[curve] = [one for one in tried if one is not None]
-        clients = {c: tuple(mine[0].federation.sizes.tolist()) for c, mine in runs.items() if mine}
-        found: dict[PlottedMethod, FloatArray] = {}
-        for sizes in set(clients.values()):  # pooled data are those of one client
-            same = [curve for curve in clients if clients[curve] == sizes]
-            together = [one for curve in same for one in runs[curve]]
-            table = list(distances(sizes, together, min(rounds, picture.rounds)))
-            means = np.stack(table, axis=1).reshape(len(same), len(SEEDS), -1).mean(axis=1)
-            found |= dict(zip(same, means, strict=True))
-        panels[sampling] = {curve: found[curve] for curve in clients}
-    return panels
+            if defined := [one for one in tried if one is not None]:
+                runs[sampling, curve] = defined
+    found = distances(runs, min(rounds, picture.rounds))
+    return {
+        sampling: {curve: found[s, curve].mean(axis=0) for s, curve in runs if s == sampling}
+        for sampling in SAMPLINGS
+    }
 
 
 def draw(panels: Panels, path: Path) -> None:

@@ -9,9 +9,10 @@ three seeds, bands one standard deviation of these.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
+from typing import TypeVar
 
 import numpy as np
 from rich.progress import MofNCompleteColumn, TimeRemainingColumn
@@ -28,6 +29,7 @@ from fedshuffle.methods import MVR, Method
 from fedshuffle.training.rounds import Run
 
 SEEDS = (123, 124, 125)
+Key = TypeVar("Key")
 
 Results = dict[str, dict[str, dict[str, list[float]]]]
 """``{panel: {method: {"mean": [...], "std": [...]}}}`` with one value per round."""
@@ -133,24 +135,30 @@ def panels() -> dict[str, dict[str, Scenario]]:
 
 
 def compute(rounds: int, progress: bool = False) -> Results:
-    """The curves of all panels; scenarios with the same problem run in lockstep."""
-    everything = {(panel, name): s for panel, row in panels().items() for name, s in row.items()}
-    results: Results = {panel: {} for panel, _ in everything}
-    for sizes in dict.fromkeys(scenario.sizes for scenario in everything.values()):
-        same = {place: s for place, s in everything.items() if s.sizes == sizes}
-        runs = [scenario.run(seed) for scenario in same.values() for seed in SEEDS]
-        text = f"{len(runs)} runs in R^{sum(sizes)}"
-        with progress_bar(progress, MofNCompleteColumn(), "rounds", TimeRemainingColumn()) as bars:
-            columns = list(bars.track(distances(sizes, runs, rounds), rounds, description=text))
-        table = np.stack(columns, axis=-1).reshape(len(same), len(SEEDS), rounds)
-        for (panel, name), curves in zip(same, table, strict=True):
-            mean, std = curves.mean(axis=0), curves.std(axis=0)
-            results[panel][name] = {"mean": mean.tolist(), "std": std.tolist()}
+    """The curves of all panels."""
+    scenarios = {(panel, name): s for panel, row in panels().items() for name, s in row.items()}
+    runs = {place: [s.run(seed) for seed in SEEDS] for place, s in scenarios.items()}
+    results: Results = {panel: {} for panel, _ in scenarios}
+    for (panel, name), curves in distances(runs, rounds, progress).items():
+        mean, std = curves.mean(axis=0), curves.std(axis=0)
+        results[panel][name] = {"mean": mean.tolist(), "std": std.tolist()}
     return results
 
 
-def distances(sizes: Sequence[int], runs: Sequence[Run], rounds: int) -> Iterator[FloatArray]:
-    """``|x - x*|^2`` of every run on the toy problem, after each round."""
-    engine = VectorizedEngine(toy(sizes).problem)
-    for x in islice(trajectory(engine, runs, rounds), 1, None):
-        yield (x - 1 / sum(sizes)).square().sum(1).numpy()
+def distances(
+    runs: Mapping[Key, Sequence[Run]], rounds: int, progress: bool = False
+) -> dict[Key, FloatArray]:
+    """``|x - x*|^2`` on the toy problem, by run and round; runs on the same clients in lockstep."""
+    clients = {key: tuple(mine[0].federation.sizes.tolist()) for key, mine in runs.items()}
+    found: dict[Key, FloatArray] = {}
+    for sizes in dict.fromkeys(clients.values()):
+        same = [key for key in runs if clients[key] == sizes]
+        together = [run for key in same for run in runs[key]]
+        models = trajectory(VectorizedEngine(toy(sizes).problem), together, rounds)
+        text = f"{len(together)} runs in R^{sum(sizes)}"
+        with progress_bar(progress, MofNCompleteColumn(), "rounds", TimeRemainingColumn()) as bars:
+            after = bars.track(islice(models, 1, None), rounds, description=text)
+            columns = [(x - 1 / sum(sizes)).square().sum(1).numpy() for x in after]
+        table = np.stack(columns, axis=-1).reshape(len(same), -1, rounds)
+        found |= dict(zip(same, table, strict=True))
+    return found
