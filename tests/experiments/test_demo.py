@@ -24,7 +24,6 @@ from torch.nn import functional
 from fedshuffle import FedShuffleError, audit
 from fedshuffle._arrays import FloatArray
 from fedshuffle.engines.cpu_tuning import one_thread
-from fedshuffle.experiments.demo import demo
 from fedshuffle.experiments.demo.experiment import (
     L2,
     METHODS,
@@ -39,9 +38,10 @@ from fedshuffle.experiments.demo.experiment import (
     split,
 )
 from fedshuffle.experiments.demo.figures import PICTURES
-from fedshuffle.experiments.demo.page import (
+from fedshuffle.experiments.demo.report import (
     FILES,
     answer,
+    demo,
     headline,
     print_summary,
     reason,
@@ -234,7 +234,7 @@ def test_a_file_in_the_way_is_refused_before_any_work(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
-        "fedshuffle.experiments.demo.audit_and_train",
+        "fedshuffle.experiments.demo.experiment.audit_and_train",
         lambda *_: pytest.fail("worked already"),
     )
     (tmp_path / "out").write_text("mine")

@@ -65,11 +65,10 @@ def demo(
     as_json: AsJson = False,
 ) -> None:
     """Audit and train three methods on real data, and write a one-page report."""
-    from fedshuffle.experiments.demo import demo as run_demo
-    from fedshuffle.experiments.demo.page import print_summary
+    from fedshuffle.experiments.demo import report
 
-    result = run_demo(out, rounds=rounds, seed=seed, progress=not as_json)
+    result = report.demo(out, rounds=rounds, seed=seed, progress=not as_json)
     if as_json:
         print(json.dumps(result.to_dict()))
     else:
-        print_summary(console, result, out)
+        report.print_summary(console, result, out)

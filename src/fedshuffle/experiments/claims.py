@@ -9,12 +9,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from fedshuffle._arrays import jsonable
 from fedshuffle._files import write_file
 from fedshuffle._terminal import Console, plain_table
-from fedshuffle.reports.drawing import save
+from fedshuffle.reports.drawing import clean, save
 
 
 @dataclass(frozen=True)
@@ -39,6 +40,23 @@ def check_all(checks: Checks, panels: Mapping[str, Any]) -> list[Claim]:
             seen, evidence = check(panels[name])
             found.append(Claim(name, text, bool(seen), evidence))
     return found
+
+
+def draw_panels(
+    names: Sequence[str],
+    grid: tuple[int, int],
+    size: tuple[float, float],
+    draw: Callable[[Axes, str], None],
+) -> Figure:
+    """A figure of panels, each with its legend under it."""
+    figure = Figure(figsize=size, layout="constrained")
+    for axes, name in zip(figure.subplots(*grid, squeeze=False).flat, names, strict=True):
+        draw(axes, name)
+        clean(axes)
+        columns = 2 if len(axes.get_lines()) > 3 else 1
+        where: dict[str, Any] = {"loc": "upper center", "bbox_to_anchor": (0.5, -0.15)}
+        axes.legend(**where, ncols=columns, frameon=False, fontsize=10)
+    return figure
 
 
 def publish(

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 from matplotlib.axes import Axes
-from matplotlib.figure import Figure
 
 from fedshuffle._arrays import count
 from fedshuffle._files import results_folder
-from fedshuffle.experiments.claims import Claim, publish
+from fedshuffle.experiments.claims import Claim, draw_panels, publish
 from fedshuffle.experiments.quadratic.claims import READING, claims
 from fedshuffle.experiments.quadratic.experiment import (
     SEEDS,
@@ -21,7 +20,6 @@ from fedshuffle.experiments.quadratic.experiment import (
     compute,
     label,
 )
-from fedshuffle.reports.drawing import clean, legend_below
 
 DISTANCE = r"$\|x^r - x^\star\|^2$"
 
@@ -33,9 +31,10 @@ def reproduce(out: Path, rounds: int = 1000, progress: bool = True) -> list[Clai
     results = compute(rounds, progress)
     found = claims(results)
     *first, appendix = results
+    draw = partial(_draw, results)
     figures = {
-        "figure1": _figure(results, first, (16, 4.8)),
-        "hybrid": _figure(results, [appendix], (5, 4.4)),
+        "figure1": draw_panels(first, (1, 4), (16, 4.8), draw),
+        "hybrid": draw_panels([appendix], (1, 1), (5, 4.4), draw),
     }
     title = "What the paper says about its toy figures"
     seeds = ", ".join(map(str, SEEDS))
@@ -44,18 +43,8 @@ def reproduce(out: Path, rounds: int = 1000, progress: bool = True) -> list[Clai
     return found
 
 
-def _figure(results: Results, names: Sequence[str], size: tuple[float, float]) -> Figure:
-    """Panels in a row, as in the paper."""
-    figure = Figure(figsize=size, layout="constrained")
-    row = figure.subplots(1, len(names), squeeze=False)[0]
-    for axes, name in zip(row, names, strict=True):
-        _draw(axes, results[name])
-        axes.set_title(TITLES[name], fontsize=12)
-    row[0].set_ylabel(DISTANCE)
-    return figure
-
-
-def _draw(axes: Axes, curves: Mapping[str, Mapping[str, Sequence[float]]]) -> None:
+def _draw(results: Results, axes: Axes, panel: str) -> None:
+    curves = results[panel]
     for method, curve in curves.items():
         mean, std = np.array(curve["mean"]), np.array(curve["std"])
         rounds = np.arange(1, len(mean) + 1)
@@ -71,7 +60,6 @@ def _draw(axes: Axes, curves: Mapping[str, Mapping[str, Sequence[float]]]) -> No
     means = np.array([curve["mean"] for curve in curves.values()])
     bottom, top = float(means.min()) / 3, float(means.max()) * 1.5
     axes.set(yscale="log", ylim=(bottom, top), xlim=(0, means.shape[1]), xlabel="round")
+    axes.set(title=TITLES[panel], ylabel=DISTANCE)
     if top / bottom > 100:  # the decades alone are enough
         axes.minorticks_off()
-    clean(axes)
-    legend_below(axes, 0.16, columns=2 if len(curves) > 3 else 1, fontsize=10)

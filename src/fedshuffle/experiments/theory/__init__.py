@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 from matplotlib.axes import Axes
-from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, NullLocator, StrMethodFormatter
 
 from fedshuffle._files import results_folder
-from fedshuffle.experiments.claims import Claim, publish
+from fedshuffle.experiments.claims import Claim, draw_panels, publish
 from fedshuffle.experiments.theory.claims import READING, claims
-from fedshuffle.experiments.theory.experiment import PREDICTED, PanelData, Results, Scale, compute
+from fedshuffle.experiments.theory.experiment import PREDICTED, Results, Scale, compute
 from fedshuffle.methods import colour
-from fedshuffle.reports.drawing import clean, legend_below, set_ticks
+from fedshuffle.reports.drawing import set_ticks
 
 _DISTANCE = r"$\|x - x^\star\|^2$"
 _STATIONARY = r"stationary $E\,\|x - x^\star\|^2$"
@@ -67,31 +66,22 @@ def reproduce(out: Path, scale: Scale | None = None, progress: bool = True) -> l
     out = results_folder(out)
     results = compute(scale, progress)
     found = claims(results)
+    draw = partial(_draw, results)
     measured = [name for name in results if name not in PREDICTED]
     figures = {
-        "theory": _figure(results, measured, (2, 2), (11, 10)),
-        "bounds": _figure(results, PREDICTED, (1, 3), (15, 5)),
+        "theory": draw_panels(measured, (2, 2), (11, 10), draw),
+        "bounds": draw_panels(PREDICTED, (1, 3), (15, 5), draw),
     }
     title = "What the theory says, and what was measured"
     publish(out, results, figures, found, title, READING, progress)
     return found
 
 
-def _figure(
-    results: Results, names: Sequence[str], grid: tuple[int, int], size: tuple[float, float]
-) -> Figure:
-    figure = Figure(figsize=size, layout="constrained")
-    for axes, name in zip(figure.subplots(*grid).flat, names, strict=True):
-        title, x, y = (text % results[name]["facts"] for text in TEXTS[name])
-        axes.set(title=title, xlabel=x, ylabel=y, yscale="log")
-        _draw(axes, name, results[name])
-        clean(axes)
-        legend_below(axes, 0.13, columns=2, fontsize=9.5)
-    return figure
-
-
-def _draw(axes: Axes, name: str, panel: PanelData) -> None:
+def _draw(results: Results, axes: Axes, name: str) -> None:
     """The curves; with deviations as bars or bands, under bounds, and beside the ideal slopes."""
+    panel = results[name]
+    title, x_label, y_label = (text % panel["facts"] for text in TEXTS[name])
+    axes.set(title=title, xlabel=x_label, ylabel=y_label, yscale="log")
     x = np.array(panel["x"])
     for curve, values in panel["curves"].items():
         paint, dashes = COLOURS[curve.split(", ")[0]], "--" if curve.endswith("best") else "-"

@@ -18,30 +18,14 @@ import torch
 from rich.progress import MofNCompleteColumn
 from torch import Tensor
 
-from fedshuffle import methods
+from fedshuffle import methods, theory
 from fedshuffle._arrays import FloatArray
 from fedshuffle._terminal import progress_bar
 from fedshuffle.engines import VectorizedEngine
-from fedshuffle.experiments.quadratics import (
-    Quadratics,
-    alike,
-    apart,
-    many,
-    similar,
-    trajectory,
-)
+from fedshuffle.experiments import quadratics
+from fedshuffle.experiments.quadratics import Quadratics, trajectory
 from fedshuffle.local_work import LocalWork
 from fedshuffle.methods import MVR, Method
-from fedshuffle.theory import (
-    ConvergenceRate,
-    MethodConstants,
-    MVRRate,
-    Quantity,
-    Regime,
-    drift_noise,
-    largest_step_size,
-    method_constants,
-)
 from fedshuffle.training.rounds import Run, run_round
 
 PanelData = dict[str, Any]
@@ -118,9 +102,9 @@ class Bench:
         """The squared norm of the gradient at each row."""
         return (self.hessian * (x - self.optimum)).square().sum(1)
 
-    def constants(self, sampling: str = "full") -> MethodConstants:
+    def constants(self, sampling: str = "full") -> theory.MethodConstants:
         """The constants of FedShuffle under a sampling."""
-        return method_constants(self.federation, "fedshuffle", sampling)
+        return theory.method_constants(self.federation, "fedshuffle", sampling)
 
     def stationary(self, *groups: Sequence[tuple[float, float]]) -> PanelData:
         """The mean squared distance after a burn-in, for each order and (eta_l, eta_g).
@@ -143,7 +127,7 @@ class Bench:
             shape = (len(ORDERS), len(steps), self.scale.seeds)
             tables.append(np.asarray(total / burn_in).reshape(shape))
         factor = 18.0 * self.known.L / self.known.mu
-        size = drift_noise(limits, self.known.problem)
+        size = theory.drift_noise(limits, self.known.problem)
         return {
             **_over_seeds(ORDERS, np.concatenate(tables, axis=1), axis=1),
             "bound": [factor * eta_l**2 * size for steps in groups for eta_l, _ in steps],
@@ -175,20 +159,20 @@ class Bench:
                 break
         return reached
 
-    def begin(self, quantity: Quantity) -> float:
+    def begin(self, quantity: theory.Quantity) -> float:
         """What the bounds start from: the squared distance, or for gradients f(x) - f*."""
         away = (self.start[0] - self.optimum).numpy() ** 2
         return float(away.sum() if quantity == "distance" else 0.5 * (self.hessian.numpy() @ away))
 
     def bounded(
-        self, sampling: str, eta_g: float = 1.0, quantity: Quantity = "distance"
+        self, sampling: str, eta_g: float = 1.0, quantity: theory.Quantity = "distance"
     ) -> tuple[list[Run], FloatArray]:
         """Runs of FedShuffle, and the bound on them: tuned to it, within the theorem's limit."""
         losses, rounds, found = self.known.problem, self.scale.rounds, self.constants(sampling)
-        regime: Regime = "strongly-convex" if quantity == "distance" else "non-convex"
-        rate = ConvergenceRate(found, losses, regime=regime, server_step_size=eta_g)
+        regime: theory.Regime = "strongly-convex" if quantity == "distance" else "non-convex"
+        rate = theory.ConvergenceRate(found, losses, regime=regime, server_step_size=eta_g)
         limit, begin = (
-            largest_step_size(found, losses, server_step_size=eta_g),
+            theory.largest_step_size(found, losses, server_step_size=eta_g),
             self.begin(quantity),
         )
         tuned = rate.tune(rounds, start=begin, quantity=quantity)
@@ -228,8 +212,8 @@ def _over_seeds(names: Iterable[str], tables: Iterable[FloatArray], axis: int) -
 
 def noise(scale: Scale) -> PanelData:
     """The stationary error by the step size; full participation, so that sampling adds nothing."""
-    bench = Bench(alike(), scale)
-    largest = largest_step_size(bench.constants(), bench.known.problem).eta_l
+    bench = Bench(quadratics.alike(), scale)
+    largest = theory.largest_step_size(bench.constants(), bench.known.problem).eta_l
     etas = [largest / 2**k for k in range(scale.halvings)]
     found = bench.stationary(*([(eta, 1.0)] for eta in etas))
     return {"x": etas, **found, "facts": {**bench.facts, "largest eta_l": largest}}
@@ -237,8 +221,8 @@ def noise(scale: Scale) -> PanelData:
 
 def server(scale: Scale) -> PanelData:
     """The stationary error by the server step size, with eta_g eta_l constant."""
-    bench = Bench(apart(), scale)
-    effective = largest_step_size(bench.constants(), bench.known.problem).effective
+    bench = Bench(quadratics.apart(), scale)
+    effective = theory.largest_step_size(bench.constants(), bench.known.problem).effective
     found = bench.stationary([(effective / eta_g, eta_g) for eta_g in scale.server_step_sizes])
     facts = {**bench.facts, "effective step": effective}
     return {"x": list(scale.server_step_sizes), **found, "facts": facts}
@@ -250,14 +234,14 @@ def cohort(scale: Scale) -> PanelData:
     The first term of the rate is M G^2 / (mu R). So the step size is the one for which that term is
     epsilon, eta = epsilon mu / (M G^2): at twice that step the noise alone could be epsilon.
     """
-    bench = Bench(many(), scale)
+    bench = Bench(quadratics.many(), scale)
     known = bench.known
     curves, variances, shares = (defaultdict[str, list[Any]](list) for _ in range(3))
     for b in scale.cohorts:
         groups, most = {}, 0
         for name, form in SAMPLINGS.items():
             found = bench.constants(form.format(b))
-            limit = largest_step_size(found, known.problem, server_step_size=SERVER)
+            limit = theory.largest_step_size(found, known.problem, server_step_size=SERVER)
             eta = scale.epsilon * known.mu / (found.M_1 * known.G**2)
             variances[name].append(found.M_1)
             shares[name].append(eta / limit.effective)
@@ -278,21 +262,19 @@ def similarity(scale: Scale) -> PanelData:
     steps it is 1 / (40 L), which is what the same bound gives with L in the place of delta.
     """
     names = (LOCAL, NON_LOCAL)
-    curves: dict[str, list[int | None]] = {
-        f"{name}, {how}": [] for how in ("theorem", "best") for name in names
-    }
+    curves = {f"{name}, {how}": list[Any]() for how in ("theorem", "best") for name in names}
     facts: dict[str, Any] = {"gradient": scale.gradient, "a": SHARE, "E": [], "constants": []}
     facts["best"] = {name: [] for name in names}
     local = methods.get("fedshuffle").with_momentum(MVR(SHARE))
     non_local = methods.get(f"non-local-mvr:a={SHARE}")
     for delta in scale.deltas:
-        bench = Bench(similar(delta), scale)
+        bench = Bench(quadratics.similar(delta), scale)
         epochs = math.ceil(bench.known.L / bench.known.delta)
         longest = epochs * int(bench.federation.sizes.max())
         groups: dict[tuple[str, float], list[Run]] = {}
+        work = LocalWork(epochs=epochs)
         for k in (1.0, *scale.multiples):
             far, near = k * LOCAL_STEP / bench.known.delta / longest, k * LOCAL_STEP / bench.known.L
-            work = LocalWork(epochs=epochs)
             groups[LOCAL, k] = bench.runs(far, local, sampling="one", work=work)
             groups[NON_LOCAL, k] = bench.runs(near, non_local, sampling="one")
         level = scale.gradient * float(bench.gradient(bench.start))
@@ -314,14 +296,14 @@ def distance(scale: Scale) -> PanelData:
 
     All clients take part: what the bound cannot exclude is drift, less with larger eta_g.
     """
-    bench = Bench(replace(apart(), start=many().start), scale)
+    bench = Bench(replace(quadratics.apart(), start=quadratics.many().start), scale)
     kinds = {f"eta_g = {eta_g:g}": bench.bounded("full", eta_g) for eta_g in (1.0, SERVER)}
     return bench.under_bounds(kinds, bench.distance)
 
 
 def samplings(scale: Scale) -> PanelData:
     """The same with a few clients per round: the smaller M is, the lower is the bound."""
-    bench = Bench(many(), scale)
+    bench = Bench(quadratics.many(), scale)
     kinds = {name: bench.bounded(form.format(COHORT), SERVER) for name, form in SAMPLINGS.items()}
     return bench.under_bounds(kinds, bench.distance)
 
@@ -332,9 +314,9 @@ def gradient(scale: Scale) -> PanelData:
     One client per round, drawn by weight; with one epoch, the models of the theorem on
     FedShuffleMVR are those before each round. Neither bound makes use of convexity.
     """
-    bench = Bench(many(), scale)
+    bench = Bench(quadratics.many(), scale)
     known, begin = bench.known, bench.begin("gradient")
-    rate = MVRRate(bench.federation, known.problem, known.delta)
+    rate = theory.MVRRate(bench.federation, known.problem, known.delta)
     tuned = rate.tune(scale.rounds, start=begin, bound="proof")
     with_mvr = methods.get("fedshuffle").with_momentum(MVR(tuned.a))
     kinds = {

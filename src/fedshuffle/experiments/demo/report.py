@@ -1,21 +1,26 @@
-"""The demo in words: its sentences, its page, and its summary on a terminal.
+"""The demo, and how it is told: its sentences, its page, and its summary on a terminal.
 
 Each sentence follows from the numbers; none knows how the demo ends.
 """
 
 from __future__ import annotations
 
+import json
 import shlex
 from pathlib import Path
 
 from rich.console import Console
+from rich.progress import MofNCompleteColumn, TimeRemainingColumn
 from rich.text import Text
 
-from fedshuffle._arrays import FloatArray
-from fedshuffle._terminal import plain_table
+from fedshuffle._arrays import FloatArray, count
+from fedshuffle._files import results_folder, write_file
+from fedshuffle._terminal import plain_table, progress_bar
+from fedshuffle.engines.cpu_tuning import one_thread
 from fedshuffle.experiments.demo import experiment
-from fedshuffle.experiments.demo.experiment import ALL, RARE, DemoResult, MethodResult, seeds
-from fedshuffle.experiments.demo.figures import PICTURES, embedded
+from fedshuffle.experiments.demo.experiment import ALL, RARE, DemoResult, MethodResult
+from fedshuffle.experiments.demo.figures import PICTURES, embedded, write_picture
+from fedshuffle.randomness import check_seed
 from fedshuffle.reports.page import joined, number, percent, render
 from fedshuffle.reports.style import DARK, LIGHT
 
@@ -25,9 +30,24 @@ SAME = {True: "yes", False: "no", None: "cannot tell"}
 """Whether a method minimises the intended objective, by what the audit calls consistent."""
 
 
-def headline(demo: DemoResult) -> str:
+def demo(
+    out: Path, *, rounds: int = experiment.ROUNDS, seed: int = 0, progress: bool = True
+) -> DemoResult:
+    """Audit and train three methods; write a report, a picture and the numbers to ``out``."""
+    rounds, seed = count(rounds, "rounds"), check_seed(seed)
+    out = results_folder(out)
+    columns = (MofNCompleteColumn(), "rounds", TimeRemainingColumn())
+    with one_thread(), progress_bar(progress, *columns) as bars:
+        result = experiment.audit_and_train(rounds, seed, bars)
+    write_picture(result, headline(result), out / FILES["picture"])
+    write_file(out / FILES["page"], render_page(result, out))
+    write_file(out / FILES["results"], json.dumps(result.to_dict(), indent=1) + "\n")
+    return result
+
+
+def headline(result: DemoResult) -> str:
     """How well the digits that mostly small clients hold are read."""
-    worst, best = _furthest_apart(demo)
+    worst, best = _furthest_apart(result)
     first, last = worst.rare.mean(), best.rare.mean()
     if first >= last or _within_spread(worst.rare, best.rare):
         found = f"no method reads them better than {worst.label} ({first:.0%})"
@@ -36,60 +56,59 @@ def headline(demo: DemoResult) -> str:
     return f"The digits of small clients: {found}"
 
 
-def reason(demo: DemoResult) -> str:
+def reason(result: DemoResult) -> str:
     """How much the small clients count, beside what was meant."""
-    small, counts = demo.digits.small, []
-    for method in dict.fromkeys(_furthest_apart(demo)):
+    small, counts = result.digits.small, []
+    for method in dict.fromkeys(_furthest_apart(result)):
         share = percent(method.audit.effective_weights[small].sum())
         counts.append(f"with {method.label} they count {share}")
-    meant = percent(demo.digits.federation.weights[small].sum())
+    meant = percent(result.digits.federation.weights[small].sum())
     return f"You meant the small clients to count {meant}; {joined(counts)}."
 
 
-def answer(demo: DemoResult) -> str:
+def answer(result: DemoResult) -> str:
     """Who came closest to the optimum of the intended objective, and whether the audit knew."""
-    first, *others = sorted(demo.methods, key=lambda method: method.left.mean())
+    first, *others = sorted(result.methods, key=lambda method: method.left.mean())
     gaps = []
     for method in others:
         ratio = method.left.mean() / first.left.mean()
         gaps.append(f"{ratio:.{1 if ratio < 10 else 0}f} times as much with {method.label}")
     text = (
-        f"After {demo.rounds} rounds {first.label} is closest to the optimum you meant:"
+        f"After {result.rounds} rounds {first.label} is closest to the optimum you meant:"
         f" {number(first.left.mean())} is left to gain, {joined(gaps)}."
     )
     alike = [method.label for method in others if _within_spread(first.left, method.left)]
     if alike:
         names = joined([first.label, *alike])
         text += f" Between {names} the gap is within the spread of the runs."
-    if sorted(demo.methods, key=lambda method: method.predicted) == [first, *others]:
+    if sorted(result.methods, key=lambda method: method.predicted) == [first, *others]:
         return f"{text} The audit had put them in this order, before any training."
     return f"{text} The audit had put them in another order: what is left is not bias alone."
 
 
-def who_pays(demo: DemoResult) -> str:
+def who_pays(result: DemoResult) -> str:
     """The method and the clients with the largest cost, and what it does to accuracy."""
-    small = demo.digits.small
-    costs = {m: {"small": m.excess_of(small), "large": m.excess_of(~small)} for m in demo.methods}
-    worst = max(costs, key=lambda method: max(costs[method].values()))
-    group = max(costs[worst], key=lambda name: costs[worst][name])
-    apart = {
-        name: f"{number(abs(cost))} {'higher' if cost > 0 else 'lower'}"
-        for name, cost in costs[worst].items()
-    }
-    lost = demo.optimal_accuracies[RARE].mean() - worst.rare.mean()
+    small = result.digits.small
+    costs = {m: (m.excess_of(small), m.excess_of(~small)) for m in result.methods}
+    worst = max(costs, key=lambda method: max(costs[method]))
+    group = "small" if costs[worst][0] > costs[worst][1] else "large"
+    of_small, of_large = (
+        f"{number(abs(cost))} {'higher' if cost > 0 else 'lower'}" for cost in costs[worst]
+    )
+    lost = result.optimal_accuracies[RARE].mean() - worst.rare.mean()
     return (
         f"The highest price is paid under {worst.label}, by the {group} clients: the loss of small"
-        f" clients is {apart['small']} than at the optimum you meant, that of large clients"
-        f" {apart['large']}. On the digits that mostly small clients hold"
-        f" ({joined(demo.digits.rare_digits)}) its test accuracy is {100 * abs(lost):.1f} points"
-        f" {'below' if lost > 0 else 'above'} that of the optimum."
+        f" clients is {of_small} than at the optimum you meant, that of large clients {of_large}."
+        f" On the digits that mostly small clients hold ({joined(result.digits.rare_digits)}) its"
+        f" test accuracy is {100 * abs(lost):.1f} points {'below' if lost > 0 else 'above'} that of"
+        " the optimum."
     )
 
 
-def _furthest_apart(demo: DemoResult) -> tuple[MethodResult, MethodResult]:
+def _furthest_apart(result: DemoResult) -> tuple[MethodResult, MethodResult]:
     """The method that reads the digits of small clients worst, and the one nearest the optimum."""
-    worst = min(demo.methods, key=lambda method: method.rare.mean())
-    return worst, min(demo.methods, key=lambda method: method.left.mean())
+    worst = min(result.methods, key=lambda method: method.rare.mean())
+    return worst, min(result.methods, key=lambda method: method.left.mean())
 
 
 def _within_spread(one: FloatArray, other: FloatArray) -> bool:
@@ -101,35 +120,28 @@ def _mean_and_std(values: FloatArray) -> str:
     return f"{number(values.mean())} ± {number(values.std(ddof=1))}"
 
 
-def render_page(demo: DemoResult, out: Path) -> str:
+def render_page(result: DemoResult, out: Path) -> str:
     """The text of the page, which needs no other file."""
-    sizes = demo.digits.federation.sizes
-    command = ["fedshuffle", "demo", "--out", str(out), "--seed", str(demo.seed)]
-    command += ["--rounds", str(demo.rounds)] if demo.rounds != experiment.ROUNDS else []
+    command = ["fedshuffle", "demo", "--out", str(out), "--seed", str(result.seed)]
+    command += ["--rounds", str(result.rounds)] if result.rounds != experiment.ROUNDS else []
     return render(
         "experiments/demo",
         "demo.html",
         {"mean_and_std": _mean_and_std},
-        demo=demo,
-        digits=demo.digits,
+        demo=result,
+        digits=result.digits,
         settings=experiment,
-        headline=headline(demo),
-        reason=reason(demo),
-        answer=answer(demo),
-        who_pays=who_pays(demo),
+        sentences={tell.__name__: tell(result) for tell in (headline, reason, answer, who_pays)},
         same=SAME,
         # each for light and for dark pages
-        pictures={name: [embedded(name, demo, t) for t in (LIGHT, DARK)] for name in PICTURES},
-        sizes=sizes,
-        steps=-(-sizes // experiment.BATCH_SIZE),
+        pictures={name: [embedded(name, result, t) for t in (LIGHT, DARK)] for name in PICTURES},
         night=DARK,
-        seeds=seeds(demo.seed),
         command=shlex.join(command),
         files=FILES,
     )
 
 
-def print_summary(console: Console, demo: DemoResult, out: Path) -> None:
+def print_summary(console: Console, result: DemoResult, out: Path) -> None:
     """Print the demo on one screen."""
     table = plain_table(
         *("method", "wrong\nweight", "as\nmeant?", "error\npredicted", "error left\nmean ± std"),
@@ -137,7 +149,7 @@ def print_summary(console: Console, demo: DemoResult, out: Path) -> None:
         align="lrlrrrr",
         no_wrap=True,
     )
-    for method in demo.methods:
+    for method in result.methods:
         same = method.audit.consistent
         table.add_row(
             method.label,
@@ -147,14 +159,14 @@ def print_summary(console: Console, demo: DemoResult, out: Path) -> None:
             _mean_and_std(method.left),
             *(percent(method.accuracies[part].mean()) for part in (ALL, RARE)),
         )
-    best = [percent(demo.optimal_accuracies[part].mean()) for part in (ALL, RARE)]
+    best = [percent(result.optimal_accuracies[part].mean()) for part in (ALL, RARE)]
     table.add_row("the optimum", "", "", "", "0", *best, style="dim")
 
-    console.print(Text(headline(demo), style="bold"))
-    console.print(Text(f"{reason(demo)}\n"))
+    console.print(Text(headline(result), style="bold"))
+    console.print(Text(f"{reason(result)}\n"))
     console.print(table)
-    console.print(Text(f"\n{answer(demo)} {who_pays(demo)}\n"))
-    for method in demo.methods:
+    console.print(Text(f"\n{answer(result)} {who_pays(result)}\n"))
+    for method in result.methods:
         for finding in method.audit.findings:
             console.print(Text.assemble((method.label, "bold"), f": {finding.what} {finding.fix}"))
     for name, file in FILES.items():
