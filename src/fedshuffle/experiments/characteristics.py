@@ -1,9 +1,9 @@
 """The paper's table of characteristics, measured by running each method in each condition.
 
-The docstring of each function defines its characteristic. All clients have parabolas (see
+docs/characteristics.md defines each and says where the paper differs; ``python -m
+fedshuffle.experiments.characteristics`` prints its table. All clients have parabolas (see
 :mod:`fedshuffle.testing.clients`) and weights by size; the server optimiser is left out where it is
 not in question, and a diagonal that rescales coordinates is divided out.
-``python -m fedshuffle.experiments.characteristics`` prints the table of docs/characteristics.md.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from functools import partial
 
 import numpy as np
 import torch
@@ -23,12 +24,7 @@ from fedshuffle.federation import Federation
 from fedshuffle.local_work import LocalWork
 from fedshuffle.methods import Method
 from fedshuffle.state import State
-from fedshuffle.testing.clients import (
-    make_run,
-    quadratic_clients,
-    sizes,
-    without_server_optimiser,
-)
+from fedshuffle.testing.clients import make_run, quadratic_clients, sizes, without_server_optimiser
 from fedshuffle.testing.problems import numbers, partial_sampling
 from fedshuffle.testing.report import DoesNotApplyError
 from fedshuffle.testing.unbiasedness import OPTIMA, limit_point, measured_weights
@@ -56,26 +52,8 @@ def characteristics(method: str | Method) -> dict[str, bool]:
     return found
 
 
-def heterogeneous_data(method: Method) -> bool:
-    """Clients have different optima and curvatures, all take part, with equal numbers of steps: in
-    the limit of small steps the method converges to the optimum of the objective.
-    """
-    return _reaches_the_optimum(method, "full", _EQUAL)
-
-
-def client_sampling(method: Method) -> bool:
-    """It still converges to the optimum when two of four clients are drawn uniformly, in the mean
-    over all cohorts.
-    """
-    return _reaches_the_optimum(method, "uniform:2", _EQUAL)
-
-
-def unequal_steps(method: Method) -> bool:
-    """It still converges to the optimum when all take part with different numbers of steps."""
-    return _reaches_the_optimum(method, "full", _UNEQUAL)
-
-
-def _reaches_the_optimum(method: Method, sampling: str, work: LocalWork) -> bool:
+def reaches_the_optimum(sampling: str, work: LocalWork, method: Method) -> bool:
+    """In the limit of small steps, and in the mean over all cohorts."""
     plain = without_server_optimiser(method)
     try:
         found = limit_point(plain, sampling, _CURVATURES, _CLIENTS, work)
@@ -181,9 +159,14 @@ def _steps(clients: QuadraticClients, state: State) -> Tensor:
     return torch.stack(updates)
 
 
-_TESTS = (heterogeneous_data, client_sampling, reshuffling, unequal_steps, variance_reduction)
 CHARACTERISTICS: dict[str, Callable[[Method], bool]] = {
-    test.__name__.replace("_", " "): test for test in (*_TESTS, global_momentum, server_step_size)
+    "heterogeneous data": partial(reaches_the_optimum, "full", _EQUAL),
+    "client sampling": partial(reaches_the_optimum, "uniform:2", _EQUAL),
+    "reshuffling": reshuffling,
+    "unequal steps": partial(reaches_the_optimum, "full", _UNEQUAL),
+    "variance reduction": variance_reduction,
+    "global momentum": global_momentum,
+    "server step size": server_step_size,
 }
 
 PAPER: dict[str, str] = {

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ from matplotlib.figure import Figure, FigureBase
 from numpy.typing import NDArray
 
 from fedshuffle._arrays import FloatArray
-from fedshuffle.experiments.demo.experiment import DemoResult, MethodResult
+from fedshuffle.experiments.demo.experiment import DemoResult
 from fedshuffle.reports.drawing import data_uri, round_numbers, set_ticks
 from fedshuffle.reports.style import LIGHT, Theme
 
@@ -39,31 +39,28 @@ def draw_federation(figure: FigureBase, demo: DemoResult, theme: Theme) -> None:
 
 def draw_weights(figure: FigureBase, demo: DemoResult, theme: Theme) -> None:
     """The effective over the intended weight of each client."""
-    ratios = {m: m.audit.ratios for m in demo.methods}
-    axes = _by_size(figure, demo, theme, ratios, 1)
-    axes.set(yscale="log", ylabel="counts … times what you meant")
-    _log_ticks(axes.yaxis, np.concatenate(list(ratios.values())))
+    ratios = np.stack([m.audit.ratios for m in demo.methods])
+    axes = _by_size(figure, demo, theme, ratios, "counts … times what you meant")
+    axes.axhline(1, color=theme.axis, linewidth=1, zorder=0.5)
+    axes.set_yscale("log")
+    _log_ticks(axes.yaxis, ratios)
 
 
 def draw_payers(figure: FigureBase, demo: DemoResult, theme: Theme) -> None:
     """Each client's loss beside its loss at the optimum."""
-    axes = _by_size(figure, demo, theme, {m: m.excess.mean(axis=0) for m in demo.methods}, 0)
-    axes.set_ylabel("loss above that at the optimum")
+    losses = np.stack([m.excess.mean(axis=0) for m in demo.methods])
+    axes = _by_size(figure, demo, theme, losses, "loss above that at the optimum")
+    axes.axhline(0, color=theme.axis, linewidth=1, zorder=0.5)
 
 
 def _by_size(
-    figure: FigureBase,
-    demo: DemoResult,
-    theme: Theme,
-    values: Mapping[MethodResult, FloatArray],
-    neutral: float,
+    figure: FigureBase, demo: DemoResult, theme: Theme, values: FloatArray, what: str
 ) -> Axes:
-    """A number of each client and method, over the client's size."""
+    """A number of each method (row) and client, over the client's size."""
     axes, sizes = figure.subplots(), demo.digits.federation.sizes
-    axes.axhline(neutral, color=theme.axis, linewidth=1, zorder=0.5)
-    for m, numbers in values.items():
+    for m, numbers in zip(demo.methods, values, strict=True):
         axes.scatter(sizes, numbers, 25, theme.colour(m.name), label=m.label, alpha=0.75, lw=0)
-    axes.set(xscale="log", xlabel="examples of the client")
+    axes.set(xscale="log", xlabel="examples of the client", ylabel=what)
     _log_ticks(axes.xaxis, sizes)
     axes.legend(frameon=False)
     axes.grid(axis="y")

@@ -12,7 +12,7 @@ from matplotlib.ticker import LogLocator, NullLocator, StrMethodFormatter
 from fedshuffle._files import results_folder
 from fedshuffle.experiments.claims import Claim, draw_panels, publish
 from fedshuffle.experiments.theory.claims import READING, claims
-from fedshuffle.experiments.theory.experiment import PREDICTED, Results, Scale, compute
+from fedshuffle.experiments.theory.experiment import MEASURED, PREDICTED, Results, Scale, compute
 from fedshuffle.methods import colour
 from fedshuffle.reports.drawing import set_ticks
 
@@ -67,10 +67,9 @@ def reproduce(out: Path, scale: Scale | None = None, progress: bool = True) -> l
     results = compute(scale, progress)
     found = claims(results)
     draw = partial(_draw, results)
-    measured = [name for name in results if name not in PREDICTED]
     figures = {
-        "theory": draw_panels(measured, (2, 2), (11, 10), draw),
-        "bounds": draw_panels(PREDICTED, (1, 3), (15, 5), draw),
+        "theory": draw_panels([panel.__name__ for panel in MEASURED], (2, 2), (11, 10), draw),
+        "bounds": draw_panels([panel.__name__ for panel in PREDICTED], (1, 3), (15, 5), draw),
     }
     title = "What the theory says, and what was measured"
     publish(out, results, figures, found, title, READING, progress)
@@ -89,7 +88,7 @@ def _draw(results: Results, axes: Axes, name: str) -> None:
         deviation = np.array(panel.get("deviations", {}).get(curve, 0 * mean))
         below = np.minimum(deviation, 0.9 * mean)  # a band to zero has no end on this axis
         text = curve.replace("eta_g", r"$\eta_g$")
-        if name in PREDICTED:
+        if "bounds" in panel:
             axes.fill_between(x, mean - below, mean + deviation, color=paint, alpha=0.2, lw=0)
             axes.plot(x, mean, color=paint, label=f"{text}, measured")
             axes.plot(x, panel["bounds"][curve], "--", color=paint, label=f"{text}, bound")
@@ -102,7 +101,7 @@ def _draw(results: Results, axes: Axes, name: str) -> None:
     if "bound" in panel:
         text = "the theorem's bound, reshuffled"
         axes.plot(x, panel["bound"], ":", color=COLOURS["reshuffled"], label=text)
-    if name not in PREDICTED:
+    if "bounds" not in panel:
         axes.set_xscale("log")
         set_ticks(axes.xaxis, panel["x"], ".2g")
     if "deviations" not in panel:  # numbers of rounds, as plain numbers

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any
@@ -94,13 +94,10 @@ class Bench:
         seeds = range(self.scale.seeds)
         return [Run(self.federation, method, step_size=step_size, seed=s, **more) for s in seeds]
 
-    def distance(self, x: Tensor) -> Tensor:
-        """The squared distance to the optimum of each row."""
-        return (x - self.optimum).square().sum(1)
-
-    def gradient(self, x: Tensor) -> Tensor:
-        """The squared norm of the gradient at each row."""
-        return (self.hessian * (x - self.optimum)).square().sum(1)
+    def measure(self, quantity: theory.Quantity, x: Tensor) -> Tensor:
+        """Of each row: the squared distance to the optimum, or the squared gradient."""
+        away = x - self.optimum
+        return (away if quantity == "distance" else self.hessian * away).square().sum(1)
 
     def constants(self, sampling: str = "full") -> theory.MethodConstants:
         """The constants of FedShuffle under a sampling."""
@@ -123,7 +120,7 @@ class Bench:
             burn_in = math.ceil(BURN_IN / (self.known.mu_objective * math.prod(steps[0])))
             total = torch.zeros(len(runs), dtype=torch.float64)
             for x in islice(trajectory(self.engine, runs, 2 * burn_in), burn_in + 1, None):
-                total += self.distance(x)
+                total += self.measure("distance", x)
             shape = (len(ORDERS), len(steps), self.scale.seeds)
             tables.append(np.asarray(total / burn_in).reshape(shape))
         factor = 18.0 * self.known.L / self.known.mu
@@ -134,23 +131,20 @@ class Bench:
         }
 
     def rounds(
-        self,
-        groups: Mapping[Any, Sequence[Run]],
-        measure: Callable[[Tensor], Tensor],
-        level: float,
-        most: int,
+        self, quantity: theory.Quantity, level: float, most: int, groups: Mapping[Any, list[Run]]
     ) -> dict[Any, int | None]:
         """The number of rounds until each group's mean is at the level; None for never."""
         reached: dict[Any, int | None] = dict.fromkeys(groups)
         states = {key: [run.start(self.start[0]) for run in runs] for key, runs in groups.items()}
-        hopeless = 100 * float(measure(self.start))
+        hopeless = 100 * float(self.measure(quantity, self.start))
         for r in range(1, most + 1):
             runs = [run for key in states for run in groups[key]]
             before = [state for mine in states.values() for state in mine]
             after = iter(run_round(self.engine, runs, before))
             for key in list(states):
                 states[key] = list(islice(after, len(states[key])))
-                mean = float(measure(torch.stack([state.x for state in states[key]])).mean())
+                models = torch.stack([state.x for state in states[key]])
+                mean = float(self.measure(quantity, models).mean())
                 if mean <= level:
                     reached[key] = r
                 if not level < mean < hopeless:
@@ -171,27 +165,22 @@ class Bench:
         losses, rounds, found = self.known.problem, self.scale.rounds, self.constants(sampling)
         regime: theory.Regime = "strongly-convex" if quantity == "distance" else "non-convex"
         rate = theory.ConvergenceRate(found, losses, regime=regime, server_step_size=eta_g)
-        limit, begin = (
-            theory.largest_step_size(found, losses, server_step_size=eta_g),
-            self.begin(quantity),
-        )
+        limit = theory.largest_step_size(found, losses, server_step_size=eta_g)
+        begin = self.begin(quantity)
         tuned = rate.tune(rounds, start=begin, quantity=quantity)
         step = min(tuned.step_size, limit.step_size)
         runs = self.runs(step, sampling=sampling, server_step_size=eta_g)
         return runs, rate.curve(rounds, step, start=begin, quantity=quantity)
 
     def under_bounds(
-        self,
-        bounded: Mapping[str, tuple[list[Run], FloatArray]],
-        measure: Callable[[Tensor], Tensor],
-        running_mean: bool = False,
+        self, quantity: theory.Quantity, bounded: Mapping[str, tuple[list[Run], FloatArray]]
     ) -> PanelData:
-        """A measure after each round, or its mean over the models before each round so far."""
+        """Distances after each round; of gradients, the mean over the models before each so far."""
         runs = [run for mine, _ in bounded.values() for run in mine]
         x = np.arange(1, self.scale.rounds + 1)
-        columns = [measure(models) for models in trajectory(self.engine, runs, len(x))]
-        table = torch.stack(columns, dim=1).numpy()
-        table = table[:, :-1].cumsum(axis=1) / x if running_mean else table[:, 1:]
+        models = trajectory(self.engine, runs, len(x))
+        table = torch.stack([self.measure(quantity, y) for y in models], dim=1).numpy()
+        table = table[:, 1:] if quantity == "distance" else table[:, :-1].cumsum(axis=1) / x
         steps = {name: mine[0].step_size for name, (mine, _) in bounded.items()}
         return {
             "x": x.tolist(),
@@ -249,7 +238,7 @@ def cohort(scale: Scale) -> PanelData:
             groups[name] = bench.runs(
                 eta / SERVER / found.longest, sampling=form.format(b), server_step_size=SERVER
             )
-        for name, reached in bench.rounds(groups, bench.distance, scale.epsilon, most).items():
+        for name, reached in bench.rounds("distance", scale.epsilon, most, groups).items():
             curves[name].append(reached)
     own = {"epsilon": scale.epsilon, "M": variances, "share of the limit": shares}
     return {"x": list(scale.cohorts), "curves": curves, "facts": bench.facts | own}
@@ -277,8 +266,8 @@ def similarity(scale: Scale) -> PanelData:
             far, near = k * LOCAL_STEP / bench.known.delta / longest, k * LOCAL_STEP / bench.known.L
             groups[LOCAL, k] = bench.runs(far, local, sampling="one", work=work)
             groups[NON_LOCAL, k] = bench.runs(near, non_local, sampling="one")
-        level = scale.gradient * float(bench.gradient(bench.start))
-        reached = bench.rounds(groups, bench.gradient, level, most=10_000)
+        level = scale.gradient * float(bench.measure("gradient", bench.start))
+        reached = bench.rounds("gradient", level, 10_000, groups)
         facts["E"].append(epochs)
         facts["constants"].append(bench.facts)
         for name in names:
@@ -298,14 +287,14 @@ def distance(scale: Scale) -> PanelData:
     """
     bench = Bench(replace(quadratics.apart(), start=quadratics.many().start), scale)
     kinds = {f"eta_g = {eta_g:g}": bench.bounded("full", eta_g) for eta_g in (1.0, SERVER)}
-    return bench.under_bounds(kinds, bench.distance)
+    return bench.under_bounds("distance", kinds)
 
 
-def samplings(scale: Scale) -> PanelData:
+def sampling(scale: Scale) -> PanelData:
     """The same with a few clients per round: the smaller M is, the lower is the bound."""
     bench = Bench(quadratics.many(), scale)
     kinds = {name: bench.bounded(form.format(COHORT), SERVER) for name, form in SAMPLINGS.items()}
-    return bench.under_bounds(kinds, bench.distance)
+    return bench.under_bounds("distance", kinds)
 
 
 def gradient(scale: Scale) -> PanelData:
@@ -326,20 +315,12 @@ def gradient(scale: Scale) -> PanelData:
             rate.curve(scale.rounds, tuned.step_size, tuned.a, start=begin),
         ),
     }
-    panel = bench.under_bounds(kinds, bench.gradient, running_mean=True)
+    panel = bench.under_bounds("gradient", kinds)
     return {**panel, "facts": {**panel["facts"], "a": tuned.a}}
 
 
-PANELS: dict[str, Callable[[Scale], PanelData]] = {
-    "noise": noise,
-    "cohort": cohort,
-    "server": server,
-    "similarity": similarity,
-    "distance": distance,
-    "sampling": samplings,
-    "gradient": gradient,
-}
-PREDICTED = tuple(PANELS)[4:]
+MEASURED = (noise, cohort, server, similarity)
+PREDICTED = (distance, sampling, gradient)
 """The panels with bounds over rounds, in a figure of their own."""
 
 
@@ -347,5 +328,5 @@ def compute(scale: Scale | None = None, progress: bool = False) -> Results:
     """All panels."""
     scale = Scale() if scale is None else scale
     with progress_bar(progress, MofNCompleteColumn(), "panels") as bars:
-        panels = bars.track(PANELS.items(), description="measuring")
-        return {name: panel(scale) for name, panel in panels}
+        panels = bars.track(MEASURED + PREDICTED, description="measuring")
+        return {panel.__name__: panel(scale) for panel in panels}
