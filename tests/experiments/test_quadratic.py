@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -260,8 +261,7 @@ def test_evidence_names_curves_that_still_fall() -> None:
         curve["mean"] = curve["mean"][:20]
     (claim,) = [c for c in claims(results) if c.text.startswith("FedAvgRR saturates")]
     assert not claim.seen
-    assert "Still falling" in claim.evidence
-    assert "FedAvgRR" in claim.evidence
+    assert re.search(r"FedAvgRR [^,]*still falling", claim.evidence)
 
 
 def test_a_curve_at_constant_pace_has_not_settled() -> None:

@@ -28,20 +28,6 @@ class Claim:
     evidence: str
 
 
-Checks = Mapping[str, Mapping[str, Callable[[Any], tuple[bool, str]]]]
-"""For each panel: sentences, and for each a check: whether it is seen in the panel, and why."""
-
-
-def check_all(checks: Checks, panels: Mapping[str, Any]) -> list[Claim]:
-    """Every claim, checked in its panel."""
-    found = []
-    for name, sentences in checks.items():
-        for text, check in sentences.items():
-            seen, evidence = check(panels[name])
-            found.append(Claim(name, text, bool(seen), evidence))
-    return found
-
-
 def draw_panels(
     names: Sequence[str],
     grid: tuple[int, int],

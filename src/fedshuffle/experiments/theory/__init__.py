@@ -16,29 +16,18 @@ from fedshuffle.experiments.theory.experiment import MEASURED, PREDICTED, Result
 from fedshuffle.methods import colour
 from fedshuffle.reports.drawing import set_ticks
 
-_DISTANCE = r"$\|x - x^\star\|^2$"
-_STATIONARY = r"stationary $E\,\|x - x^\star\|^2$"
+_DISTANCE, _STATIONARY = r"$\|x - x^\star\|^2$", r"stationary $E\,\|x - x^\star\|^2$"
+_AT_EFFECTIVE_STEP = r"server step size $\eta_g$, with $\eta_g \eta_l = %(effective step).3f$"
+_TO_GRADIENT = r"rounds to $E\,\|\nabla f\|^2 = %(gradient)g \, \|\nabla f(x^0)\|^2$"
 TEXTS = {
     "noise": (
-        "Noise of the examples: reshuffled, or with replacement",
+        "Noise of the examples",
         r"step size $\eta_l$, up to the theorem's limit",
         _STATIONARY,
     ),
-    "cohort": (
-        "Linear speed-up in the cohort size",
-        "clients per round, b",
-        r"rounds to $E\,\|x - x^\star\|^2 = %(epsilon)g$",
-    ),
-    "server": (
-        "The middle term and the server step size",
-        r"server step size $\eta_g$, with $\eta_g \eta_l = %(effective step).3f$",
-        _STATIONARY,
-    ),
-    "similarity": (
-        "Local steps, when Hessians are alike",
-        r"Hessian similarity $\delta / L$",
-        r"rounds to $E\,\|\nabla f\|^2 = %(gradient)g \, \|\nabla f(x^0)\|^2$",
-    ),
+    "cohort": ("Linear speed-up", "clients per round, b", f"rounds to {_DISTANCE} = %(epsilon)g"),
+    "server": ("The middle term and the server step size", _AT_EFFECTIVE_STEP, _STATIONARY),
+    "similarity": ("Local steps, when Hessians are alike", r"$\delta / L$", _TO_GRADIENT),
     "distance": ("All clients: drift and the server step size", "rounds", _DISTANCE),
     "sampling": ("A few of many clients: the sampling", "rounds", _DISTANCE),
     "gradient": ("One client: momentum", "rounds", r"$\|\nabla f\|^2$, mean so far"),
