@@ -37,9 +37,9 @@ from fedshuffle.experiments.demo.experiment import (
     seeds,
     split,
 )
-from fedshuffle.experiments.demo.figures import PICTURES
 from fedshuffle.experiments.demo.report import (
     FILES,
+    PICTURES,
     answer,
     demo,
     headline,

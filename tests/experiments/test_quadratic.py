@@ -15,9 +15,8 @@ from torch import nn
 from fedshuffle import MVR, Federation, LocalWork, MissLast, losses, methods, train
 from fedshuffle.errors import FedShuffleError
 from fedshuffle.experiments.claims import Claim
-from fedshuffle.experiments.quadratic import reproduce
-from fedshuffle.experiments.quadratic.claims import Panel, claims
 from fedshuffle.experiments.quadratic.experiment import Results, compute, panels
+from fedshuffle.experiments.quadratic.report import Panel, claims, reproduce
 
 FILES = ["figure1.png", "figure1.pdf", "hybrid.png", "hybrid.pdf", "results.json", "claims.md"]
 pytestmark = [

@@ -18,8 +18,6 @@ from fedshuffle._arrays import FloatArray
 from fedshuffle.cli import app
 from fedshuffle.experiments.claims import Claim
 from fedshuffle.experiments.quadratics import Quadratics, alike, apart, many, similar
-from fedshuffle.experiments.theory import reproduce
-from fedshuffle.experiments.theory.claims import claims, slope
 from fedshuffle.experiments.theory.experiment import (
     COHORT,
     SERVER,
@@ -30,6 +28,7 @@ from fedshuffle.experiments.theory.experiment import (
     compute,
     sampling,
 )
+from fedshuffle.experiments.theory.report import claims, reproduce, slope
 from fedshuffle.sampling import importance_probabilities
 
 pytestmark = [

@@ -42,7 +42,8 @@ def reproduce(
         raise unknown("experiment", experiment, _UNUSED)
     refuse_unused(context, _UNUSED[experiment], experiment)
     if experiment in ("quadratic", "theory"):
-        from fedshuffle.experiments import quadratic, theory
+        from fedshuffle.experiments.quadratic import report as quadratic
+        from fedshuffle.experiments.theory import report as theory
 
         if experiment == "quadratic":
             claims = quadratic.reproduce(out, rounds, progress=not as_json)

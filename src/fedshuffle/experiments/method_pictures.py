@@ -28,8 +28,7 @@ from fedshuffle._arrays import FloatArray
 from fedshuffle._files import results_folder, write_file
 from fedshuffle.auditing import contributions
 from fedshuffle.errors import FedShuffleError
-from fedshuffle.experiments.quadratic import DISTANCE
-from fedshuffle.experiments.quadratic.experiment import SEEDS, TITLES, distances
+from fedshuffle.experiments.quadratic.experiment import DISTANCE, SEEDS, TITLES, distances
 from fedshuffle.experiments.quadratics import toy
 from fedshuffle.local_work import LocalWork
 from fedshuffle.methods import Method

@@ -84,6 +84,7 @@ class Scenario:
         return self.step_size * float(contributions(self.method, cohort).sum())
 
 
+DISTANCE = r"$\|x^r - x^\star\|^2$"
 TITLES = {
     "full": "Full participation",
     "momentum": "Full participation, momentum 0.9",
