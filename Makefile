@@ -33,7 +33,7 @@ figures: $(INSTALLED)  ## the paper's toy figures in out/quadratic
 	$(BIN)/fedshuffle reproduce quadratic --out out/quadratic
 
 docs-pictures: $(INSTALLED)  ## the pictures and tables of docs/methods
-	$(BIN)/python -m fedshuffle.experiments.method_pictures.experiment docs
+	$(BIN)/python -m fedshuffle.experiments.method_pictures docs
 
 audit-flower: $(CLUSTERS)  ## what the auditor finds for Flower's strategies
 	$(BIN)/python benchmarks/flower_strategies.py --write

@@ -18,8 +18,8 @@ from rich.console import Console
 
 from fedshuffle import Method, audit, cli, methods
 from fedshuffle.cli.methods import print_methods
-from fedshuffle.experiments.method_pictures import experiment as method_pictures
-from fedshuffle.experiments.method_pictures.experiment import PICTURES, PlottedMethod, refreshed
+from fedshuffle.experiments import method_pictures
+from fedshuffle.experiments.method_pictures import PICTURES, PlottedMethod, refreshed
 from fedshuffle.methods import Direction, LocalPlan, MethodState, RoundContext, Steps
 from fedshuffle.reports import methods as listing
 
@@ -226,7 +226,7 @@ def test_all_runs_of_a_picture_move_equally_far() -> None:
     import torch
 
     from fedshuffle.engines import ReferenceEngine
-    from fedshuffle.experiments.method_pictures.experiment import Picture, run
+    from fedshuffle.experiments.method_pictures import Picture, run
     from fedshuffle.experiments.quadratics import toy
     from fedshuffle.training.rounds import run_round
 
@@ -248,7 +248,7 @@ def test_curves_are_those_of_training() -> None:
     from fedshuffle.experiments.quadratics import half_squares, toy
     from fedshuffle.testing.problems import Point
 
-    found = method_pictures.compute(["scaffold", "baselines"], rounds=6)
+    found = {n: method_pictures.compute(PICTURES[n], rounds=6) for n in ("scaffold", "baselines")}
     (curve,) = [c for c in PICTURES["scaffold"].curves if c.name == "scaffold"]
     distances = []
     for seed in SEEDS:

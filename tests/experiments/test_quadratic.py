@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -14,9 +15,8 @@ from torch import nn
 from fedshuffle import MVR, Federation, LocalWork, MissLast, losses, methods, train
 from fedshuffle.errors import FedShuffleError
 from fedshuffle.experiments.claims import Claim
-from fedshuffle.experiments.quadratic import reproduce
-from fedshuffle.experiments.quadratic.claims import Panel, claims
 from fedshuffle.experiments.quadratic.experiment import Results, compute, panels
+from fedshuffle.experiments.quadratic.report import Panel, claims, reproduce
 
 FILES = ["figure1.png", "figure1.pdf", "hybrid.png", "hybrid.pdf", "results.json", "claims.md"]
 pytestmark = [
@@ -260,8 +260,7 @@ def test_evidence_names_curves_that_still_fall() -> None:
         curve["mean"] = curve["mean"][:20]
     (claim,) = [c for c in claims(results) if c.text.startswith("FedAvgRR saturates")]
     assert not claim.seen
-    assert "Still falling" in claim.evidence
-    assert "FedAvgRR" in claim.evidence
+    assert re.search(r"FedAvgRR [^,]*still falling", claim.evidence)
 
 
 def test_a_curve_at_constant_pace_has_not_settled() -> None:

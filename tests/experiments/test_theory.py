@@ -17,21 +17,18 @@ from typer.testing import CliRunner
 from fedshuffle._arrays import FloatArray
 from fedshuffle.cli import app
 from fedshuffle.experiments.claims import Claim
-from fedshuffle.experiments.quadratics import Quadratics
-from fedshuffle.experiments.theory import reproduce
-from fedshuffle.experiments.theory.claims import claims, slope
+from fedshuffle.experiments.quadratics import Quadratics, alike, apart, many, similar
 from fedshuffle.experiments.theory.experiment import (
     COHORT,
-    PREDICTED,
     SERVER,
     SHARE,
     Results,
     Scale,
     cohort,
     compute,
-    samplings,
+    sampling,
 )
-from fedshuffle.experiments.theory.problems import alike, apart, many, similar
+from fedshuffle.experiments.theory.report import claims, reproduce, slope
 from fedshuffle.sampling import importance_probabilities
 
 pytestmark = [
@@ -39,6 +36,7 @@ pytestmark = [
     pytest.mark.xdist_group("theory experiment"),  # what they share is made once
 ]
 
+PREDICTED = ("distance", "sampling", "gradient")
 SMALL = Scale(
     seeds=2,
     halvings=2,
@@ -212,7 +210,7 @@ def test_the_speed_up_is_linear_in_expectation() -> None:
 
 
 def test_the_expectation_is_what_is_measured_and_under_the_bound() -> None:
-    panel = samplings(Scale(seeds=16, rounds=60))
+    panel = sampling(Scale(seeds=16, rounds=60))
     assert panel["x"] == list(range(1, 61))
     eta = panel["facts"]["step sizes"]["importance"] * SERVER * max(many().sizes)
     expected = np.array(list(itertools.islice(errors_in_expectation(COHORT, eta), 60)))
@@ -344,7 +342,7 @@ def as_claimed() -> Results:
 
 def test_numbers_as_claimed_show_every_claim() -> None:
     found = claims(as_claimed())
-    assert len(found) == 14
+    assert len(found) == 15
     assert all(claim.seen for claim in found)
 
 
@@ -359,6 +357,7 @@ def test_numbers_as_claimed_show_every_claim() -> None:
         ("cohort", "uniform", [150, 80], "fewer rounds than uniform"),
         ("cohort", "uniform", [None, None], "fewer rounds than uniform"),
         ("server", "reshuffled", [4e-4, 4e-4], "The middle term vanishes"),
+        ("server", "with replacement", [0.2, 0.1], "the noise stays"),
         ("server", "reshuffled", [0.8, 0.2], "under the theorem's bound"),
         ("similarity", "FedShuffleMVR, theorem", [100, 100], "go with delta"),
         ("similarity", "non-local MVR, theorem", [200, 20], "do not"),

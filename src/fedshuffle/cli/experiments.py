@@ -42,7 +42,8 @@ def reproduce(
         raise unknown("experiment", experiment, _UNUSED)
     refuse_unused(context, _UNUSED[experiment], experiment)
     if experiment in ("quadratic", "theory"):
-        from fedshuffle.experiments import quadratic, theory
+        from fedshuffle.experiments.quadratic import report as quadratic
+        from fedshuffle.experiments.theory import report as theory
 
         if experiment == "quadratic":
             claims = quadratic.reproduce(out, rounds, progress=not as_json)
@@ -65,11 +66,10 @@ def demo(
     as_json: AsJson = False,
 ) -> None:
     """Audit and train three methods on real data, and write a one-page report."""
-    from fedshuffle.experiments.demo import demo as run_demo
-    from fedshuffle.experiments.demo.page import print_summary
+    from fedshuffle.experiments.demo import report
 
-    summary = run_demo(out, rounds=rounds, seed=seed, progress=not as_json)
+    result = report.demo(out, rounds=rounds, seed=seed, progress=not as_json)
     if as_json:
-        print(json.dumps(summary.to_dict()))
+        print(json.dumps(result.to_dict()))
     else:
-        print_summary(console, summary)
+        report.print_summary(console, result, out)

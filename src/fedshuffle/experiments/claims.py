@@ -1,17 +1,21 @@
-"""Claims of the paper or its theory, and the evidence for or against each."""
+"""Claims of the paper or its theory, the evidence for or against each, and their publication."""
 
 from __future__ import annotations
 
 import json
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
 from fedshuffle._arrays import jsonable
 from fedshuffle._files import write_file
 from fedshuffle._terminal import Console, plain_table
+from fedshuffle.reports.drawing import clean, save
 
 
 @dataclass(frozen=True)
@@ -24,30 +28,55 @@ class Claim:
     evidence: str
 
 
-def markdown(claims: Sequence[Claim], title: str, reading: str) -> str:
-    """The claims as a document; ``reading`` explains its terms."""
-    items = [
-        f"{c.panel}, seen: {'yes' if c.seen else '**no**'}. *{c.text}* {c.evidence}" for c in claims
-    ]
-    wrapped = [textwrap.fill(item, 98, break_on_hyphens=False) for item in items]
-    lines = ["- " + textwrap.indent(item, "  ").lstrip() for item in wrapped]
-    return "\n".join([f"# {title}", "", reading, "", *lines, ""])
+def draw_panels(
+    names: Sequence[str],
+    grid: tuple[int, int],
+    size: tuple[float, float],
+    draw: Callable[[Axes, str], None],
+) -> Figure:
+    """A figure of panels, each with its legend under it."""
+    figure = Figure(figsize=size, layout="constrained")
+    for axes, name in zip(figure.subplots(*grid, squeeze=False).flat, names, strict=True):
+        draw(axes, name)
+        clean(axes)
+        columns = 2 if len(axes.get_lines()) > 3 else 1
+        where: dict[str, Any] = {"loc": "upper center", "bbox_to_anchor": (0.5, -0.15)}
+        axes.legend(**where, ncols=columns, frameon=False, fontsize=10)
+    return figure
 
 
 def publish(
-    claims: Sequence[Claim], results: Any, out: Path, title: str, reading: str, progress: bool
+    out: Path,
+    results: Mapping[str, Any],
+    figures: Mapping[str, Figure],
+    claims: Sequence[Claim],
+    title: str,
+    reading: str,
+    progress: bool,
 ) -> None:
-    """Write ``results.json`` and ``claims.md``; print the claims if progress is shown."""
+    """Write the figures, ``results.json`` and ``claims.md``; print the claims if wanted.
+
+    ``reading`` goes on after the number of claims that were seen, and explains the terms.
+    """
+    for name, figure in figures.items():
+        save(figure, out / name)
     write_file(out / "results.json", json.dumps(jsonable(results)))
-    write_file(out / "claims.md", markdown(claims, title, reading))
-    if not progress:
-        return
     table = plain_table("panel", "seen", "what the paper says", align="lc")
     table.columns[0].no_wrap = True
+    seen = sum(claim.seen for claim in claims)
+    lines = [f"# {title}", "", f"{seen} of {len(claims)} claims were seen{reading}", ""]
     for claim in claims:
-        seen = "[green]yes[/]" if claim.seen else "[bold red]no[/]"
-        reason = "" if claim.seen else f"\n[dim]{claim.evidence}[/]"
-        table.add_row(claim.panel, seen, claim.text + reason)
-    console = Console()
-    console.print(table)
-    console.print(f"\nFigures, numbers and the evidence for each claim are in {out}.")
+        found, colour = ("yes", "green") if claim.seen else ("**no**", "bold red")
+        item = f"{claim.panel}, seen: {found}. *{claim.text}* {claim.evidence}"
+        lines.append(
+            textwrap.fill(
+                item, 100, initial_indent="- ", subsequent_indent="  ", break_on_hyphens=False
+            )
+        )
+        missing = "" if claim.seen else f"\n[dim]{claim.evidence}[/]"
+        table.add_row(claim.panel, f"[{colour}]{found.strip('*')}[/]", claim.text + missing)
+    write_file(out / "claims.md", "\n".join([*lines, ""]))
+    if progress:
+        console = Console()
+        console.print(table)
+        console.print(f"\nFigures, numbers and the evidence for each claim are in {out}.")

@@ -1,4 +1,4 @@
-r"""Clients with quadratic losses, and many runs on them in lockstep.
+r"""Clients with quadratic losses, many runs on them in lockstep, and the experiments' problems.
 
 The loss of an example is :math:`f_{ij}(x) = \frac12 (x - m_{ij})^T Diag(a_{ij}) (x - m_{ij})`, so
 that optima, constants of the theory and effective objectives are known exactly.
@@ -6,6 +6,7 @@ that optima, constants of the theory and effective objectives are known exactly.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -17,6 +18,7 @@ from fedshuffle import losses
 from fedshuffle._arrays import FloatArray
 from fedshuffle.engines import Engine, Problem
 from fedshuffle.federation import Federation
+from fedshuffle.randomness import Purpose, generator
 from fedshuffle.testing.problems import Point
 from fedshuffle.theory import ExactConstants, quadratic_constants
 from fedshuffle.training.rounds import Run, simulate
@@ -60,12 +62,6 @@ class Quadratics:
         return Problem(Point(start), half_squares, Federation.from_arrays(a, m, sizes=self.sizes))
 
 
-def toy(sizes: Sequence[int]) -> Quadratics:
-    """The paper's toy problem: clients share the canonical basis, all curvatures are 1."""
-    basis = np.eye(sum(sizes))
-    return Quadratics(tuple(sizes), np.ones_like(basis), basis, start=np.zeros(len(basis)))
-
-
 def half_squares(model: Point, curvatures: Tensor, optima: Tensor) -> Tensor:
     """The mean over examples of half the weighted squared distance to their optima."""
     values: Tensor = curvatures * (model.x - optima).square()
@@ -77,3 +73,80 @@ def trajectory(engine: Engine, runs: Sequence[Run], rounds: int) -> Iterator[Ten
     yield engine.problem.start.expand(len(runs), -1)
     for states in simulate(engine, runs, rounds):
         yield torch.stack([state.x for state in states])
+
+
+# The problems of the experiments ----------------------------------------------------------------
+
+_DIMENSIONS = 16
+"""Errors are sums over this many directions, which is cheaper than as many seeds."""
+
+
+def toy(sizes: Sequence[int]) -> Quadratics:
+    """The paper's toy problem: clients share the canonical basis, all curvatures are 1."""
+    basis = np.eye(sum(sizes))
+    return Quadratics(tuple(sizes), np.ones_like(basis), basis, start=np.zeros(len(basis)))
+
+
+def _normal(shape: tuple[int, ...], stream: int) -> FloatArray:
+    return generator(0, Purpose.START, round=stream).normal(size=shape) / math.sqrt(shape[-1])
+
+
+def alike() -> Quadratics:
+    """Three clients with one optimum, the origin: G = 0, and all noise is that of the examples.
+
+    Half of the examples are steep (curvature 1) with optima on one side, half are flat (1/2) with
+    optima on the other. Curvature and optimum are correlated, as in the worst case of the theorem;
+    with equal curvatures reshuffling would leave even less, eta^3.
+    """
+    sizes = (2, 4, 6)
+    side = np.tile([1.0, -1.0], 6)[:, None]
+    curvatures = np.where(side > 0, 1.0, 0.5)
+    optima = side / curvatures * _normal((1, _DIMENSIONS), 0) + _normal((12, _DIMENSIONS), 1)
+    for mine in _clients(sizes):
+        a = curvatures[mine]
+        optima[mine] -= (a * optima[mine]).sum(axis=0) / a.sum()
+    return Quadratics(sizes, curvatures, optima, start=np.zeros(_DIMENSIONS))
+
+
+def apart() -> Quadratics:
+    """Three clients that differ in their optima and curvatures: they drift."""
+    sizes = (2, 4, 6)
+    curvatures = np.array([1, 1, 1, 0.5, 1, 0.5, *[0.5] * 6])[:, None]
+    optima = 0.5 * _normal((12, _DIMENSIONS), 2)
+    for mine, own in zip(_clients(sizes), _normal((3, _DIMENSIONS), 3), strict=True):
+        optima[mine] += own
+    optima -= (curvatures * optima).sum(axis=0) / curvatures.sum()
+    return Quadratics(sizes, curvatures, optima, start=np.zeros(_DIMENSIONS))
+
+
+def many() -> Quadratics:
+    """A hundred clients with 1 to 8 examples, the larger the fewer; all curvatures are 1."""
+    sizes = tuple(int(size) for size in np.repeat([1, 2, 4, 8], [40, 30, 20, 10]))
+    own = _normal((len(sizes), _DIMENSIONS), 4)
+    own /= np.linalg.norm(own, axis=1, keepdims=True)
+    optima = np.repeat(own, sizes, axis=0) + 0.25 * _normal((sum(sizes), _DIMENSIONS), 5)
+    optima -= optima.mean(axis=0)
+    away = _normal((_DIMENSIONS,), 6)
+    return Quadratics(sizes, np.ones((sum(sizes), 1)), optima, start=away / np.linalg.norm(away))
+
+
+def similar(delta: float) -> Quadratics:
+    """Three clients whose Hessians differ by delta, with curvatures from 1 down to 1/256.
+
+    The steepest direction is the same for all, and makes L = 1, which limits MVR without local
+    steps. Elsewhere Hessians differ by delta, or by nine tenths of the curvature. Every direction
+    has the same share of f at the start.
+    """
+    sizes, sign = (1, 1, 2), np.array([1.0, 1.0, -1.0])
+    steepness = 2.0 ** -np.arange(9)
+    apart = np.where(steepness < 1, np.minimum(delta, 0.9 * steepness), 0.0)
+    gradients = _normal((4, 9), 7)  # of the examples, at the optimum
+    gradients = 0.1 * (gradients - gradients.mean(axis=0))
+    curvatures = np.repeat(steepness + sign[:, None] * apart, sizes, axis=0)
+    return Quadratics(sizes, curvatures, gradients / curvatures, start=1 / np.sqrt(steepness))
+
+
+def _clients(sizes: Sequence[int]) -> Iterator[slice]:
+    """The rows of each client."""
+    ends = np.cumsum(sizes).tolist()
+    return (slice(end - size, end) for end, size in zip(ends, sizes, strict=True))

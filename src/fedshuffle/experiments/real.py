@@ -11,27 +11,20 @@ import functools
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from torch import nn
 
 from fedshuffle import comparison, methods
 from fedshuffle._files import results_folder
 from fedshuffle.data import datasets
-from fedshuffle.errors import unknown
 from fedshuffle.federation import Federation
 from fedshuffle.models import ResNet
-
-if TYPE_CHECKING:
-    from fedshuffle.comparison import Comparison
 
 FEDAVG_MIN = replace(methods.get("fedavg-min"), work={"steps": "min"})
 FEDAVG_MEAN = replace(methods.get("fedavg-mean"), work={"steps": "mean"})
 
-NAMES = ("cifar100", "shakespeare")
 
-
-def load(experiment: str, scale: str, out: Path, data: Path | None = None) -> Comparison:
+def load(experiment: str, scale: str, out: Path, data: Path | None = None) -> comparison.Comparison:
     """An experiment at a scale, to be run into a folder.
 
     Args:
@@ -40,23 +33,23 @@ def load(experiment: str, scale: str, out: Path, data: Path | None = None) -> Co
         out: the folder for the results.
         data: the folder of data sets, if not that of FEDSHUFFLE_DATA or the cache.
     """
-    if experiment not in NAMES:
-        raise unknown("experiment", experiment, NAMES)
-    places = {}
-    if data is not None:
-        place = str(data.resolve())
-        places = {"data.folder": place, "evaluation.data.folder": place}
-    file = Path(__file__).with_name(f"{experiment}.toml")
-    found = comparison.load(file, places, scale)
+    keys = ("data.folder", "evaluation.data.folder")
+    places = dict.fromkeys(keys, str(data.resolve())) if data else {}
+    found = comparison.load(Path(__file__).with_name(f"{experiment}.toml"), places, scale)
     # Nothing is imported from where the file lies, and the results can be moved about.
     return replace(found, base=replace(found.base, folder=results_folder(out)))
+
+
+# The parts for training and for testing are read once.
+_shakespeare = functools.lru_cache(maxsize=1)(datasets.shakespeare)
+_cifar100 = functools.lru_cache(maxsize=1)(datasets.cifar100)
 
 
 def shakespeare(
     part: str = "train", clients: int | None = None, folder: str | None = None
 ) -> Federation:
     """Shakespeare's lines by speaker; a sample of the clients if ``clients`` is given."""
-    federation = _parts("shakespeare", folder)[part != "train"]
+    federation = _shakespeare(folder)[part != "train"]
     return federation if clients is None else federation.sample(clients)
 
 
@@ -64,18 +57,9 @@ def cifar100(
     part: str = "train", clients: int = 500, per_client: int = 100, folder: str | None = None
 ) -> Federation:
     """CIFAR-100, split over clients by hierarchical LDA."""
-    return _parts("cifar100", folder, clients, per_client)[part != "train"]
+    return _cifar100(folder, clients=clients, per_client=per_client)[part != "train"]
 
 
 def resnet(width: int = 64, blocks: Sequence[int] = (2, 2, 2, 2), padding: int = 4) -> nn.Module:
     """ResNet-18 with group normalisation, which sees images cropped and mirrored at random."""
     return nn.Sequential(datasets.Augment(padding), ResNet(100, width, blocks))
-
-
-@functools.lru_cache(maxsize=1)
-def _parts(
-    name: str, folder: str | None, clients: int = 0, per_client: int = 0
-) -> tuple[Federation, Federation]:
-    if name == "shakespeare":
-        return datasets.shakespeare(folder)
-    return datasets.cifar100(folder, clients=clients, per_client=per_client)

@@ -24,12 +24,6 @@ def clean(axes: Axes) -> None:
     axes.set_axisbelow(True)
 
 
-def legend_below(axes: Axes, distance: float, columns: int, fontsize: float) -> None:
-    """The legend of a panel, under its axis."""
-    where: dict[str, Any] = {"loc": "upper center", "bbox_to_anchor": (0.5, -distance)}
-    axes.legend(**where, ncols=columns, frameon=False, fontsize=fontsize)
-
-
 def round_numbers(ends: tuple[float, float], multiples: Sequence[int] = (1, 2, 5)) -> list[float]:
     """Multiples of powers of ten between two ends, for a logarithmic axis."""
     numbers = [m * 10.0**k for k in range(-6, 9) for m in multiples]
@@ -42,11 +36,11 @@ def set_ticks(axis: Axis, ticks: Sequence[float], form: str = "g") -> None:
     axis.set_minor_locator(NullLocator())
 
 
-def save(figure: Figure, path: Path, dpi: int = 160) -> list[Path]:
+def save(figure: Figure, path: Path) -> list[Path]:
     """Write ``path`` with .png and .pdf; the same numbers give the same bytes."""
     files = [path.with_name(f"{path.name}.{kind}") for kind in ("png", "pdf")]
     with matplotlib.rc_context({"pdf.fonttype": 42}):  # letters stay letters in a paper
-        figure.savefig(files[0], dpi=dpi, metadata={"Software": None})
+        figure.savefig(files[0], dpi=160, metadata={"Software": None})
         figure.set_layout_engine("none")  # laid out once is enough
         figure.savefig(files[1], metadata={"CreationDate": None})
     return files

@@ -1,315 +1,297 @@
-"""The demo: three methods on real data, and the objective that each of them really minimises.
+"""The demo's computation: an audit before any training, then training to see whether it is right.
 
 The images of handwritten digits that come with scikit-learn are split over clients of very
-different sizes and label mixes. Before any training, the audit computes the objective that each
-method minimises, and so the level at which it will stop; training then shows whether it does.
+different sizes and label mixes. The audit computes the objective that each method minimises, and so
+the level at which it will stop.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
-from itertools import chain
-from pathlib import Path
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from rich.progress import Progress
-from torch import Tensor
+from sklearn.datasets import load_digits
+from sklearn.linear_model import LogisticRegression
+from torch import Tensor, nn
+from torch.nn import functional
 
-from fedshuffle import schedules
-from fedshuffle._arrays import FloatArray, IntArray, count, jsonable
+from fedshuffle import losses, methods, schedules
+from fedshuffle._arrays import FloatArray, IntArray, jsonable
 from fedshuffle.auditing import Audit, audit
-from fedshuffle.engines import Engine, VectorizedEngine
-from fedshuffle.experiments.demo.problem import ACCURACIES, BoolArray, Objective, split
+from fedshuffle.engines import Problem, VectorizedEngine
 from fedshuffle.experiments.quadratics import trajectory
 from fedshuffle.federation import Federation
 from fedshuffle.local_work import LocalWork
-from fedshuffle.methods import label
-from fedshuffle.randomness import check_seed
+from fedshuffle.randomness import Purpose, generator
 from fedshuffle.training.rounds import Run
 
 METHODS = ("fedavg-rr", "fednova-rr", "fedshuffle")
 ROUNDS = 400
+COHORT, BATCH_SIZE = 10, 32
+L2 = 0.01
+"""Every loss has the penalty ``L2 / 2 |x|^2``."""
+SAMPLING = f"uniform:{COHORT}"
+WORK = LocalWork(epochs=1, batch_size=BATCH_SIZE, weight_decay=L2)
+STEP_SIZES = (0.2, 0.4, 0.8, 1.6, 3.2, 6.4, 12.8)
+"""Each method gets the best of these; after a twentieth of the rounds it has halved."""
+PILOTS, RUNS = 2, 5
+"""Runs per step size to choose among them, and runs to show, each with another seed."""
+
+DIGITS = 10
+ALL, RARE, OTHER = "all digits", "digits of small clients", "other digits"
+_TEST_SHARE = 0.2
+_LARGE_SHARES = (4, 3, 2)
+"""How the large clients share what the small ones leave."""
+_SMALL_CLIENTS, _SMALL_SIZES = 37, (5, 50)
+_MIXING = 1.5
+"""How far labels stray between clients: 0 sorts the digits strictly, large numbers mix them all."""
 
 
-@dataclass(frozen=True)
-class Settings:
-    """What the demo does; the same for every method."""
+@dataclass(frozen=True, eq=False)
+class Digits:
+    r"""The digits, split over clients, with a part held out; and logistic regression on them.
 
-    rounds: int = ROUNDS
-    seed: int = 0
-    cohort: int = 10
-    batch_size: int = 32
-    l2: float = 0.01
-    step_sizes: tuple[float, ...] = (0.2, 0.4, 0.8, 1.6, 3.2, 6.4, 12.8)
-    """Each method gets the best of these."""
-    pilots: int = 2
-    """Runs per step size to choose among them; they are not shown."""
-    runs: int = 5
-    """Runs to show, each with another seed."""
+    .. math:: f_i(x) = \text{mean cross-entropy on client } i + \tfrac{l_2}{2} \|x\|^2
 
-    def __post_init__(self) -> None:
-        check_seed(self.seed)
-        count(self.rounds, "rounds")
+    It is strongly convex, so every objective over the clients has one optimum, which can be
+    computed to many digits.
+    """
+
+    federation: Federation
+    """Its fields are images (64 pixels, and a constant for the bias) and labels."""
+    test_images: Tensor
+    test_labels: Tensor
+    small: NDArray[np.bool_]
+    """Which clients are small."""
 
     @property
-    def sampling(self) -> str:
-        return f"uniform:{self.cohort}"
+    def label_counts(self) -> IntArray:
+        """Examples by client and digit."""
+        one_hot = np.eye(DIGITS, dtype=np.int64)[self.federation.fields[1]]
+        return np.add.reduceat(one_hot, self.federation.offsets[:-1])
 
     @property
-    def work(self) -> LocalWork:
-        return LocalWork(epochs=1, batch_size=self.batch_size)
+    def rare_digits(self) -> list[int]:
+        """The digits of which small clients hold more than half of the examples."""
+        counts = self.label_counts
+        most = 2 * counts[self.small].sum(0) > counts.sum(0)
+        return np.flatnonzero(most).tolist()
 
     @property
-    def halved_after(self) -> float:
-        """The round at which the step size has halved."""
-        return self.rounds / 20
+    def problem(self) -> Problem:
+        """The problem for an engine; the penalty is the weight decay of the local work."""
+        model = nn.Linear(self.test_images.shape[1], DIGITS, bias=False, dtype=torch.float64)
+        nn.init.zeros_(model.weight)
+        return Problem(model, losses.cross_entropy, self.federation)
 
-    def seeds(self) -> tuple[list[int], list[int]]:
-        """Seeds of the pilots and of the runs shown: no run is judged by what chose it."""
-        every = [(self.seed + k) % (1 << 64) for k in range(self.pilots + self.runs)]
-        return every[: self.pilots], every[self.pilots :]
+    def client_losses(self, models: Tensor) -> FloatArray:
+        """``f_i(x)`` of every client, a row for each row x."""
+        images, labels = self.federation.fields
+        logits = images @ models.view(len(models), DIGITS, -1).mT
+        targets = labels.expand(len(models), -1)
+        each = functional.cross_entropy(logits.mT, targets, reduction="none")
+        sums = np.add.reduceat(each.numpy(), self.federation.offsets[:-1], axis=1)
+        penalty = L2 / 2 * models.square().sum(1, keepdim=True).numpy()
+        return np.asarray(sums / self.federation.sizes + penalty)
 
-    def run(self, federation: Federation, method: str, step_size: float, seed: int) -> Run:
-        """One training run; with the same seed all methods get the same cohorts and batches."""
-        schedule = schedules.inverse_time(step_size, self.halved_after)
-        return Run(federation, method, self.sampling, self.work, step_size=schedule, seed=seed)
+    def suboptimality(self, models: Tensor, optimum: Tensor) -> FloatArray:
+        """``f(x) - f*`` of each row x, where f counts every example the same."""
+        gap = self.client_losses(models) - self.client_losses(optimum)
+        return np.asarray(gap @ self.federation.weights)
 
+    def optimum(self, weights: FloatArray) -> Tensor:
+        """The model that minimises ``sum_i weights_i f_i``, as a row."""
+        images, labels = self.federation.fields
+        sizes = self.federation.sizes
+        regression = LogisticRegression(
+            C=1 / L2, fit_intercept=False, solver="newton-cg", tol=1e-10, max_iter=1000
+        )
+        regression.fit(images, labels, sample_weight=np.repeat(weights / sizes, sizes))
+        return torch.tensor(regression.coef_.reshape(1, -1))
 
-Results = dict[str, Any]
-"""The plain data of ``results.json``: the numbers behind the page and its pictures.
-
-Each method has its ``audit``, the ``predicted`` level ``f(x-hat*) - f*``, ``f - f*`` at the end of
-the ``pilots`` by step size, and with a row per run: the ``suboptimality`` ``f(x^r) - f*`` (a column
-per evaluated round), the ``excess`` ``f_i(x) - f_i(x*)`` of the last model (a column per client),
-and its test accuracy."""
-
-
-def audit_and_train(settings: Settings, bars: Progress) -> Results:
-    """Audit, compute the optima, choose the step sizes, train."""
-    digits = split(settings.seed)
-    federation, weights = digits.federation, digits.federation.weights
-    audits = [audit(federation, method, settings.sampling, settings.work) for method in METHODS]
-    if not bars.disable:
-        shares = ", ".join(f"{label(a.name)} {100 * a.total_variation:.1f}%" for a in audits)
-        line = f"Audit, before any training: weight in the wrong place: {shares}."
-        bars.console.print(line, highlight=False)
-    objective = Objective(federation, settings.l2)
-    optimum = objective.optimum(weights)
-    best = objective.value(optimum, weights)
-
-    def suboptimality(x: Tensor) -> float:
-        return objective.value(x, weights) - best
-
-    engine, last = VectorizedEngine(objective.problem), settings.rounds
-    pilot_seeds, seeds = settings.seeds()
-    pilots = [
-        settings.run(federation, method, step_size, seed)
-        for method in METHODS
-        for step_size in settings.step_sizes
-        for seed in pilot_seeds
-    ]
-    ending = np.arange(last - last // 10, last + 1)
-    curves, _ = _watch(engine, pilots, ending, suboptimality, bars, "Choosing step sizes")
-    scores = curves.reshape(len(METHODS), len(settings.step_sizes), -1).mean(2)
-    chosen = [settings.step_sizes[int(k)] for k in scores.argmin(1)]
-
-    runs = [
-        settings.run(federation, method, step_size, seed)
-        for method, step_size in zip(METHODS, chosen, strict=True)
-        for seed in seeds
-    ]
-    rounds = np.unique(np.linspace(0, last, min(last, 100) + 1).round().astype(np.int64))
-    curves, models = _watch(engine, runs, rounds, suboptimality, bars, "Training")
-    with torch.no_grad():
-        clients = [objective.client_losses(x).numpy() for x in (optimum, *models)]
-    correct = np.stack([objective.correct(x, digits) for x in models])
-    per_run = {
-        "suboptimality": curves,
-        "excess": np.stack(clients[1:]) - clients[0],
-        **digits.accuracies(correct),
-    }
-    per_method: dict[str, Any] = {
-        "pilots": [dict(zip(map(str, settings.step_sizes), row, strict=True)) for row in scores],
-        "step_size": chosen,
-        **{name: np.split(values, len(METHODS)) for name, values in per_run.items()},
-    }
-    results: Results = jsonable(
-        {
-            "settings": asdict(settings),
-            "federation": {
-                "sizes": federation.sizes,
-                "small": digits.small,
-                "label_counts": digits.label_counts,
-                "test_examples": len(digits.test_labels),
-                "rare_digits": digits.rare_digits,
-            },
-            "optimum": {"value": best, **digits.accuracies(objective.correct(optimum, digits))},
-            "rounds": rounds,
-            "methods": [
-                {
-                    "audit": found.to_dict(),
-                    "predicted": predicted_level(objective, found, optimum),
-                    **{name: values[k] for name, values in per_method.items()},
-                }
-                for k, found in enumerate(audits)
-            ],
+    def accuracies(self, models: Tensor) -> dict[str, FloatArray]:
+        """Test accuracy of each row: on all digits, and by who mostly holds them."""
+        logits = self.test_images @ models.view(len(models), DIGITS, -1).mT
+        correct = np.asarray(logits.argmax(2) == self.test_labels)
+        rare = np.isin(self.test_labels.numpy(), self.rare_digits)
+        return {
+            ALL: correct.mean(1),
+            RARE: correct[:, rare].mean(1),
+            OTHER: correct[:, ~rare].mean(1),
         }
+
+
+def split(seed: int) -> Digits:
+    """A few large clients with mostly low digits, many small ones with the others."""
+    rng = generator(seed, Purpose.SPLIT)
+    pixels, labels = load_digits(return_X_y=True)
+    test_rows, rows = np.split(rng.permutation(len(labels)), [round(_TEST_SHARE * len(labels))])
+
+    low, high = np.log(_SMALL_SIZES)
+    small_sizes = np.exp(rng.uniform(low, high, _SMALL_CLIENTS)).round().astype(np.int64)
+    left = len(rows) - int(small_sizes.sum())
+    large_sizes = left * np.array(_LARGE_SHARES) // sum(_LARGE_SHARES)
+    large_sizes[0] += left - int(large_sizes.sum())
+    sizes = np.concatenate([large_sizes, small_sizes])
+
+    # Clients take their examples from a line that is roughly sorted by digit, large clients first.
+    place = labels[rows] + _MIXING * rng.standard_normal(len(rows))
+    rows = rows[np.argsort(place, kind="stable")]
+
+    images = torch.tensor(pixels / 16, dtype=torch.float64)
+    images = torch.hstack([images - images[rows].mean(0), torch.ones(len(images), 1)])
+    targets = torch.tensor(labels, dtype=torch.int64)
+    return Digits(
+        federation=Federation.from_arrays(images[rows], targets[rows], sizes=sizes),
+        test_images=images[test_rows],
+        test_labels=targets[test_rows],
+        small=np.arange(len(sizes)) >= len(large_sizes),
     )
-    return results
 
 
-def predicted_level(objective: Objective, audit: Audit, optimum: Tensor) -> float:
-    """``f(x-hat*) - f*``, where x-hat* minimises the effective objective of the audit."""
-    if audit.consistent:  # the same optimum
-        return 0.0
-    weights = audit.objective_weights
-    effective = objective.optimum(audit.effective_weights)
-    return objective.value(effective, weights) - objective.value(optimum, weights)
+@dataclass(frozen=True, eq=False)
+class MethodResult:
+    """One method: its audit, and its runs (a row for each)."""
 
-
-def _watch(
-    engine: Engine,
-    runs: Sequence[Run],
-    rounds: IntArray,
-    measure: Callable[[Tensor], float],
-    bars: Progress,
-    description: str,
-) -> tuple[FloatArray, Tensor]:
-    """A measure of all runs in the given rounds (a row per run), and the last models."""
-    models, wanted, columns = trajectory(engine, runs, int(rounds[-1])), set(rounds.tolist()), []
-    start = next(models)
-    after = bars.track(models, total=float(rounds[-1]), description=description)
-    for round, x in enumerate(chain([start], after)):
-        if round in wanted:
-            columns.append([measure(one) for one in x])
-    return np.array(columns).T, x
-
-
-@dataclass(frozen=True)
-class Spread:
-    """Mean and standard deviation over runs."""
-
-    mean: float
-    std: float
-
-    @classmethod
-    def of(cls, values: FloatArray) -> Spread:
-        return cls(float(values.mean()), float(values.std(ddof=1)) if len(values) > 1 else 0.0)
-
-
-@dataclass(frozen=True)
-class MethodSummary:
-    """One method in numbers."""
-
-    method: str
-    total_variation: float
-    """The share of the objective that is in the wrong place."""
-    largest_ratio: float
-    small_weight: float
-    """The effective weight of the small clients together."""
-    consistent: bool | None
-    findings: tuple[str, ...]
-    """What is wrong and what to change."""
-    step_size: float
+    audit: Audit
     predicted: float
-    """The suboptimality at which it settles, as the audit predicts."""
-    early: Spread
-    """The suboptimality after a tenth of the rounds."""
-    reached: Spread
-    """The suboptimality after the last round."""
-    accuracy: Spread
-    accuracy_rare: Spread
-    """Test accuracy on the digits that mostly small clients hold."""
-    accuracy_other: Spread
-    excess_small: float
-    """How much higher the loss of the small clients is than at the optimum."""
-    excess_large: float
+    """``f(x-hat*) - f*``: where the method stops, as the audit predicts."""
+    step_size: float
+    pilots: dict[float, float]
+    """``f - f*`` at the end of the pilots, by step size."""
+    suboptimality: FloatArray
+    """``f(x^r) - f*``, a column per evaluated round."""
+    excess: FloatArray
+    """``f_i(x) - f_i(x*)`` of the last model, a column per client."""
+    accuracies: dict[str, FloatArray]
+    """Test accuracies of the last model."""
+
+    @property
+    def name(self) -> str:
+        return self.audit.name
 
     @property
     def label(self) -> str:
-        return label(self.method)
+        return methods.label(self.name)
+
+    @property
+    def left(self) -> FloatArray:
+        """What each run has left to gain after the last round."""
+        return self.suboptimality[:, -1]
+
+    @property
+    def rare(self) -> FloatArray:
+        """Each run's accuracy on the digits that mostly small clients hold."""
+        return self.accuracies[RARE]
+
+    def excess_of(self, clients: NDArray[np.bool_]) -> float:
+        """How much higher the loss of these clients is than at the optimum."""
+        weights = self.audit.objective_weights[clients]
+        return float(np.average(self.excess.mean(0)[clients], weights=weights))
 
 
-@dataclass(frozen=True)
-class Files:
-    """The files that the demo writes."""
-
-    page: Path
-    picture: Path
-    results: Path
-
-    @classmethod
-    def under(cls, out: Path) -> Files:
-        return cls(out / "report.html", out / "picture.png", out / "results.json")
-
-
-@dataclass(frozen=True)
-class Summary:
-    """The demo in numbers."""
+@dataclass(frozen=True, eq=False)
+class DemoResult:
+    """All that the demo computes: its page, its picture and its summary are made from it."""
 
     rounds: int
-    early_round: int
     seed: int
-    runs: int
-    clients: int
-    sampling: str
-    rare_digits: tuple[int, ...]
-    small_weight: float
-    """The intended weight of the small clients together: their share of the examples."""
-    best_accuracy: float
-    """Test accuracy of the optimum of the intended objective."""
-    best_accuracy_rare: float
-    best_accuracy_other: float
-    methods: tuple[MethodSummary, ...]
-    files: Files
+    digits: Digits
+    optimal_value: float
+    optimal_accuracies: dict[str, FloatArray]
+    """Test accuracies of the optimum of the intended objective."""
+    evaluated: IntArray
+    """The rounds in which models are evaluated."""
+    methods: tuple[MethodResult, ...]
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data, ready for JSON."""
-        return {**asdict(self), "files": {name: str(p) for name, p in vars(self.files).items()}}
+        data = vars(self) | {
+            "digits": {
+                "sizes": self.digits.federation.sizes,
+                "small": self.digits.small,
+                "label_counts": self.digits.label_counts,
+                "rare_digits": self.digits.rare_digits,
+                "test_examples": len(self.digits.test_labels),
+            },
+            "methods": [vars(m) | {"audit": m.audit.to_dict()} for m in self.methods],
+        }
+        plain: dict[str, Any] = jsonable(data)
+        return plain
 
 
-def summarise(results: Results, files: Files) -> Summary:
-    """The numbers to remember."""
-    settings, rounds = Settings(**results["settings"]), results["rounds"]
-    small = np.array(results["federation"]["small"])
-    weights = np.array(results["methods"][0]["audit"]["objective_weights"])
-    early = int(np.searchsorted(rounds, settings.rounds / 10, side="right")) - 1
+def seeds(seed: int) -> tuple[list[int], list[int]]:
+    """Seeds of the pilots and of the runs shown: no run is judged by what chose it."""
+    every = [(seed + k) % (1 << 64) for k in range(PILOTS + RUNS)]
+    return every[:PILOTS], every[PILOTS:]
 
-    def excess(found: Results, clients: BoolArray) -> float:
-        """The mean over the examples of some clients and over the runs."""
-        rows = np.array(found["excess"])[:, clients]
-        return float((rows @ weights[clients]).mean() / weights[clients].sum())
 
-    def summary(found: Results) -> MethodSummary:
-        audit, curves = found["audit"], np.array(found["suboptimality"])
-        known = ("method", "total_variation", "largest_ratio", "consistent")
-        numbers: dict[str, Any] = {name: audit[name] for name in known}
-        numbers |= {name: Spread.of(np.array(found[name])) for name in ACCURACIES}
-        return MethodSummary(
-            **numbers,
-            small_weight=float(np.array(audit["effective_weights"])[small].sum()),
-            findings=tuple(f"{finding['what']} {finding['fix']}" for finding in audit["findings"]),
-            step_size=found["step_size"],
-            predicted=found["predicted"],
-            early=Spread.of(curves[:, early]),
-            reached=Spread.of(curves[:, -1]),
-            excess_small=excess(found, small),
-            excess_large=excess(found, ~small),
-        )
+def audit_and_train(rounds: int, seed: int, bars: Progress) -> DemoResult:
+    """Audit, compute the optima, choose the step sizes, train."""
+    digits = split(seed)
+    federation, weights = digits.federation, digits.federation.weights
+    audits = [audit(federation, method, SAMPLING, WORK) for method in METHODS]
+    if not bars.disable:
+        shares = ", ".join(f"{methods.label(a.name)} {a.total_variation:.1%}" for a in audits)
+        line = f"Audit, before any training: weight in the wrong place: {shares}."
+        bars.console.print(line, highlight=False)
+    optimum = digits.optimum(weights)
+    engine = VectorizedEngine(digits.problem)
 
-    return Summary(
-        rounds=settings.rounds,
-        early_round=rounds[early],
-        seed=settings.seed,
-        runs=settings.runs,
-        clients=len(small),
-        sampling=settings.sampling,
-        rare_digits=tuple(results["federation"]["rare_digits"]),
-        small_weight=float(weights[small].sum()),
-        **{f"best_{name}": results["optimum"][name] for name in ACCURACIES},
-        methods=tuple(map(summary, results["methods"])),
-        files=files,
+    def run(method: str, size: float, seed: int) -> Run:
+        """With the same seed all methods get the same cohorts and minibatches."""
+        step_size = schedules.inverse_time(size, rounds / 20)
+        return Run(federation, method, SAMPLING, WORK, step_size, seed=seed)
+
+    def train(runs: Sequence[Run], evaluated: IntArray, text: str) -> tuple[FloatArray, Tensor]:
+        """``f - f*`` by method, run and evaluated round; and the last models."""
+        task, columns = bars.add_task(text, total=rounds), []
+        for r, models in enumerate(trajectory(engine, runs, rounds)):
+            if r in evaluated:
+                columns.append(digits.suboptimality(models, optimum))
+            bars.update(task, completed=r)
+        return np.stack(columns, axis=1).reshape(len(METHODS), -1, len(evaluated)), models
+
+    pilot_seeds, run_seeds = seeds(seed)
+    pilots = [run(m, size, k) for m in METHODS for size in STEP_SIZES for k in pilot_seeds]
+    ending = np.arange(rounds - rounds // 10, rounds + 1)
+    curves, _ = train(pilots, ending, "Choosing step sizes")
+    scores = curves.reshape(len(METHODS), len(STEP_SIZES), -1).mean(axis=2)
+    chosen = [STEP_SIZES[k] for k in scores.argmin(axis=1)]
+    runs = [run(m, size, k) for m, size in zip(METHODS, chosen, strict=True) for k in run_seeds]
+    evaluated = np.unique(np.linspace(0, rounds, min(rounds, 100) + 1).round().astype(np.int64))
+    curves, models = train(runs, evaluated, "Training")
+    by_method = models.chunk(len(METHODS))
+    return DemoResult(
+        rounds=rounds,
+        seed=seed,
+        digits=digits,
+        optimal_value=float(digits.client_losses(optimum)[0] @ weights),
+        optimal_accuracies=digits.accuracies(optimum),
+        evaluated=evaluated,
+        methods=tuple(
+            MethodResult(
+                audit=found,
+                predicted=predicted_level(digits, found, optimum),
+                step_size=chosen[k],
+                pilots=dict(zip(STEP_SIZES, scores[k].tolist(), strict=True)),
+                suboptimality=curves[k],
+                excess=digits.client_losses(by_method[k]) - digits.client_losses(optimum),
+                accuracies=digits.accuracies(by_method[k]),
+            )
+            for k, found in enumerate(audits)
+        ),
     )
+
+
+def predicted_level(digits: Digits, found: Audit, optimum: Tensor) -> float:
+    """``f(x-hat*) - f*``, where x-hat* minimises the effective objective of the audit."""
+    if found.consistent:  # the same optimum
+        return 0.0
+    effective = digits.optimum(found.effective_weights)
+    return float(digits.suboptimality(effective, optimum)[0])

@@ -9,9 +9,10 @@ three seeds, bands one standard deviation of these.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
+from typing import TypeVar
 
 import numpy as np
 from rich.progress import MofNCompleteColumn, TimeRemainingColumn
@@ -28,9 +29,12 @@ from fedshuffle.methods import MVR, Method
 from fedshuffle.training.rounds import Run
 
 SEEDS = (123, 124, 125)
+Key = TypeVar("Key")
 
 Results = dict[str, dict[str, dict[str, list[float]]]]
 """``{panel: {method: {"mean": [...], "std": [...]}}}`` with one value per round."""
+
+EPOCH, UNFINISHED = LocalWork(), LocalWork(interruption=MissLast(1))
 
 
 @dataclass(frozen=True)
@@ -40,18 +44,13 @@ class Scenario:
     method: Method
     eta: float
     sampling: str = "full"
-    unfinished: bool = False
+    work: LocalWork = EPOCH
     sizes: tuple[int, ...] = (1, 2, 3)
 
     @property
     def federation(self) -> Federation:
         """The clients with their basis vectors."""
         return toy(self.sizes).problem.federation
-
-    @property
-    def work(self) -> LocalWork:
-        """One epoch, one example per step."""
-        return LocalWork(interruption=MissLast(1) if self.unfinished else None)
 
     @property
     def step_size(self) -> float:
@@ -62,9 +61,8 @@ class Scenario:
 
     def run(self, seed: int) -> Run:
         """The scenario with a seed, ready to be simulated."""
-        return Run(
-            self.federation, self.method, self.sampling, self.work, self.step_size, seed=seed
-        )
+        settings = (self.federation, self.method, self.sampling, self.work, self.step_size)
+        return Run(*settings, seed=seed)
 
     def audit(self) -> Audit:
         """The objective that the scenario really minimises."""
@@ -86,10 +84,15 @@ class Scenario:
         return self.step_size * float(contributions(self.method, cohort).sum())
 
 
-_BASELINES = (
-    *("fedavg", "fedavg-rr", "fedavg-min", "fedavg-mean"),
-    *("fednova", "fednova-rr", "fedshuffle"),
-)
+DISTANCE = r"$\|x^r - x^\star\|^2$"
+TITLES = {
+    "full": "Full participation",
+    "momentum": "Full participation, momentum 0.9",
+    "sum_one": "Two of three clients per round",
+    "importance": "One of three clients per round",
+    "hybrid": "Clients miss their last step",
+}
+"""The panels: four in the first figure, the last in the appendix."""
 
 _SAMPLINGS = {
     "fedshuffle-uniform": ("FedShuffle, uniform", "#0072B2"),
@@ -109,48 +112,54 @@ def colour(curve: str) -> str:
 
 def panels() -> dict[str, dict[str, Scenario]]:
     """Every curve of every panel, with the step sizes of the paper's authors."""
-    shuffle = methods.get("fedshuffle")
-    uneven = (8, 1, 1)
+    get = methods.get
+    averaging = ["fedavg", "fedavg-rr", "fedavg-min", "fedavg-mean", "fednova", "fednova-rr"]
+    all_methods, uneven = [*averaging, "fedshuffle"], (8, 1, 1)
     return {
-        "full": {name: Scenario(methods.get(name), 1 / 80) for name in _BASELINES},
+        "full": {name: Scenario(get(name), 1 / 80) for name in all_methods},
         "momentum": {
-            name: Scenario(methods.get(name).with_momentum(MVR(0.1)), 1 / 80) for name in _BASELINES
+            name: Scenario(get(name).with_momentum(MVR(0.1)), 1 / 80) for name in all_methods
         },
         "sum_one": {
-            name: Scenario(methods.get(name), 1 / 160, "uniform:2")
+            name: Scenario(get(name), 1 / 160, "uniform:2")
             for name in ("fedshuffle-so", "fedshuffle")
         },
         "importance": {
-            "fedshuffle-uniform": Scenario(shuffle, 1 / 500, "uniform:1", sizes=uneven),
-            "fedshuffle-importance": Scenario(shuffle, 1 / 300, "one", sizes=uneven),
+            "fedshuffle-uniform": Scenario(get("fedshuffle"), 1 / 500, "uniform:1", sizes=uneven),
+            "fedshuffle-importance": Scenario(get("fedshuffle"), 1 / 300, "one", sizes=uneven),
         },
         "hybrid": {
-            name: Scenario(methods.get(name), 1 / 80, unfinished=True)
+            name: Scenario(get(name), 1 / 80, work=UNFINISHED)
             for name in ("fednova-rr", "fedshuffle", "fedshuffle-gen")
         },
     }
 
 
 def compute(rounds: int, progress: bool = False) -> Results:
-    """The curves of all panels; scenarios with the same problem run in lockstep."""
-    chosen = panels()
-    results: Results = {panel: {} for panel in chosen}
-    everything = [(panel, name, s) for panel, row in chosen.items() for name, s in row.items()]
-    for sizes in dict.fromkeys(scenario.sizes for _, _, scenario in everything):
-        same = [entry for entry in everything if entry[2].sizes == sizes]
-        runs = [scenario.run(seed) for _, _, scenario in same for seed in SEEDS]
-        text = f"{len(runs)} runs in R^{sum(sizes)}"
-        with progress_bar(progress, MofNCompleteColumn(), "rounds", TimeRemainingColumn()) as bars:
-            columns = list(bars.track(distances(sizes, runs, rounds), rounds, description=text))
-        table = np.stack(columns, axis=-1).reshape(len(same), len(SEEDS), rounds)
-        for (panel, name, _), curves in zip(same, table, strict=True):
-            mean, std = curves.mean(axis=0), curves.std(axis=0)
-            results[panel][name] = {"mean": mean.tolist(), "std": std.tolist()}
+    """The curves of all panels."""
+    scenarios = {(panel, name): s for panel, row in panels().items() for name, s in row.items()}
+    runs = {place: [s.run(seed) for seed in SEEDS] for place, s in scenarios.items()}
+    results: Results = {panel: {} for panel, _ in scenarios}
+    for (panel, name), curves in distances(runs, rounds, progress).items():
+        mean, std = curves.mean(axis=0), curves.std(axis=0)
+        results[panel][name] = {"mean": mean.tolist(), "std": std.tolist()}
     return results
 
 
-def distances(sizes: Sequence[int], runs: Sequence[Run], rounds: int) -> Iterator[FloatArray]:
-    """``|x - x*|^2`` of every run on the toy problem, after each round."""
-    engine = VectorizedEngine(toy(sizes).problem)
-    for x in islice(trajectory(engine, runs, rounds), 1, None):
-        yield (x - 1 / sum(sizes)).square().sum(1).numpy()
+def distances(
+    runs: Mapping[Key, Sequence[Run]], rounds: int, progress: bool = False
+) -> dict[Key, FloatArray]:
+    """``|x - x*|^2`` on the toy problem, by run and round; runs on the same clients in lockstep."""
+    clients = {key: tuple(mine[0].federation.sizes.tolist()) for key, mine in runs.items()}
+    found: dict[Key, FloatArray] = {}
+    for sizes in dict.fromkeys(clients.values()):
+        same = [key for key in runs if clients[key] == sizes]
+        together = [run for key in same for run in runs[key]]
+        models = trajectory(VectorizedEngine(toy(sizes).problem), together, rounds)
+        text = f"{len(together)} runs in R^{sum(sizes)}"
+        with progress_bar(progress, MofNCompleteColumn(), "rounds", TimeRemainingColumn()) as bars:
+            after = bars.track(islice(models, 1, None), rounds, description=text)
+            columns = [(x - 1 / sum(sizes)).square().sum(1).numpy() for x in after]
+        table = np.stack(columns, axis=-1).reshape(len(same), -1, rounds)
+        found |= dict(zip(same, table, strict=True))
+    return found

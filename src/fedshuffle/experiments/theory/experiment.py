@@ -1,25 +1,14 @@
-r"""The theory's own claims, measured on quadratic problems whose constants are exact.
+"""The theory's own claims, measured on quadratic problems whose constants are exact.
 
-Four panels, with step sizes that the theorems allow:
-
-- ``noise``: the stationary error of FedShuffle by the step size, reshuffled and with replacement;
-- ``cohort``: rounds to a given error by the cohort size, importance and uniform sampling;
-- ``server``: the stationary error by the server step size, at a constant effective step;
-- ``similarity``: rounds to a small gradient by delta / L, of FedShuffleMVR and of MVR without
-  local steps; here also with larger steps than the theorem's, each method at its best.
-
-Three more show a measurement over the rounds under the upper bound of the proof, with its
-constants, at step sizes for which the bound after the last round is smallest:
-
-- ``distance``: that to the optimum, all clients taking part, with two server step sizes;
-- ``sampling``: the same with a few clients per round, drawn by importance or uniformly;
-- ``gradient``: the running mean of the squared gradient, of FedShuffle and FedShuffleMVR.
+Step sizes are those that the theorems allow. Each panel is a function of its own below;
+docs/theory-experiments.md says what each shows, and what not.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any
@@ -29,24 +18,14 @@ import torch
 from rich.progress import MofNCompleteColumn
 from torch import Tensor
 
-from fedshuffle import methods
+from fedshuffle import methods, theory
 from fedshuffle._arrays import FloatArray
 from fedshuffle._terminal import progress_bar
 from fedshuffle.engines import VectorizedEngine
+from fedshuffle.experiments import quadratics
 from fedshuffle.experiments.quadratics import Quadratics, trajectory
-from fedshuffle.experiments.theory.problems import alike, apart, many, similar
 from fedshuffle.local_work import LocalWork
 from fedshuffle.methods import MVR, Method
-from fedshuffle.theory import (
-    ConvergenceRate,
-    MethodConstants,
-    MVRRate,
-    Quantity,
-    Regime,
-    drift_noise,
-    largest_step_size,
-    method_constants,
-)
 from fedshuffle.training.rounds import Run, run_round
 
 PanelData = dict[str, Any]
@@ -59,31 +38,22 @@ Results = dict[str, PanelData]
 BURN_IN = 5.0
 """Stationary errors are measured after this many times 1 / (mu eta) rounds, in which the start is
 forgotten, for as many rounds again."""
-
 SERVER = 4.0
 """The server step size of ``cohort``: local steps are smaller by this factor, so drift is small."""
-
 LOCAL_STEP = 1 / 40
 """The theorem on FedShuffleMVR: the epochs of a round sum to a step of at most this times 1/delta.
 """
-
 SHARE = 1152 * LOCAL_STEP**2
 """The theorem's smallest momentum parameter a for such steps, 0.72."""
+COHORT = 8
+"""``sampling``: this many of the hundred clients take part in a round."""
 
 ORDERS = {
     "reshuffled": LocalWork(order="reshuffled"),
     "with replacement": LocalWork(order="replacement"),
 }
-
 SAMPLINGS = {"importance": "importance:{}", "uniform": "uniform:{}"}
-
 LOCAL, NON_LOCAL = "FedShuffleMVR", "non-local MVR"
-
-PREDICTED = ("distance", "sampling", "gradient")
-"""The panels with bounds over rounds, in a figure of their own."""
-
-COHORT = 8
-"""``sampling``: this many of the hundred clients take part in a round."""
 
 
 @dataclass(frozen=True)
@@ -113,121 +83,138 @@ class Bench:
         self.scale, self.known = scale, chosen.constants
         self.engine = VectorizedEngine(chosen.problem)
         self.federation = self.engine.problem.federation
-        self.start = chosen.start
+        self.start = self.engine.problem.start[None]
         self.hessian = torch.from_numpy(chosen.hessian)
         self.optimum = torch.from_numpy(self.known.x_star)
+        names = ("L", "mu", "G", "B", "delta")
+        self.facts: dict[str, Any] = {name: float(getattr(self.known, name)) for name in names}
 
-    @property
-    def facts(self) -> dict[str, Any]:
-        """The constants of the problem."""
-        return {name: float(getattr(self.known, name)) for name in ("L", "mu", "G", "B", "delta")}
-
-    def runs(
-        self,
-        step_size: float,
-        sampling: str = "full",
-        work: LocalWork | None = None,
-        server: float = 1.0,
-        method: str | Method = "fedshuffle",
-    ) -> list[Run]:
+    def runs(self, step_size: float, method: str | Method = "fedshuffle", **more: Any) -> list[Run]:
         """A run for each seed."""
-        settings = (self.federation, method, sampling, work, step_size, server)
-        return [Run(*settings, seed=seed) for seed in range(self.scale.seeds)]
+        seeds = range(self.scale.seeds)
+        return [Run(self.federation, method, step_size=step_size, seed=s, **more) for s in seeds]
 
-    def distance(self, x: Tensor) -> Tensor:
-        """The squared distance to the optimum of each row."""
-        return (x - self.optimum).square().sum(1)
+    def measure(self, quantity: theory.Quantity, x: Tensor) -> Tensor:
+        """Of each row: the squared distance to the optimum, or the squared gradient."""
+        away = x - self.optimum
+        return (away if quantity == "distance" else self.hessian * away).square().sum(1)
 
-    def gradient(self, x: Tensor) -> Tensor:
-        """The squared norm of the gradient at each row."""
-        return (self.hessian * (x - self.optimum)).square().sum(1)
-
-    def constants(self, sampling: str = "full") -> MethodConstants:
+    def constants(self, sampling: str = "full") -> theory.MethodConstants:
         """The constants of FedShuffle under a sampling."""
-        return method_constants(self.federation, "fedshuffle", sampling)
+        return theory.method_constants(self.federation, "fedshuffle", sampling)
 
-    def stationary(self, steps: Sequence[tuple[float, float]], effective: float) -> FloatArray:
-        """The mean squared distance over the rounds after a burn-in, by order, step and seed."""
-        longest = self.constants().longest
-        runs = [
-            run
-            for order in ORDERS.values()
-            for eta_l, eta_g in steps
-            for run in self.runs(eta_l / longest, work=order, server=eta_g)
-        ]
-        burn_in = math.ceil(BURN_IN / (self.known.mu_objective * effective))
-        total = torch.zeros(len(runs), dtype=torch.float64)
-        for x in islice(trajectory(self.engine, runs, 2 * burn_in), burn_in + 1, None):
-            total += self.distance(x)
-        return np.asarray(total / burn_in).reshape(len(ORDERS), len(steps), self.scale.seeds)
+    def stationary(self, *groups: Sequence[tuple[float, float]]) -> PanelData:
+        """The mean squared distance after a burn-in, for each order and (eta_l, eta_g).
+
+        The bound is the fixed point of that per round, ``(1 - mu eta / 2) e + 9 L eta eta_l^2 N``.
+        The steps of a group have the same effective size, and run together.
+        """
+        limits, tables = self.constants(), []
+        for steps in groups:
+            runs = [
+                run
+                for work in ORDERS.values()
+                for eta_l, eta_g in steps
+                for run in self.runs(eta_l / limits.longest, work=work, server_step_size=eta_g)
+            ]
+            burn_in = math.ceil(BURN_IN / (self.known.mu_objective * math.prod(steps[0])))
+            total = torch.zeros(len(runs), dtype=torch.float64)
+            for x in islice(trajectory(self.engine, runs, 2 * burn_in), burn_in + 1, None):
+                total += self.measure("distance", x)
+            shape = (len(ORDERS), len(steps), self.scale.seeds)
+            tables.append(np.asarray(total / burn_in).reshape(shape))
+        factor = 18.0 * self.known.L / self.known.mu
+        size = theory.drift_noise(limits, self.known.problem)
+        return {
+            **_over_seeds(ORDERS, np.concatenate(tables, axis=1), axis=1),
+            "bound": [factor * eta_l**2 * size for steps in groups for eta_l, _ in steps],
+        }
 
     def rounds(
-        self,
-        groups: Mapping[Any, Sequence[Run]],
-        measure: Callable[[Tensor], Tensor],
-        level: float,
-        most: int,
+        self, quantity: theory.Quantity, level: float, most: int, groups: Mapping[Any, list[Run]]
     ) -> dict[Any, int | None]:
         """The number of rounds until each group's mean is at the level; None for never."""
-        start = self.engine.problem.start
         reached: dict[Any, int | None] = dict.fromkeys(groups)
-        states = {key: [run.start(start) for run in runs] for key, runs in groups.items()}
-        hopeless = 100 * float(measure(start[None]))
+        states = {key: [run.start(self.start[0]) for run in runs] for key, runs in groups.items()}
+        hopeless = 100 * float(self.measure(quantity, self.start))
         for r in range(1, most + 1):
-            if not states:
-                break
             runs = [run for key in states for run in groups[key]]
             before = [state for mine in states.values() for state in mine]
             after = iter(run_round(self.engine, runs, before))
             for key in list(states):
-                states[key] = [next(after) for _ in states[key]]
-                mean = float(measure(torch.stack([state.x for state in states[key]])).mean())
+                states[key] = list(islice(after, len(states[key])))
+                models = torch.stack([state.x for state in states[key]])
+                mean = float(self.measure(quantity, models).mean())
                 if mean <= level:
                     reached[key] = r
                 if not level < mean < hopeless:
                     del states[key]
+            if not states:
+                break
         return reached
+
+    def begin(self, quantity: theory.Quantity) -> float:
+        """What the bounds start from: the squared distance, or for gradients f(x) - f*."""
+        away = (self.start[0] - self.optimum).numpy() ** 2
+        return float(away.sum() if quantity == "distance" else 0.5 * (self.hessian.numpy() @ away))
+
+    def bounded(
+        self, sampling: str, eta_g: float = 1.0, quantity: theory.Quantity = "distance"
+    ) -> tuple[list[Run], FloatArray]:
+        """Runs of FedShuffle, and the bound on them: tuned to it, within the theorem's limit."""
+        losses, rounds, found = self.known.problem, self.scale.rounds, self.constants(sampling)
+        regime: theory.Regime = "strongly-convex" if quantity == "distance" else "non-convex"
+        rate = theory.ConvergenceRate(found, losses, regime=regime, server_step_size=eta_g)
+        limit = theory.largest_step_size(found, losses, server_step_size=eta_g)
+        begin = self.begin(quantity)
+        tuned = rate.tune(rounds, start=begin, quantity=quantity)
+        step = min(tuned.step_size, limit.step_size)
+        runs = self.runs(step, sampling=sampling, server_step_size=eta_g)
+        return runs, rate.curve(rounds, step, start=begin, quantity=quantity)
+
+    def under_bounds(
+        self, quantity: theory.Quantity, bounded: Mapping[str, tuple[list[Run], FloatArray]]
+    ) -> PanelData:
+        """Distances after each round; of gradients, the mean over the models before each so far."""
+        runs = [run for mine, _ in bounded.values() for run in mine]
+        x = np.arange(1, self.scale.rounds + 1)
+        models = trajectory(self.engine, runs, len(x))
+        table = torch.stack([self.measure(quantity, y) for y in models], dim=1).numpy()
+        table = table[:, 1:] if quantity == "distance" else table[:, :-1].cumsum(axis=1) / x
+        steps = {name: mine[0].step_size for name, (mine, _) in bounded.items()}
+        return {
+            "x": x.tolist(),
+            **_over_seeds(bounded, np.split(table, len(bounded)), axis=0),
+            "bounds": {name: bound[1:].tolist() for name, (_, bound) in bounded.items()},
+            "facts": {**self.facts, "step sizes": steps},
+        }
+
+
+def _over_seeds(names: Iterable[str], tables: Iterable[FloatArray], axis: int) -> PanelData:
+    """Mean and standard deviation over the seeds."""
+    named = dict(zip(names, tables, strict=True))
+    return {
+        "curves": {name: table.mean(axis=axis).tolist() for name, table in named.items()},
+        "deviations": {name: table.std(axis=axis).tolist() for name, table in named.items()},
+    }
 
 
 def noise(scale: Scale) -> PanelData:
     """The stationary error by the step size; full participation, so that sampling adds nothing."""
-    bench = Bench(alike(), scale)
-    largest = largest_step_size(bench.constants(), bench.known.problem).eta_l
+    bench = Bench(quadratics.alike(), scale)
+    largest = theory.largest_step_size(bench.constants(), bench.known.problem).eta_l
     etas = [largest / 2**k for k in range(scale.halvings)]
-    tables = [bench.stationary([(eta, 1.0)], eta) for eta in etas]
-    facts = {**bench.facts, "largest eta_l": largest}
-    return _stationary_panel(bench, etas, np.concatenate(tables, axis=1), etas, facts)
+    found = bench.stationary(*([(eta, 1.0)] for eta in etas))
+    return {"x": etas, **found, "facts": {**bench.facts, "largest eta_l": largest}}
 
 
 def server(scale: Scale) -> PanelData:
     """The stationary error by the server step size, with eta_g eta_l constant."""
-    bench = Bench(apart(), scale)
-    effective = largest_step_size(bench.constants(), bench.known.problem).effective
-    etas = [effective / eta_g for eta_g in scale.server_step_sizes]
-    table = bench.stationary(list(zip(etas, scale.server_step_sizes, strict=True)), effective)
+    bench = Bench(quadratics.apart(), scale)
+    effective = theory.largest_step_size(bench.constants(), bench.known.problem).effective
+    found = bench.stationary([(effective / eta_g, eta_g) for eta_g in scale.server_step_sizes])
     facts = {**bench.facts, "effective step": effective}
-    return _stationary_panel(bench, scale.server_step_sizes, table, etas, facts)
-
-
-def _stationary_panel(
-    bench: Bench, x: Sequence[float], table: FloatArray, etas: Sequence[float], facts: PanelData
-) -> PanelData:
-    """The bound: the fixed point of that per round, ``(1 - mu eta / 2) e + 9 L eta eta_l^2 N``."""
-    size = drift_noise(bench.constants(), bench.known.problem)
-    return {
-        "x": list(x),
-        **_curves(dict(zip(ORDERS, table, strict=True)), axis=1),
-        "bound": [18.0 * bench.known.L / bench.known.mu * eta**2 * size for eta in etas],
-        "facts": facts,
-    }
-
-
-def _curves(tables: Mapping[str, FloatArray], axis: int) -> PanelData:
-    """Mean and standard deviation over the seeds."""
-    return {
-        "curves": {name: table.mean(axis=axis).tolist() for name, table in tables.items()},
-        "deviations": {name: table.std(axis=axis).tolist() for name, table in tables.items()},
-    }
+    return {"x": list(scale.server_step_sizes), **found, "facts": facts}
 
 
 def cohort(scale: Scale) -> PanelData:
@@ -236,26 +223,25 @@ def cohort(scale: Scale) -> PanelData:
     The first term of the rate is M G^2 / (mu R). So the step size is the one for which that term is
     epsilon, eta = epsilon mu / (M G^2): at twice that step the noise alone could be epsilon.
     """
-    bench = Bench(many(), scale)
+    bench = Bench(quadratics.many(), scale)
     known = bench.known
-    curves: dict[str, list[int | None]] = {name: [] for name in SAMPLINGS}
-    facts: dict[str, Any] = {**bench.facts, "epsilon": scale.epsilon}
-    facts["M"] = {name: [] for name in SAMPLINGS}
-    facts["share of the limit"] = {name: [] for name in SAMPLINGS}
+    curves, variances, shares = (defaultdict[str, list[Any]](list) for _ in range(3))
     for b in scale.cohorts:
         groups, most = {}, 0
         for name, form in SAMPLINGS.items():
-            sampling = form.format(b)
-            found = bench.constants(sampling)
-            limit = largest_step_size(found, known.problem, server_step_size=SERVER)
+            found = bench.constants(form.format(b))
+            limit = theory.largest_step_size(found, known.problem, server_step_size=SERVER)
             eta = scale.epsilon * known.mu / (found.M_1 * known.G**2)
-            facts["M"][name].append(found.M_1)
-            facts["share of the limit"][name].append(eta / limit.effective)
+            variances[name].append(found.M_1)
+            shares[name].append(eta / limit.effective)
             most = max(most, math.ceil(10 / (known.mu * eta)))
-            groups[name] = bench.runs(eta / SERVER / found.longest, sampling, server=SERVER)
-        for name, reached in bench.rounds(groups, bench.distance, scale.epsilon, most).items():
+            groups[name] = bench.runs(
+                eta / SERVER / found.longest, sampling=form.format(b), server_step_size=SERVER
+            )
+        for name, reached in bench.rounds("distance", scale.epsilon, most, groups).items():
             curves[name].append(reached)
-    return {"x": list(scale.cohorts), "curves": curves, "facts": facts}
+    own = {"epsilon": scale.epsilon, "M": variances, "share of the limit": shares}
+    return {"x": list(scale.cohorts), "curves": curves, "facts": bench.facts | own}
 
 
 def similarity(scale: Scale) -> PanelData:
@@ -265,23 +251,23 @@ def similarity(scale: Scale) -> PanelData:
     steps it is 1 / (40 L), which is what the same bound gives with L in the place of delta.
     """
     names = (LOCAL, NON_LOCAL)
-    kinds = [f"{name}, {how}" for how in ("theorem", "best") for name in names]
-    curves: dict[str, list[int | None]] = {kind: [] for kind in kinds}
+    curves = {f"{name}, {how}": list[Any]() for how in ("theorem", "best") for name in names}
     facts: dict[str, Any] = {"gradient": scale.gradient, "a": SHARE, "E": [], "constants": []}
     facts["best"] = {name: [] for name in names}
     local = methods.get("fedshuffle").with_momentum(MVR(SHARE))
     non_local = methods.get(f"non-local-mvr:a={SHARE}")
     for delta in scale.deltas:
-        bench = Bench(similar(delta), scale)
+        bench = Bench(quadratics.similar(delta), scale)
         epochs = math.ceil(bench.known.L / bench.known.delta)
         longest = epochs * int(bench.federation.sizes.max())
         groups: dict[tuple[str, float], list[Run]] = {}
+        work = LocalWork(epochs=epochs)
         for k in (1.0, *scale.multiples):
             far, near = k * LOCAL_STEP / bench.known.delta / longest, k * LOCAL_STEP / bench.known.L
-            groups[LOCAL, k] = bench.runs(far, "one", LocalWork(epochs=epochs), method=local)
-            groups[NON_LOCAL, k] = bench.runs(near, "one", method=non_local)
-        level = scale.gradient * float(bench.gradient(bench.engine.problem.start[None]))
-        reached = bench.rounds(groups, bench.gradient, level, most=10_000)
+            groups[LOCAL, k] = bench.runs(far, local, sampling="one", work=work)
+            groups[NON_LOCAL, k] = bench.runs(near, non_local, sampling="one")
+        level = scale.gradient * float(bench.measure("gradient", bench.start))
+        reached = bench.rounds("gradient", level, 10_000, groups)
         facts["E"].append(epochs)
         facts["constants"].append(bench.facts)
         for name in names:
@@ -295,102 +281,52 @@ def similarity(scale: Scale) -> PanelData:
 
 
 def distance(scale: Scale) -> PanelData:
-    """All clients take part: what the bound cannot exclude is drift, less with larger eta_g."""
-    kinds = {f"eta_g = {eta_g:g}": ("full", eta_g) for eta_g in (1.0, SERVER)}
-    return _distances(replace(apart(), start=many().start), kinds, scale)
+    """The distance to the optimum over the rounds, under the bound of the proof with its constants.
+
+    All clients take part: what the bound cannot exclude is drift, less with larger eta_g.
+    """
+    bench = Bench(replace(quadratics.apart(), start=quadratics.many().start), scale)
+    kinds = {f"eta_g = {eta_g:g}": bench.bounded("full", eta_g) for eta_g in (1.0, SERVER)}
+    return bench.under_bounds("distance", kinds)
 
 
-def samplings(scale: Scale) -> PanelData:
-    """A few clients take part, and the smaller M is, the lower is the bound."""
-    kinds = {name: (form.format(COHORT), SERVER) for name, form in SAMPLINGS.items()}
-    return _distances(many(), kinds, scale)
-
-
-def _distances(
-    chosen: Quadratics, kinds: Mapping[str, tuple[str, float]], scale: Scale
-) -> PanelData:
-    """FedShuffle's distance to the optimum, for each sampling and server step size."""
-    bench = Bench(chosen, scale)
-    begin = float(((chosen.start - bench.known.x_star) ** 2).sum())
-    predicted = {
-        name: _bounded_runs(bench, sampling, "strongly-convex", begin, eta_g)
-        for name, (sampling, eta_g) in kinds.items()
-    }
-    return _predicted(bench, predicted, bench.distance)
+def sampling(scale: Scale) -> PanelData:
+    """The same with a few clients per round: the smaller M is, the lower is the bound."""
+    bench = Bench(quadratics.many(), scale)
+    kinds = {name: bench.bounded(form.format(COHORT), SERVER) for name, form in SAMPLINGS.items()}
+    return bench.under_bounds("distance", kinds)
 
 
 def gradient(scale: Scale) -> PanelData:
-    """One client per round, drawn by weight; with one epoch, the models of the theorem on
+    """The running mean of the squared gradient, of FedShuffle and FedShuffleMVR.
+
+    One client per round, drawn by weight; with one epoch, the models of the theorem on
     FedShuffleMVR are those before each round. Neither bound makes use of convexity.
     """
-    bench = Bench(many(), scale)
-    known = bench.known
-    begin = 0.5 * float(bench.hessian.numpy() @ (bench.start - known.x_star) ** 2)
-    rate = MVRRate(bench.federation, known.problem, known.delta)
+    bench = Bench(quadratics.many(), scale)
+    known, begin = bench.known, bench.begin("gradient")
+    rate = theory.MVRRate(bench.federation, known.problem, known.delta)
     tuned = rate.tune(scale.rounds, start=begin, bound="proof")
     with_mvr = methods.get("fedshuffle").with_momentum(MVR(tuned.a))
-    predicted = {
-        "FedShuffle": _bounded_runs(bench, "one", "non-convex", begin),
+    kinds = {
+        "FedShuffle": bench.bounded("one", quantity="gradient"),
         LOCAL: (
-            bench.runs(tuned.step_size, "one", method=with_mvr),
+            bench.runs(tuned.step_size, with_mvr, sampling="one"),
             rate.curve(scale.rounds, tuned.step_size, tuned.a, start=begin),
         ),
     }
-    panel = _predicted(bench, predicted, bench.gradient, running_mean=True)
+    panel = bench.under_bounds("gradient", kinds)
     return {**panel, "facts": {**panel["facts"], "a": tuned.a}}
 
 
-def _bounded_runs(
-    bench: Bench, sampling: str, regime: Regime, begin: float, eta_g: float = 1.0
-) -> tuple[list[Run], FloatArray]:
-    """Runs of FedShuffle, and the bound on them: tuned to it, within the theorem's limit."""
-    losses, rounds = bench.known.problem, bench.scale.rounds
-    found = bench.constants(sampling)
-    quantity: Quantity = "gradient" if regime == "non-convex" else "distance"
-    rate = ConvergenceRate(found, losses, regime=regime, server_step_size=eta_g)
-    best = rate.tune(rounds, start=begin, quantity=quantity)
-    limit = largest_step_size(found, losses, server_step_size=eta_g)
-    step = min(best.step_size, limit.step_size)
-    bound = rate.curve(rounds, step, start=begin, quantity=quantity)
-    return bench.runs(step, sampling, server=eta_g), bound
-
-
-def _predicted(
-    bench: Bench,
-    predicted: Mapping[str, tuple[list[Run], FloatArray]],
-    measure: Callable[[Tensor], Tensor],
-    running_mean: bool = False,
-) -> PanelData:
-    """A measure after each round, or its mean over the models before each round so far."""
-    runs = [run for mine, _ in predicted.values() for run in mine]
-    rounds = bench.scale.rounds
-    x = np.arange(1, rounds + 1)
-    columns = [measure(models) for models in trajectory(bench.engine, runs, rounds)]
-    table = torch.stack(columns, dim=1).numpy()
-    table = table[:, :-1].cumsum(axis=1) / x if running_mean else table[:, 1:]
-    steps = {name: mine[0].step_size for name, (mine, _) in predicted.items()}
-    return {
-        "x": x.tolist(),
-        **_curves(dict(zip(predicted, np.split(table, len(predicted)), strict=True)), axis=0),
-        "bounds": {name: bound[1:].tolist() for name, (_, bound) in predicted.items()},
-        "facts": {**bench.facts, "step sizes": steps},
-    }
-
-
-PANELS: dict[str, Callable[[Scale], PanelData]] = {
-    "noise": noise,
-    "cohort": cohort,
-    "server": server,
-    "similarity": similarity,
-    "distance": distance,
-    "sampling": samplings,
-    "gradient": gradient,
-}
+MEASURED = (noise, cohort, server, similarity)
+PREDICTED = (distance, sampling, gradient)
+"""The panels with bounds over rounds, in a figure of their own."""
 
 
 def compute(scale: Scale | None = None, progress: bool = False) -> Results:
     """All panels."""
     scale = Scale() if scale is None else scale
     with progress_bar(progress, MofNCompleteColumn(), "panels") as bars:
-        panels = bars.track(PANELS.items(), description="measuring")
-        return {name: panel(scale) for name, panel in panels}
+        panels = bars.track(MEASURED + PREDICTED, description="measuring")
+        return {panel.__name__: panel(scale) for panel in panels}

@@ -13,13 +13,12 @@ import io
 import re
 import sys
 import textwrap
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from PIL import Image
@@ -29,8 +28,7 @@ from fedshuffle._arrays import FloatArray
 from fedshuffle._files import results_folder, write_file
 from fedshuffle.auditing import contributions
 from fedshuffle.errors import FedShuffleError
-from fedshuffle.experiments.quadratic.experiment import SEEDS, distances
-from fedshuffle.experiments.quadratic.figures import DISTANCE, TITLES
+from fedshuffle.experiments.quadratic.experiment import DISTANCE, SEEDS, TITLES, distances
 from fedshuffle.experiments.quadratics import toy
 from fedshuffle.local_work import LocalWork
 from fedshuffle.methods import Method
@@ -39,14 +37,12 @@ from fedshuffle.reports.methods import markdown
 from fedshuffle.reports.page import joined
 from fedshuffle.training.rounds import Run
 
-PACE = 1 / 40
-ROUNDS = 400
+PACE, ROUNDS = 1 / 40, 400
 SAMPLINGS = {"full": TITLES["full"], "uniform:2": TITLES["sum_one"]}
 """With the title of the panel."""
 _DASHES = ("-", "--", ":", "-.")
 _FLOOR = 1e-12
 """Below this, differences are rounding errors."""
-
 GREY = {"fedavg-rr": "#b5b5b5", "fedshuffle": "#707070"}
 """Drawn in every picture, to compare with."""
 
@@ -66,23 +62,13 @@ class PlottedMethod:
     def method(self) -> Method:
         """The method itself, with its momentum."""
         found = methods.get(self.name)
-        momentum = methods.parse_momentum(self.momentum) if self.momentum else None
+        momentum = self.momentum and methods.parse_momentum(self.momentum)
         return found.with_momentum(momentum) if momentum else found
-
-    @property
-    def grey(self) -> bool:
-        """Whether it is there to be compared with."""
-        return GREY.get(self.name) == self.paint
 
     @property
     def label(self) -> str:
         """Its name in the picture."""
         return self.title or methods.label(self.name)
-
-    @property
-    def colour(self) -> str:
-        """Its colour in the picture."""
-        return self.paint or methods.colour(self.name)
 
     @property
     def note(self) -> str:
@@ -109,19 +95,16 @@ class Picture:
         return tuple(PlottedMethod(n, paint) for n, paint in GREY.items() if n not in shown)
 
 
-def _by_name(*names: str) -> Picture:
-    return Picture(tuple(PlottedMethod(name) for name in names))
+def _picture(*curves: str | PlottedMethod) -> Picture:
+    return Picture(tuple(PlottedMethod(c) if isinstance(c, str) else c for c in curves))
 
 
 PICTURES: dict[str, Picture] = {
-    "fedavg": Picture(
-        (
-            PlottedMethod("fedavg", "#0072B2"),
-            *(PlottedMethod(name) for name in ("fedavg-rr", "fedavg-min", "fedavg-mean")),
-        )
+    "fedavg": _picture(
+        PlottedMethod("fedavg", "#0072B2"), "fedavg-rr", "fedavg-min", "fedavg-mean"
     ),
-    "fednova": _by_name("fednova", "fednova-rr", "fednova-original", "fednova-original-rr"),
-    "fedshuffle": _by_name("fedshuffle", "fedshuffle-so", "fedshuffle-gen", "fedshuffle-mvr"),
+    "fednova": _picture("fednova", "fednova-rr", "fednova-original", "fednova-original-rr"),
+    "fedshuffle": _picture("fedshuffle", "fedshuffle-so", "fedshuffle-gen", "fedshuffle-mvr"),
     "fedrr-nastya": Picture(
         (
             PlottedMethod("fedrr"),
@@ -139,45 +122,32 @@ PICTURES: dict[str, Picture] = {
         rounds=60,
         sizes=(4, 8, 48),
     ),
-    "fedprox": Picture(
-        (
-            PlottedMethod("fedprox", "#56B4E9", "FedProx, mu = 0.01"),
-            PlottedMethod("fedprox:mu=20", "#0072B2", "FedProx, mu = 20"),
-            PlottedMethod(
-                "fedprox:mu=20+fedshuffle", "#CC79A7", "FedProx, mu = 20, with FedShuffle"
-            ),
-        )
+    "fedprox": _picture(
+        PlottedMethod("fedprox", "#56B4E9", "FedProx, mu = 0.01"),
+        PlottedMethod("fedprox:mu=20", "#0072B2", "FedProx, mu = 20"),
+        PlottedMethod("fedprox:mu=20+fedshuffle", "#CC79A7", "FedProx, mu = 20, with FedShuffle"),
     ),
-    "scaffold": _by_name("scaffold", "scaffold-i"),
-    "vrl-sgd": _by_name("vrl-sgd"),
-    "fedlin": _by_name("fedlin", "fedlin-sparse"),
-    "mime": Picture(
-        (
-            *(PlottedMethod(name) for name in ("mime", "mime-sgd", "mime-lite", "mime-mvr")),
-            PlottedMethod("mime-adam", step=0.1),
-            PlottedMethod("mime-lite-adam", step=0.1),
-        )
+    "scaffold": _picture("scaffold", "scaffold-i"),
+    "vrl-sgd": _picture("vrl-sgd"),
+    "fedlin": _picture("fedlin", "fedlin-sparse"),
+    "mime": _picture(
+        *("mime", "mime-sgd", "mime-lite", "mime-mvr"),
+        PlottedMethod("mime-adam", step=0.1),
+        PlottedMethod("mime-lite-adam", step=0.1),
     ),
-    "adaptive": Picture(
-        (
-            PlottedMethod("fedavgm", server_step_size=0.1),
-            PlottedMethod("fedadagrad", server_step_size=0.05),
-            PlottedMethod("fedadam", server_step_size=0.005),
-            PlottedMethod("fedyogi", server_step_size=0.005),
-            PlottedMethod("fedadam+fedshuffle", "#009E73", "FedAdam with FedShuffle", 1, 0.005),
-        )
+    "adaptive": _picture(
+        PlottedMethod("fedavgm", server_step_size=0.1),
+        PlottedMethod("fedadagrad", server_step_size=0.05),
+        PlottedMethod("fedadam", server_step_size=0.005),
+        PlottedMethod("fedyogi", server_step_size=0.005),
+        PlottedMethod("fedadam+fedshuffle", "#009E73", "FedAdam with FedShuffle", 1, 0.005),
     ),
-    "baselines": _by_name("pooled-sgd", "pooled-rr", "distributed-gd", "non-local-mvr"),
-    "momentum": Picture(
-        tuple(
-            PlottedMethod(name, paint, f"{methods.label(name)}, {momentum}", momentum=momentum)
-            for name, momentum, paint in (
-                ("fedavg-rr", "mvr:0.1", "#D55E00"),
-                ("fedavg-rr", "global:0.1", "#E69F00"),
-                ("fedshuffle", "mvr:0.1", "#0072B2"),
-                ("fedshuffle", "global:0.1", "#56B4E9"),
-            )
-        )
+    "baselines": _picture("pooled-sgd", "pooled-rr", "distributed-gd", "non-local-mvr"),
+    "momentum": _picture(
+        PlottedMethod("fedavg-rr", "#D55E00", "FedAvgRR, mvr:0.1", momentum="mvr:0.1"),
+        PlottedMethod("fedavg-rr", "#E69F00", "FedAvgRR, global:0.1", momentum="global:0.1"),
+        PlottedMethod("fedshuffle", "#0072B2", "FedShuffle, mvr:0.1", momentum="mvr:0.1"),
+        PlottedMethod("fedshuffle", "#56B4E9", "FedShuffle, global:0.1", momentum="global:0.1"),
     ),
 }
 """By the name of their page."""
@@ -185,7 +155,7 @@ PICTURES: dict[str, Picture] = {
 
 def run(curve: PlottedMethod, picture: Picture, sampling: str, seed: int) -> Run | None:
     """A method's run; None where the method is not defined under the sampling."""
-    clients, method, work = toy(picture.sizes).problem.federation, curve.method, LocalWork()
+    clients, work, method = toy(picture.sizes).problem.federation, LocalWork(), curve.method
     everyone = Run(clients, method, "full", work).cohort(round=0)
     step_size = curve.step * picture.pace / float(contributions(method, everyone).sum())
     try:
@@ -194,76 +164,55 @@ def run(curve: PlottedMethod, picture: Picture, sampling: str, seed: int) -> Run
         return None
 
 
-Results = dict[str, dict[str, dict[PlottedMethod, FloatArray]]]
-"""``{page: {sampling: {method: distances}}}``, the mean over the seeds, one per round."""
+Panels = dict[str, dict[PlottedMethod, FloatArray]]
+"""``{sampling: {method: distances}}``, the mean over the seeds, one per round."""
 
 
-def compute(pages: Sequence[str] = tuple(PICTURES), rounds: int = ROUNDS) -> Results:
-    """The curves of the pictures; equal runs are made once, those of one problem in lockstep."""
-    wanted: dict[tuple[int, ...], dict[Hashable, list[Run]]] = {}
-    places = []
-    for page in pages:
-        picture = PICTURES[page]
-        for sampling in SAMPLINGS:
-            for curve in (*picture.grey, *picture.curves):
-                runs = [run(curve, picture, sampling, seed) for seed in SEEDS]
-                defined = [one for one in runs if one is not None]
-                if defined:
-                    clients = tuple(defined[0].federation.sizes.tolist())  # one, if pooled
-                    key = (curve, picture.pace, picture.sizes, sampling)
-                    wanted.setdefault(clients, {})[key] = defined
-                    places.append((page, sampling, curve, clients, key))
-    found: dict[tuple[int, ...], dict[Hashable, FloatArray]] = {}
-    for clients, same in wanted.items():
-        longest = max(PICTURES[page].rounds for page, *_, at, _ in places if at == clients)
-        everyone = [one for runs in same.values() for one in runs]
-        columns = [
-            gaps.reshape(-1, len(SEEDS)).mean(axis=1)
-            for gaps in distances(clients, everyone, min(rounds, longest))
-        ]
-        found[clients] = dict(zip(same, np.stack(columns, axis=1), strict=True))
-    results: Results = {page: {sampling: {} for sampling in SAMPLINGS} for page in pages}
-    for page, sampling, curve, clients, key in places:
-        results[page][sampling][curve] = found[clients][key][: PICTURES[page].rounds]
-    return results
+def compute(picture: Picture, rounds: int = ROUNDS) -> Panels:
+    """The curves of a picture, where they are defined."""
+    runs: dict[tuple[str, PlottedMethod], list[Run]] = {}
+    for sampling in SAMPLINGS:
+        for curve in (*picture.grey, *picture.curves):
+            tried = [run(curve, picture, sampling, seed) for seed in SEEDS]
+            if defined := [one for one in tried if one is not None]:
+                runs[sampling, curve] = defined
+    found = distances(runs, min(rounds, picture.rounds))
+    return {
+        sampling: {curve: found[s, curve].mean(axis=0) for s, curve in runs if s == sampling}
+        for sampling in SAMPLINGS
+    }
 
 
-def draw(panels: Mapping[str, Mapping[PlottedMethod, FloatArray]], path: Path) -> None:
+def draw(panels: Panels, path: Path) -> None:
     """A picture of the curves under each sampling."""
     figure = Figure(figsize=(9, 4.0), layout="constrained")
     row = figure.subplots(1, len(panels), sharey=True)
-    values = [curve for curves in panels.values() for curve in curves.values()]
     lines: dict[str, Line2D] = {}
     for axes, (sampling, curves) in zip(row, panels.items(), strict=True):
-        lines |= _panel(axes, curves)
+        for k, (curve, values) in enumerate(curves.items()):
+            grey = GREY.get(curve.name) == curve.paint
+            (lines[curve.label],) = axes.plot(
+                np.arange(1, len(values) + 1),
+                np.maximum(values, _FLOOR / 10),
+                "-" if grey else _DASHES[k % len(_DASHES)],
+                color=curve.paint or methods.colour(curve.name),
+                linewidth=1.5,
+                zorder=2 if grey else 3,
+            )
+        axes.set(yscale="log", xlim=(0, len(values)), xlabel="round")
+        axes.minorticks_off()
+        clean(axes)
         axes.set_title(SAMPLINGS[sampling], fontsize=11)
-    lowest, highest = min(map(np.min, values)), max(map(np.max, values))
-    row[0].set_ylim(max(_FLOOR, lowest) / 2, 2 * highest)
+    every = np.concatenate([curve for curves in panels.values() for curve in curves.values()])
+    row[0].set_ylim(max(_FLOOR, every.min()) / 2, 2 * every.max())
     row[0].set_ylabel(DISTANCE)
-    look: dict[str, Any] = {"ncols": 4, "frameon": False, "fontsize": 9}
-    figure.legend(list(lines.values()), list(lines), loc="outside lower center", **look)
+    look: dict[str, Any] = {"loc": "outside lower center", "ncols": 4, "frameon": False}
+    figure.legend(list(lines.values()), list(lines), fontsize=9, **look)
     # A palette makes the file small.
     buffer = io.BytesIO()
     figure.savefig(buffer, format="png", dpi=110)
     with Image.open(buffer) as image:
         image.convert("RGB").quantize(256).save(path, optimize=True)
-
-
-def _panel(axes: Axes, curves: Mapping[PlottedMethod, FloatArray]) -> dict[str, Line2D]:
-    lines: dict[str, Line2D] = {}
-    for k, (curve, values) in enumerate(curves.items()):
-        rounds = np.arange(1, len(values) + 1)
-        dashes = "-" if curve.grey else _DASHES[k % len(_DASHES)]
-        (lines[curve.label],) = axes.plot(
-            *(rounds, np.maximum(values, _FLOOR / 10), dashes),
-            color=curve.colour,
-            linewidth=1.5,
-            zorder=2 if curve.grey else 3,
-        )
-    axes.set(yscale="log", xlim=(0, len(rounds)), xlabel="round")
-    axes.minorticks_off()
-    clean(axes)
-    return lines
 
 
 def caption(page: str) -> str:
@@ -304,8 +253,8 @@ def refreshed(text: str) -> str:
 def write(docs: Path, pages: Sequence[str] = tuple(PICTURES), rounds: int = ROUNDS) -> None:
     """Draw the pictures in ``docs/images/methods`` and refresh the pages of ``docs/methods``."""
     folder = results_folder(Path(docs) / "images" / "methods")
-    for page, panels in compute(pages, rounds).items():
-        draw(panels, folder / f"{page}.png")
+    for page in pages:
+        draw(compute(PICTURES[page], rounds), folder / f"{page}.png")
     for path in sorted((Path(docs) / "methods").glob("*.md")):
         write_file(path, refreshed(path.read_text(encoding="utf-8")))
 

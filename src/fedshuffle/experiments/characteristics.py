@@ -1,15 +1,17 @@
 """The paper's table of characteristics, measured by running each method in each condition.
 
-The docstring of each function defines its characteristic. All clients have parabolas (see
-:mod:`fedshuffle.testing.problems`) and weights by size; the server optimiser is left out where it
-is not in question, and a diagonal that rescales coordinates is divided out.
+docs/characteristics.md defines each and says where the paper differs; ``python -m
+fedshuffle.experiments.characteristics`` prints its table. All clients have parabolas (see
+:mod:`fedshuffle.testing.problems`) and weights by size; the server optimiser is left out where it is
+not in question, and a diagonal that rescales coordinates is divided out.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
+from functools import partial
 
 import numpy as np
 import torch
@@ -32,6 +34,7 @@ from fedshuffle.testing.problems import (
 )
 from fedshuffle.testing.report import DoesNotApplyError
 from fedshuffle.testing.unbiasedness import OPTIMA, limit_point, measured_weights
+from fedshuffle.training.rounds import Run
 
 _CLIENTS = Federation.from_sizes((1, 2, 4, 5))
 _CURVATURES = np.array([1.0, 3.0, 0.5, 2.0])
@@ -55,26 +58,8 @@ def characteristics(method: str | Method) -> dict[str, bool]:
     return found
 
 
-def heterogeneous_data(method: Method) -> bool:
-    """Clients have different optima and curvatures, all take part, with equal numbers of steps: in
-    the limit of small steps the method converges to the optimum of the objective.
-    """
-    return _reaches_the_optimum(method, "full", _EQUAL)
-
-
-def client_sampling(method: Method) -> bool:
-    """It still converges to the optimum when two of four clients are drawn uniformly, in the mean
-    over all cohorts.
-    """
-    return _reaches_the_optimum(method, "uniform:2", _EQUAL)
-
-
-def unequal_steps(method: Method) -> bool:
-    """It still converges to the optimum when all take part with different numbers of steps."""
-    return _reaches_the_optimum(method, "full", _UNEQUAL)
-
-
-def _reaches_the_optimum(method: Method, sampling: str, work: LocalWork) -> bool:
+def reaches_the_optimum(sampling: str, work: LocalWork, method: Method) -> bool:
+    """In the limit of small steps, and in the mean over all cohorts."""
     plain = without_server_optimiser(method)
     try:
         found = limit_point(plain, sampling, _CURVATURES, _CLIENTS, work)
@@ -92,9 +77,9 @@ def _optimum() -> float:
 
 def reshuffling(method: Method) -> bool:
     """A client's epoch visits each of its examples once, in another order every round."""
-    federation = Federation.from_sizes(sizes(method))
-    clients = _quadratic(method, _UNEQUAL, OPTIMA * _STRETCHED, federation)
-    state, orders = clients.run.start(torch.zeros(3, dtype=torch.float64)), set()
+    run = _everyone(method, _UNEQUAL, Federation.from_sizes(sizes(method)))
+    clients = _quadratic(run, OPTIMA * _STRETCHED)
+    state, orders = run.start(torch.zeros(3, dtype=torch.float64)), set()
     for _ in range(5):
         task = clients.local_training(state).tasks[-1]
         (epoch,) = task.minibatches.epochs()
@@ -112,7 +97,7 @@ def variance_reduction(method: Method) -> bool:
     sum w_i |u_i|^2 < 1/2 rho^2 sum w_i |g_i|^2, with u_i per unit step size, and rho the share of a
     move of the model to which the mean of the u_i responds at once (1 for plain gradients).
     """
-    clients = _quadratic(method, _ONE_STEP, OPTIMA * _STRETCHED)
+    clients = _quadratic(_everyone(method, _ONE_STEP), OPTIMA * _STRETCHED)
     weights = torch.tensor(clients.run.federation.weights)
     optimum = torch.full((3,), _optimum()).double() * torch.tensor(_STRETCHED)
     state = _settled(clients, optimum)
@@ -136,34 +121,32 @@ def global_momentum(method: Method) -> bool:
     steps depends on the gradients of earlier rounds.
     """
     x = numbers(3, seed=3)
-    both = [_quadratic(method, _ONE_STEP, numbers(4, 3, seed=seed).numpy()) for seed in (1, 2)]
+    run = _everyone(method, _ONE_STEP)
+    both = [_quadratic(run, numbers(4, 3, seed=seed).numpy()) for seed in (1, 2)]
     states = [_settled(clients, x, rounds=3) for clients in both]
     if not states[0].method_state:
         return False
-    weights = torch.tensor(both[0].run.federation.weights)
+    weights = torch.tensor(run.federation.weights)
     means = [weights @ _steps(both[0], state) for state in states]
     return bool((means[0] - means[1]).abs().max() > 1e-9)
 
 
 def server_step_size(method: Method) -> bool:
     """A server step size of 2 moves the model twice as far in the first round."""
-    start = numbers(3, seed=3)
-    moves = []
+    start, sampling, moves = numbers(3, seed=3), partial_sampling(method), []
     for size in (1.0, 2.0):
-        settings = {"work": _EQUAL, "server_step_size": size}
-        run = make_run(method, partial_sampling(method), _CLIENTS, **settings)
-        clients = quadratic_clients(
-            run, _CURVATURES, _CURVATURES[:, None] * OPTIMA * _STRETCHED, scaled=False
-        )
-        moves.append(clients.run_round(run.start(start)).x - start)
+        run = make_run(method, sampling, _CLIENTS, work=_EQUAL, server_step_size=size)
+        moves.append(_quadratic(run, OPTIMA * _STRETCHED).run_round(run.start(start)).x - start)
     return bool(torch.allclose(moves[1], 2 * moves[0], rtol=1e-9, atol=1e-12))
 
 
-def _quadratic(
-    method: Method, work: LocalWork, optima: FloatArray, federation: Federation = _CLIENTS
-) -> QuadraticClients:
-    """Clients with these optima who all take part; without a server optimiser."""
-    run = make_run(without_server_optimiser(method), "full", federation, work=work)
+def _everyone(method: Method, work: LocalWork, federation: Federation = _CLIENTS) -> Run:
+    """All clients take part; without a server optimiser."""
+    return make_run(without_server_optimiser(method), "full", federation, work=work)
+
+
+def _quadratic(run: Run, optima: FloatArray) -> QuadraticClients:
+    """Clients with these optima."""
     return quadratic_clients(run, _CURVATURES, _CURVATURES[:, None] * optima, scaled=False)
 
 
@@ -183,11 +166,60 @@ def _steps(clients: QuadraticClients, state: State) -> Tensor:
 
 
 CHARACTERISTICS: dict[str, Callable[[Method], bool]] = {
-    "heterogeneous data": heterogeneous_data,
-    "client sampling": client_sampling,
+    "heterogeneous data": partial(reaches_the_optimum, "full", _EQUAL),
+    "client sampling": partial(reaches_the_optimum, "uniform:2", _EQUAL),
     "reshuffling": reshuffling,
-    "unequal steps": unequal_steps,
+    "unequal steps": partial(reaches_the_optimum, "full", _UNEQUAL),
     "variance reduction": variance_reduction,
     "global momentum": global_momentum,
     "server step size": server_step_size,
 }
+
+PAPER: dict[str, str] = {
+    "fednova": "yynynny",
+    "fedlin": "ynnyynn",
+    "mime": "yynnyyn",
+    "fedrr": "ynynnnn",
+    "fedavg-rr": "yyynnny",
+    "fednova-rr": "yyyynny",
+    "fedshuffle": "yyyynny",
+    "fedshuffle-mvr": "yyyyyyy",
+}
+"""The paper's own table: yes or no for each characteristic, in order."""
+
+
+def measured() -> dict[str, dict[str, bool]]:
+    """The characteristics of all registered methods, by name."""
+    return {method.name: characteristics(method) for method in methods.available()}
+
+
+def differences(found: Mapping[str, Mapping[str, bool]]) -> list[tuple[str, str]]:
+    """The marks that differ from the paper's, as (method, characteristic)."""
+    return [
+        (method, name)
+        for method, marks in found.items()
+        for name, said in zip(CHARACTERISTICS, PAPER.get(method, ""))
+        if marks[name] != (said == "y")
+    ]
+
+
+def table(found: Mapping[str, Mapping[str, bool]]) -> str:
+    """The characteristics as a Markdown table; a star marks a difference from the paper.
+
+    >>> print(table({"mine": {"reshuffling": True, "unequal steps": False}}))
+    | method | reshuffling | unequal steps |
+    |---|:-:|:-:|
+    | `mine` | yes |  |
+    """
+    names = list(next(iter(found.values())))
+    other = set(differences(found))
+    lines = [f"| method | {' | '.join(names)} |", f"|---{'|:-:' * len(names)}|"]
+    for method, marks in found.items():
+        words = {True: ("yes", "yes\\*"), False: ("", "no\\*")}
+        cells = [words[marks[name]][(method, name) in other] for name in names]
+        lines.append(f"| `{method}` | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    print(table(measured()))

@@ -1,1 +1,0 @@
-"""Experiment: method pictures."""

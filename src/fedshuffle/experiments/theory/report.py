@@ -1,0 +1,221 @@
+"""What the theory says, checked against the measurements; and the figures."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.ticker import LogLocator, NullLocator, StrMethodFormatter
+
+from fedshuffle._files import results_folder
+from fedshuffle.experiments.claims import Claim, draw_panels, publish
+from fedshuffle.experiments.theory.experiment import (
+    LOCAL,
+    MEASURED,
+    NON_LOCAL,
+    PREDICTED,
+    PanelData,
+    Results,
+    Scale,
+    compute,
+)
+from fedshuffle.methods import colour
+from fedshuffle.reports.drawing import set_ticks
+
+CLOSE = 0.25
+"""A slope is as claimed if it is this close."""
+CLEARLY = 2.0
+"""At least this many times as many rounds are clearly more."""
+
+READING = (
+    ". A *slope* is that of the line through the logarithms, by least squares, and is as claimed"
+    f" if it is within {CLOSE:g}; *fewer* means by a factor of at least {CLEARLY:g}."
+)
+"""How the words of the claims are meant."""
+
+
+def slope(x: Sequence[float], y: Sequence[float | None]) -> float:
+    """The power of x that y grows with: the slope of the line through the logarithms.
+
+    >>> round(slope([1, 2, 4], [5, 20, 80]), 9)
+    2.0
+    """
+    if None in y or len(y) < 2:
+        return math.nan
+    return float(np.polyfit(np.log(x), np.log(np.array(y, dtype=np.float64)), 1)[0])
+
+
+def _slope(curve: str, claimed: float, panel: PanelData) -> tuple[bool, str]:
+    y = panel["curves"][curve]
+    found = round(slope(panel["x"], y), 2) + 0.0  # no minus before a zero
+    evidence = f"Slope {found:.2f}, claimed {claimed:g}: {_list(y)} at {_list(panel['x'])}."
+    return abs(found - claimed) <= CLOSE, evidence
+
+
+def _fewer(few: str, more: str, start: int, panel: PanelData) -> tuple[bool, str]:
+    """Clearly fewer rounds, from some place of the x axis on."""
+    y, other = panel["curves"][few], panel["curves"][more]
+    pairs = zip(y[start:], other[start:], strict=True)
+    seen = all(a is not None and b is not None and a * CLEARLY <= b for a, b in pairs)
+    return seen, f"Rounds: {_list(y)} against {_list(other)} at {_list(panel['x'])}."
+
+
+def _smaller_variance(panel: PanelData) -> tuple[bool, str]:
+    seen, evidence = _fewer("importance", "uniform", 0, panel)
+    few, more = (panel["facts"]["M"][name] for name in ("importance", "uniform"))
+    return seen, f"{evidence} M: {_list(few)} against {_list(more)}."
+
+
+def _under_bound(panel: PanelData) -> tuple[bool, str]:
+    """Every curve with a bound stays under it."""
+    bounds = panel["bounds"] if "bounds" in panel else {"reshuffled": panel["bound"]}
+    room = {name: np.divide(bound, panel["curves"][name]) for name, bound in bounds.items()}
+    evidence = "; ".join(
+        f"{name}: {each.min():.4g} to {each.max():.3g} times as large, {each[-1]:.3g} at the end"
+        for name, each in room.items()
+    )
+    return all(bool((each >= 1).all()) for each in room.values()), f"The bound is, for {evidence}."
+
+
+def _list(values: Sequence[float | None]) -> str:
+    return ", ".join("never" if value is None else f"{value:.4g}" for value in values)
+
+
+_BEATS = "FedShuffleMVR beats non-local MVR when delta is much smaller than L, at"
+CLAIMS: dict[str, dict[str, Callable[[PanelData], tuple[bool, str]]]] = {
+    "noise": {
+        "Reshuffled, the stationary error goes with eta^2.": partial(_slope, "reshuffled", 2),
+        "With replacement, it goes with eta only.": partial(_slope, "with replacement", 1),
+        "The reshuffled error stays under the theorem's bound, 18 (L/mu) eta_l^2 N.": _under_bound,
+    },
+    "cohort": {
+        "Under importance sampling the rounds to a given error go with 1/b: linear speed-up.": (
+            partial(_slope, "importance", -1)
+        ),
+        "Importance sampling needs fewer rounds than uniform sampling, as its M is smaller.": (
+            _smaller_variance
+        ),
+    },
+    "server": {
+        "The middle term vanishes as eta_g grows, with 1 / eta_g^2, at the same effective step.": (
+            partial(_slope, "reshuffled", -2)
+        ),
+        "With replacement the noise stays.": partial(_slope, "with replacement", 0),
+        "The reshuffled error stays under the theorem's bound, 18 (L/mu) eta_l^2 N.": _under_bound,
+    },
+    "similarity": {
+        "FedShuffleMVR's rounds go with delta, at the same L.": partial(
+            _slope, f"{LOCAL}, theorem", 1
+        ),
+        "Those of MVR without local steps do not: they go with L.": partial(
+            _slope, f"{NON_LOCAL}, theorem", 0
+        ),
+        f"{_BEATS} the theorem's step sizes.": partial(
+            _fewer, f"{LOCAL}, theorem", f"{NON_LOCAL}, theorem", -1
+        ),
+        f"{_BEATS} the best found for each.": partial(
+            _fewer, f"{LOCAL}, best", f"{NON_LOCAL}, best", -1
+        ),
+    },
+    **{
+        name: {"The measured mean stays under the bound in every round.": _under_bound}
+        for name in ("distance", "sampling", "gradient")
+    },
+}
+"""For each panel: what the theory says, and its check."""
+
+
+def claims(results: Results) -> list[Claim]:
+    """What the theory says, checked against the measurements."""
+    return [
+        Claim(name, text, *check(results[name]))
+        for name, checks in CLAIMS.items()
+        for text, check in checks.items()
+    ]
+
+
+_DISTANCE, _STATIONARY = r"$\|x - x^\star\|^2$", r"stationary $E\,\|x - x^\star\|^2$"
+_AT_EFFECTIVE_STEP = r"server step size $\eta_g$, with $\eta_g \eta_l = %(effective step).3f$"
+_TO_GRADIENT = r"rounds to $E\,\|\nabla f\|^2 = %(gradient)g \, \|\nabla f(x^0)\|^2$"
+TEXTS = {
+    "noise": (
+        "Noise of the examples",
+        r"step size $\eta_l$, up to the theorem's limit",
+        _STATIONARY,
+    ),
+    "cohort": ("Linear speed-up", "clients per round, b", f"rounds to {_DISTANCE} = %(epsilon)g"),
+    "server": ("The middle term and the server step size", _AT_EFFECTIVE_STEP, _STATIONARY),
+    "similarity": ("Local steps, when Hessians are alike", r"$\delta / L$", _TO_GRADIENT),
+    "distance": ("All clients: drift and the server step size", "rounds", _DISTANCE),
+    "sampling": ("A few of many clients: the sampling", "rounds", _DISTANCE),
+    "gradient": ("One client: momentum", "rounds", r"$\|\nabla f\|^2$, mean so far"),
+}
+"""Title, x and y axis of each panel; the facts of the panel fill them in."""
+GUIDES = {
+    "noise": {"with replacement": 1, "reshuffled": 2},
+    "cohort": {"importance": -1},
+    "server": {"reshuffled": -2},
+}
+"""The slopes that the theory gives some curves."""
+COLOURS = {
+    **dict.fromkeys(["reshuffled", "importance", "FedShuffle", "eta_g = 1"], colour("fedshuffle")),
+    **dict.fromkeys(["with replacement", "eta_g = 4"], colour("fedavg-rr")),
+    "uniform": "#0072B2",
+    "FedShuffleMVR": colour("fedshuffle-mvr"),
+    "non-local MVR": colour("non-local-mvr"),
+}
+
+
+def reproduce(out: Path, scale: Scale | None = None, progress: bool = True) -> list[Claim]:
+    """Measure all panels; write ``theory.png``, ``bounds.png``, the same as ``.pdf``,
+    ``results.json`` and ``claims.md``.
+    """
+    out = results_folder(out)
+    results = compute(scale, progress)
+    found = claims(results)
+    draw = partial(_draw, results)
+    figures = {
+        "theory": draw_panels([panel.__name__ for panel in MEASURED], (2, 2), (11, 10), draw),
+        "bounds": draw_panels([panel.__name__ for panel in PREDICTED], (1, 3), (15, 5), draw),
+    }
+    title = "What the theory says, and what was measured"
+    publish(out, results, figures, found, title, READING, progress)
+    return found
+
+
+def _draw(results: Results, axes: Axes, name: str) -> None:
+    """The curves; with deviations as bars or bands, under bounds, and beside the ideal slopes."""
+    panel = results[name]
+    title, x_label, y_label = (text % panel["facts"] for text in TEXTS[name])
+    axes.set(title=title, xlabel=x_label, ylabel=y_label, yscale="log")
+    x = np.array(panel["x"])
+    for curve, values in panel["curves"].items():
+        paint, dashes = COLOURS[curve.split(", ")[0]], "--" if curve.endswith("best") else "-"
+        mean = np.array(values, float)  # None, where the goal was never reached, leaves a gap
+        deviation = np.array(panel.get("deviations", {}).get(curve, 0 * mean))
+        below = np.minimum(deviation, 0.9 * mean)  # a band to zero has no end on this axis
+        text = curve.replace("eta_g", r"$\eta_g$")
+        if "bounds" in panel:
+            axes.fill_between(x, mean - below, mean + deviation, color=paint, alpha=0.2, lw=0)
+            axes.plot(x, mean, color=paint, label=f"{text}, measured")
+            axes.plot(x, panel["bounds"][curve], "--", color=paint, label=f"{text}, bound")
+        else:
+            axes.errorbar(x, mean, (below, deviation), None, "o", ls=dashes, c=paint, label=text)
+        slope = GUIDES.get(name, {}).get(curve)
+        if slope is not None:
+            ideal = mean[0] * (x / x[0]) ** float(slope)
+            axes.plot(x, ideal, "--", color="#707070", lw=1, label=f"slope {slope}", zorder=1)
+    if "bound" in panel:
+        text = "the theorem's bound, reshuffled"
+        axes.plot(x, panel["bound"], ":", color=COLOURS["reshuffled"], label=text)
+    if "bounds" not in panel:
+        axes.set_xscale("log")
+        set_ticks(axes.xaxis, panel["x"], ".2g")
+    if "deviations" not in panel:  # numbers of rounds, as plain numbers
+        axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        axes.yaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
+        axes.yaxis.set_minor_locator(NullLocator())
