@@ -79,13 +79,17 @@ def made(folder: Path, parameters: int) -> Path:
     server = package / "server_app.py"
     text = server.read_text().replace(
         "    result = strategy.start(\n        grid,",
-        "    timed = TimedGrid(grid)\n    seen = [0.0]\n\n"
+        "    timed = TimedGrid(grid)\n    seen = [0.0, 0.0]\n\n"
         "    def evaluate(round, arrays):\n"
-        "        spent, seen[0] = timed.seconds - seen[0], timed.seconds\n"
-        '        return MetricRecord({"grid_seconds": spent})\n\n'
+        "        now = timed.seconds, time.process_time()\n"
+        "        grid, all = (after - before for after, before in zip(now, seen))\n"
+        "        seen[:] = now\n"
+        '        return MetricRecord({"grid_seconds": grid, "server_seconds": all - grid})\n\n'
         "    result = strategy.start(\n        timed,",
     )
-    server.write_text(text.replace("from .data", "from .timed import TimedGrid\nfrom .data"))
+    server.write_text(
+        text.replace("from .data", "import time\nfrom .timed import TimedGrid\nfrom .data")
+    )
     return app
 
 
@@ -128,9 +132,10 @@ def main() -> None:
         for parameters in arguments.parameters:
             out = Path(folder) / f"out{parameters}"
             config = {"num-rounds": arguments.rounds, "sampling": "full", "out": str(out)}
-            before = computed(deployment.superlink.pid)
+            superlink = deployment.processes["superlink"].pid
+            before = computed(superlink)
             run = deployment.run(made(Path(folder), parameters), config)
-            link = (computed(deployment.superlink.pid) - before) / arguments.rounds
+            link = (computed(superlink) - before) / arguments.rounds
             if not run.completed:
                 sys.exit(run.log)
             lines = (out / "metrics.jsonl").read_text().splitlines()

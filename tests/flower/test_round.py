@@ -51,14 +51,14 @@ def update(
     )
     request = drawn.next()
     assert isinstance(request, LocalTraining)
-    buffer = UpdateBuffer((len(state.x),), torch.float64)
+    buffer = UpdateBuffer(state.x)
     for task in request.tasks:
         i = task.minibatches.client
         if there[i]:
             axis = torch.eye(len(state.x), dtype=torch.float64)[i]
-            buffer.put(i, axis * min(int(done[i]), task.minibatches.steps) * task.step_size)
-    planned = drawn.cohort.planned
-    drawn.add_replies(buffer, np.minimum(done[members], planned))
+            steps = min(int(done[i]), task.minibatches.steps)
+            buffer[i] = axis * steps * task.step_size, steps
+    drawn.add_replies(buffer)
     after = drawn.next()
     assert isinstance(after, State)
     return (after.x - state.x).numpy()
@@ -104,17 +104,18 @@ def test_momentum_is_unbiased_under_the_dropout_model() -> None:
             continue
         drawn = ClientRound(run, state, answers)
         assert isinstance(drawn.next(), FullGradient)
-        buffer = UpdateBuffer((1, 3), torch.float64)
+        buffer = UpdateBuffer(axes[:1])
         for i in range(3):
             if first[i]:
-                buffer.put(i, axes[i : i + 1])
+                buffer[i] = axes[i : i + 1], 0
         drawn.add_replies(buffer)
-        assert isinstance(drawn.next(), LocalTraining)
-        buffer = UpdateBuffer((3,), torch.float64)
-        for i in range(3):
-            if second[i]:
-                buffer.put(i, axes[i])
-        drawn.add_replies(buffer, drawn.cohort.planned)
+        request = drawn.next()
+        assert isinstance(request, LocalTraining)
+        buffer = UpdateBuffer(axes[0])
+        for task in request.tasks:
+            if second[i := task.minibatches.client]:
+                buffer[i] = axes[i], task.minibatches.steps
+        drawn.add_replies(buffer)
         after = drawn.next()
         assert isinstance(after, State)
         mean += odds * after.method_state.get("momentum", torch.zeros(3, dtype=torch.float64))

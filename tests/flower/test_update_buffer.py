@@ -28,6 +28,6 @@ def test_full_disk_is_not_a_client_failure(monkeypatch: pytest.MonkeyPatch) -> N
     def full(*_: Any) -> None:
         raise FedShuffleError("the disk is full")
 
-    monkeypatch.setattr(UpdateBuffer, "put", full)
+    monkeypatch.setattr(UpdateBuffer, "__setitem__", full)
     with pytest.raises(FedShuffleError, match="full"):
         strategy(response_probability=0.9).start(LocalGrid(apps()), start(), 1)

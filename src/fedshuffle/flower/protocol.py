@@ -131,6 +131,13 @@ def read(message: Message, kind: type[_Fields]) -> _Fields:
     return fields
 
 
+def refuse_errors(reply: Message) -> None:
+    """Raise the error of the node, if the reply carries one."""
+    if reply.has_error():
+        reason = (reply.error.reason or "no reason given").strip().split("\n")[-1][:300]
+        raise FedShuffleError(f"{reason} (Flower's error {reply.error.code})")
+
+
 def vectors(
     message: Message, dtype: torch.dtype, required: str, **shapes: Sequence[int]
 ) -> dict[str, Tensor]:

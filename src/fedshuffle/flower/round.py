@@ -7,13 +7,14 @@ replied, and with the steps it really did. So the method's rules alone decide th
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
 
 import numpy as np
 
-from fedshuffle._arrays import FloatArray, IntArray
+from fedshuffle._arrays import FloatArray
 from fedshuffle.flower.update_buffer import UpdateBuffer
-from fedshuffle.kernel import Request
+from fedshuffle.kernel import LocalTraining, Request
 from fedshuffle.methods import Cohort
 from fedshuffle.state import State
 from fedshuffle.training.rounds import Run, advance
@@ -35,27 +36,29 @@ class ClientRound:
         self.response_probability = response_probability
         self.cohort: Cohort = run.cohort(state.round)
         """The clients that have replied to every request so far."""
-        self._buffers: list[UpdateBuffer] = []
+        self.missing: dict[int, str] = {}
+        """The clients that have not, and why."""
+        self.begun = time.perf_counter()
+        self.buffers: list[UpdateBuffer] = []
+        """The replies to each request so far."""
+        self._request: Request | State = state
 
     def next(self) -> Request | State:
         """The next request to the cohort, or the state after the round."""
         requests = self.run.round(self.state, self.cohort)
-        request = advance(requests)
-        for buffer in self._buffers:
-            if isinstance(request, State):  # nobody is left
+        self._request = advance(requests)
+        for buffer in self.buffers:
+            if isinstance(self._request, State):  # nobody is left
                 break
-            request = advance(requests, buffer.sums(request))
-        return request
+            self._request = advance(requests, buffer.sums(self._request))
+        return self._request
 
-    def add_replies(self, buffer: UpdateBuffer, steps: IntArray | None = None) -> None:
-        """End an exchange with its replies; after training, with the steps of each client of the
-        cohort (any number for those that did not reply).
-        """
-        cohort = self.cohort
-        if steps is not None:
-            cohort = replace(cohort, done=steps)
-        replied = np.array([client in buffer for client in cohort.clients.tolist()], dtype=np.bool_)
-        self.cohort = cohort.only(
-            replied, cohort.probability * self.response_probability[cohort.clients]
-        )
-        self._buffers.append(buffer)
+    def add_replies(self, buffer: UpdateBuffer) -> None:
+        """End the exchange of the last request with its replies."""
+        cohort, clients = self.cohort, self.cohort.clients
+        if isinstance(self._request, LocalTraining):
+            done = [buffer.steps.get(client, 1) for client in clients.tolist()]
+            cohort = replace(cohort, done=np.array(done, dtype=np.int64))
+        replied = np.isin(clients, list(buffer.steps))
+        self.cohort = cohort.only(replied, cohort.probability * self.response_probability[clients])
+        self.buffers.append(buffer)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Mapping, Sequence
 
 import numpy as np
 import torch
@@ -14,6 +13,7 @@ from torch import Tensor
 
 from fedshuffle import fingerprint
 from fedshuffle.errors import FedShuffleError
+from fedshuffle.flower.protocol import ClientInfo
 
 
 class Model:
@@ -21,43 +21,33 @@ class Model:
 
     Args:
         arrays: all arrays of the model, such as ``ArrayRecord(model.state_dict())``.
-        trained: names and shapes of those that clients train, in their order.
-        dtype: what clients compute in, such as ``"float32"``.
-        tied: further names of those that are trained, and the first.
-        frozen: digests of what else clients have, which must be as it is here.
+        info: how a client describes its model; what it does not train must be as it is here.
     """
 
-    def __init__(
-        self,
-        arrays: ArrayRecord,
-        trained: Mapping[str, Sequence[int]],
-        dtype: str,
-        tied: Mapping[str, str],
-        frozen: Mapping[str, str],
-    ) -> None:
-        self.trained = {name: tuple(shape) for name, shape in trained.items()}
-        self.dtype = getattr(torch, dtype, None)
+    def __init__(self, arrays: ArrayRecord, info: ClientInfo) -> None:
+        self.trained = {name: tuple(shape) for name, shape in info.parameters.items()}
+        self.dtype = getattr(torch, info.dtype, None)
         if self.dtype not in (torch.float16, torch.float32, torch.float64):
             raise FedShuffleError(
-                f"clients compute in {dtype}, which cannot be sent as a plain array. Use a model of"
-                " float32, float64 or float16."
+                f"clients compute in {info.dtype}, which cannot be sent as a plain array. Use a"
+                " model of float32, float64 or float16."
             )
-        self._rest = {name: array for name, array in arrays.items() if name not in trained}
-        self._names = {name: tied.get(name, name) for name in arrays}
         for name, shape in self.trained.items():
             if name not in arrays:
                 raise FedShuffleError(
                     f"clients train {name!r}, which is not among the server's arrays. Build the"
                     " same model on both sides: ArrayRecord(model.state_dict())."
                 )
-            found = tuple(arrays[name].shape)
-            if found != shape:
+            if (found := tuple(arrays[name].shape)) != shape:
                 raise FedShuffleError(
                     f"parameter {name!r} has shape {found} on the server and {shape} on clients."
                     " Build the same model on both sides."
                 )
+        self._names = {name: info.tied.get(name, name) for name in arrays}
+        self._rest = {k: array for k, array in arrays.items() if self._names[k] not in self.trained}
         for name, array in self._rest.items():
-            if name not in tied and frozen.get(name) != _digest(array):
+            values = torch.from_numpy(np.require(array.numpy(), requirements="W"))
+            if info.frozen.get(name) != fingerprint.tensor(values):
                 raise FedShuffleError(
                     f"{name!r} is not trained, and has other values on the server than on clients."
                     " Give both sides the same, such as the same file of pretrained weights."
@@ -83,7 +73,3 @@ class Model:
         return ArrayRecord(
             {name: trained.get(first) or self._rest[name] for name, first in self._names.items()}
         )
-
-
-def _digest(array: Array) -> str:
-    return fingerprint.tensor(torch.from_numpy(np.require(array.numpy(), requirements="W")))

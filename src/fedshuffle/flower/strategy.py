@@ -16,6 +16,7 @@ import numpy as np
 from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Result, Strategy
+from numpy.typing import ArrayLike
 
 from fedshuffle import methods, sampling
 from fedshuffle._arrays import FloatArray, count, number, positive
@@ -23,7 +24,7 @@ from fedshuffle.errors import FedShuffleError, unknown
 from fedshuffle.federation import Federation
 from fedshuffle.flower.client_registry import ClientRegistry
 from fedshuffle.flower.server_model import Model
-from fedshuffle.flower.session import DropoutModel, Session
+from fedshuffle.flower.session import Session
 from fedshuffle.local_work import LocalWork
 from fedshuffle.methods import Method
 from fedshuffle.methods.averaging import (
@@ -105,34 +106,32 @@ class FedShuffleStrategy(Strategy):  # type: ignore[misc]  # Flower is untyped h
         record_cohorts: bool = False,
         nodes: Mapping[int, int] | None = None,
     ) -> None:
+        self.clients = _population(clients, sizes)
         self.method = methods.get(method)
-        self.work = LocalWork() if work is None else work
-        self.sampling = sampling
-        self.step_size = step_size
-        self.server_step_size = server_step_size
-        self.seed = seed
-        self.sizes = sizes
-        self.weights = weights
+        self.sampling, self.seed = sampling, seed
         self.asked = isinstance(sizes, str) and sizes == "asked"
         self.withheld = isinstance(sizes, str) and sizes == "withheld"
-        self.clients = _population(clients, sizes)
+        # Without sizes as if everybody had one minibatch: a step is then an epoch.
+        self.sizes: ArrayLike = np.ones(self.clients, int) if isinstance(sizes, str) else sizes
+        self.weights = weights
         self.response_probability = _probabilities(response_probability, self.clients)
         self.timeout = number(timeout, "timeout", within="(0, inf)")
         self.retries = 0 if retries == 0 else count(retries, "retries")
         self.checkpoint_every = count(checkpoint_every, "checkpoint_every")
         self.evaluate_every = evaluate_every and count(evaluate_every, "evaluate_every")
         self.record_cohorts = record_cohorts
-        self.nodes = nodes
-        self.resume = resume
+        self.nodes, self.resume = nodes, resume
         self.folder: RunFolder | None = None
         if out is not None:
             again = f"start again with out={str(out)!r}, resume=True"
             self.folder = RunFolder(Path(out), count(keep, "keep"), again)
         elif resume:
             raise FedShuffleError("resume=True needs the folder of the run: give it as out.")
+        work = LocalWork() if work is None else work
         _check_nodes(nodes or {}, self.clients)
-        _check(self.method, self.work, self.sampling, self.withheld)
-        self._run()  # fails now if the settings are wrong
+        _check(self.method, work, sampling, self.withheld)
+        self._settings = (self.method, sampling, work, step_size, server_step_size, seed)
+        self._run(self.sizes)  # fails now if the settings are wrong
         self._session: Session | None = None
 
     def start(
@@ -173,13 +172,13 @@ class FedShuffleStrategy(Strategy):  # type: ignore[misc]  # Flower is untyped h
         saved = session.state.round
         try:
             while session.state.round < rounds:
-                record = session.run_round(grid)
+                record = session.run_round()
                 now = session.state.round
                 result.arrays = session.arrays()
                 result.train_metrics_clientapp[now] = _metrics(record)
                 try:
                     if self.evaluate_every and (now % self.evaluate_every == 0 or now == rounds):
-                        found = session.evaluate(grid)
+                        found = session.evaluate()
                         _store(result.evaluate_metrics_clientapp, now, found)
                         record |= _named(found, record, "clients_")
                     if evaluate_fn:
@@ -208,7 +207,7 @@ class FedShuffleStrategy(Strategy):  # type: ignore[misc]  # Flower is untyped h
             raise FedShuffleError("only start asks clients again: leave out retries.")
         if self._session is None or server_round == 1:
             self._session = self._begin(grid, arrays, server_round)
-        return self._session.training_messages(grid, arrays, server_round - 1)
+        return self._session.training_messages(arrays, server_round - 1)
 
     def aggregate_train(
         self, server_round: int, replies: Iterable[Message]
@@ -261,11 +260,11 @@ class FedShuffleStrategy(Strategy):  # type: ignore[misc]  # Flower is untyped h
         """Wait for the clients, and load the state to start from."""
         if self.folder:
             self.folder.check(self.resume)  # before waiting for clients
-        registry = ClientRegistry(self.clients, self.timeout, self.nodes)
-        registry.wait_for(grid, self.clients if self.asked else 1)
-        run = self._run(registry)
+        registry = ClientRegistry(grid, self.clients, self.timeout, self.nodes)
+        registry.wait_for(self.clients if self.asked else 1)
+        run = self._run(registry.sizes() if self.asked else self.sizes)
         info = next(iter(registry.infos.values()))
-        model = Model(arrays, info.parameters, info.dtype, info.tied, info.frozen)
+        model = Model(arrays, info)
         state = run.start(model.flat(arrays))
         if self.folder:
             rounds_at_start = self.folder.settings()["rounds"] if self.resume else rounds
@@ -280,25 +279,11 @@ class FedShuffleStrategy(Strategy):  # type: ignore[misc]  # Flower is untyped h
                 "rounds": rounds,
             }
             state = self.folder.begin(settings, state, self.resume)
-        dropout = DropoutModel(self.response_probability, self.withheld, self.timeout, self.retries)
-        self._session = Session(run, registry, model, state, dropout, self.record_cohorts)
+        self._session = Session(self, grid, run, registry, model, state)
         return self._session
 
-    def _run(self, registry: ClientRegistry | None = None) -> Run:
-        sizes: Any = self.sizes
-        if self.asked and registry is not None:
-            sizes = registry.sizes()
-        elif isinstance(sizes, str):  # as if everybody had one minibatch: a step is then an epoch
-            sizes = np.ones(self.clients, np.int64)
-        return Run(
-            Federation.from_sizes(sizes, self.weights),
-            self.method,
-            self.sampling,
-            self.work,
-            self.step_size,
-            self.server_step_size,
-            self.seed,
-        )
+    def _run(self, sizes: ArrayLike) -> Run:
+        return Run(Federation.from_sizes(sizes, self.weights), *self._settings)
 
 
 def _check(method: Method, work: LocalWork, drawn: str | Sampling, withheld: bool) -> None:
@@ -375,8 +360,8 @@ def _sha256(data: bytes) -> str:
 
 def _metrics(record: Mapping[str, Any]) -> MetricRecord:
     """What Flower can show of a record."""
-    names = ("clients", "replied", "steps", "seconds", "server_seconds")
-    numbers = {name.replace("_", "-"): record[name] for name in names}
+    names = ("clients", "replied", "steps", "seconds")
+    numbers = {name: record[name] for name in names}
     return MetricRecord(numbers | {"follows-dropout-model": int(record["follows_dropout_model"])})
 
 

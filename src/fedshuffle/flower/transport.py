@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TypeVar
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
 
-from flwr.app import Message
+from flwr.app import Message, RecordDict
 from flwr.common.constant import ErrorCode
 from flwr.serverapp import Grid
 
 from fedshuffle.errors import FedShuffleError
+from fedshuffle.flower import protocol
+from fedshuffle.flower.update_buffer import UpdateBuffer
 
 _AT_ONCE = 16
 """Messages in memory at a time."""
@@ -18,89 +21,124 @@ _PAUSE = 0.2
 """Seconds between two polls for replies."""
 
 Node = int
-_Item = TypeVar("_Item")
-_Reply = TypeVar("_Reply")
+_Key = TypeVar("_Key")
+
+
+_Replies = TypeVar("_Replies", UpdateBuffer, dict[int, dict[str, float]])
+
+
+@dataclass(frozen=True)
+class Exchange(Generic[_Replies]):
+    """A question to some clients of a round: how to ask one of them, and to read its reply."""
+
+    kind: str
+    round: int
+    clients: Sequence[int]
+    write: Callable[[int], RecordDict]
+    """The content of the message to a client."""
+    read: Callable[[int, int, Message], Any]
+    """What the reply of a client says, after this many steps; raises a FedShuffleError if it is
+    not valid."""
+    replies: _Replies
+
+    @property
+    def group(self) -> str:
+        """Flower's group id of the messages; replies carry it too."""
+        return str(self.round + 1)
+
+    def message(self, client: int, node: Node, ttl: float) -> Message:
+        """The message to a client at a node."""
+        return Message(self.write(client), node, self.kind, ttl=ttl, group_id=self.group)
+
+    def accept(self, client: int, reply: Message) -> str:
+        """Store a reply; returns why not, if it is not valid."""
+        try:
+            protocol.refuse_errors(reply)
+            fields = protocol.read(reply, protocol.Reply)
+            if fields.client != client:
+                raise FedShuffleError(f"client {fields.client} replied for client {client}.")
+            content = self.read(client, fields.steps, reply)
+        except FedShuffleError as error:
+            return f"failed: {error}"
+        self.replies[client] = content  # an error here is not the client's
+        return ""
+
+
+class Outbox(Generic[_Key]):
+    """Messages that wait for a reply, each with a key that says to whom it went."""
+
+    def __init__(self, grid: Grid) -> None:
+        self.grid = grid
+        self.waiting: dict[str, _Key] = {}
+        """Keys by message id."""
+
+    def push(self, keys: Sequence[_Key], write: Callable[[_Key], Message]) -> list[_Key]:
+        """Send a message for each key; returns the keys of those that the SuperLink refused."""
+        refused = []
+        for begin in range(0, len(keys), _AT_ONCE):
+            messages = {key: write(key) for key in keys[begin : begin + _AT_ONCE]}
+            # Grids differ in what they return for refused ones.
+            taken = {id for id in self.grid.push_messages(messages.values()) if id}
+            for key, message in messages.items():
+                if (id := message.metadata.message_id) in taken:
+                    self.waiting[id] = key
+                else:
+                    refused.append(key)
+        return refused
+
+    def pull(self) -> Iterator[tuple[_Key, Message]]:
+        """The replies that have come so far, with their keys."""
+        ids = list(self.waiting)
+        for begin in range(0, len(ids), _AT_ONCE):
+            for reply in self.grid.pull_messages(ids[begin : begin + _AT_ONCE]):
+                if (id := reply.metadata.reply_to_message_id) in self.waiting:  # not a second reply
+                    yield self.waiting.pop(id), reply
 
 
 def send(
     grid: Grid,
-    clients: Iterable[int],
+    exchange: Exchange[_Replies],
     nodes_of: Callable[[Sequence[int]], Mapping[int, Node | None]],
-    write: Callable[[int, Node, float], Message],
-    read: Callable[[int, Message], _Reply],
-    store: Callable[[int, _Reply], None],
-    *,
     timeout: float,
     retries: int = 0,
 ) -> dict[int, str]:
-    """Send each client a message and store the replies; returns the clients without one, and why.
+    """Do an exchange; returns the clients without a valid reply within the timeout, and why.
 
-    Args:
-        grid: Flower's grid.
-        clients: the clients to ask.
-        nodes_of: the node of each client, without waiting; None for one that is not connected,
-            no entry for one that is not known yet.
-        write: the message to a client at a node, with its time to live in seconds.
-        read: decodes a reply; raises a FedShuffleError if it is invalid.
-        store: takes what was decoded; an error here is not the client's.
-        timeout: seconds to wait in all.
-        retries: how often a client that failed, or is not connected, is asked again.
+    A client that fails, or is not connected, is asked again ``retries`` times. ``nodes_of`` gives
+    the node of each client, without waiting: None for one that is not connected, no entry for one
+    that is not known yet.
     """
-    attempts = dict.fromkeys(clients, retries + 1)
-    waiting = dict.fromkeys(attempts, "")
-    sent: dict[str, int] = {}
+    attempts = dict.fromkeys(exchange.clients, retries + 1)
+    to_ask = dict.fromkeys(attempts, "")  # with the reason why the last attempt failed
     missing: dict[int, str] = {}
+    outbox = Outbox[int](grid)
 
     def failed(client: int, why: str) -> None:
         attempts[client] -= 1
-        (waiting if attempts[client] > 0 else missing)[client] = why
+        (to_ask if attempts[client] > 0 else missing)[client] = why
 
     end = time.monotonic() + timeout
     too_late = f"did not reply within {timeout:g} seconds"
     while True:
-        left = end - time.monotonic()
-        found = nodes_of(list(waiting)) if waiting else {}
-        for client in [client for client, node in found.items() if node is None]:
-            waiting[client] = waiting[client] or "is not connected"
-            if not retries:
-                missing[client] = waiting.pop(client)
-        for batch in batches([(c, node) for c, node in found.items() if node is not None]):
-            messages = [write(client, node, max(left, 1.0)) for client, node in batch]
-            for (client, _), id in zip(batch, push(grid, messages), strict=True):
-                del waiting[client]
-                if id is None:
-                    failed(client, "could not be asked: the SuperLink refused the message")
-                else:
-                    sent[id] = client
-        for ids in batches(list(sent)):
-            for reply in grid.pull_messages(ids):
-                id = reply.metadata.reply_to_message_id
-                if id not in sent:  # a second reply
-                    continue
-                client = sent.pop(id)
-                if expired(reply):
-                    failed(client, too_late)
-                    continue
-                try:
-                    refuse_errors(reply)
-                    decoded = read(client, reply)
-                except FedShuffleError as error:
-                    failed(client, f"failed: {error}")
-                else:
-                    store(client, decoded)
-        if not sent and not waiting:
+        ttl = max(end - time.monotonic(), 1.0)
+        nodes: dict[int, Node] = {}
+        for client, node in nodes_of(list(to_ask)).items() if to_ask else ():
+            why = to_ask.pop(client)
+            if node is not None:
+                nodes[client] = node
+            else:
+                (to_ask if retries else missing)[client] = why or "is not connected"
+        for client in outbox.push(list(nodes), lambda c: exchange.message(c, nodes[c], ttl)):  # noqa: B023
+            failed(client, "could not be asked: the SuperLink refused the message")
+        for client, reply in outbox.pull():
+            if why := too_late if expired(reply) else exchange.accept(client, reply):
+                failed(client, why)
+        if not outbox.waiting and not to_ask:
             return missing
         if time.monotonic() >= end:
-            away = {client: why or "is not connected" for client, why in waiting.items()}
-            return missing | dict.fromkeys(sent.values(), too_late) | away
+            away = {client: why or "is not connected" for client, why in to_ask.items()}
+            return missing | dict.fromkeys(outbox.waiting.values(), too_late) | away
         time.sleep(_PAUSE)
-
-
-def push(grid: Grid, messages: Sequence[Message]) -> list[str | None]:
-    """Send messages; the id of each, or None if the SuperLink did not take it."""
-    taken = set(grid.push_messages(messages))  # grids differ in what they return for refused ones
-    ids = [message.metadata.message_id for message in messages]
-    return [id if id and id in taken else None for id in ids]
 
 
 def expired(reply: Message) -> bool:
@@ -109,15 +147,3 @@ def expired(reply: Message) -> bool:
         ErrorCode.MESSAGE_UNAVAILABLE,
         ErrorCode.REPLY_MESSAGE_UNAVAILABLE,
     )
-
-
-def refuse_errors(reply: Message) -> None:
-    """Raise the error of the node, if the reply carries one."""
-    if reply.has_error():
-        reason = (reply.error.reason or "no reason given").strip().split("\n")[-1][:300]
-        raise FedShuffleError(f"{reason} (Flower's error {reply.error.code})")
-
-
-def batches(items: Sequence[_Item]) -> Iterable[Sequence[_Item]]:
-    """Consecutive parts of a sequence, small enough to be in memory."""
-    return (items[begin : begin + _AT_ONCE] for begin in range(0, len(items), _AT_ONCE))

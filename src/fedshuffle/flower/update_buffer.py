@@ -2,8 +2,7 @@
 
 A client's weight may depend on who else replied and on the steps really done, which are known only
 when the exchange is over. So updates are stored as they arrive and added in the cohort's order at
-the end. The result does not depend on who was first, and memory does not grow with the cohort:
-all but the first few updates are in a temporary file.
+the end. The result does not depend on who was first, and memory does not grow with the cohort.
 """
 
 from __future__ import annotations
@@ -12,83 +11,77 @@ import tempfile
 import weakref
 from contextlib import AbstractContextManager
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from fedshuffle.engines.base import add_weight_decay, nonzero_weights
-from fedshuffle.errors import FedShuffleError, error_context
+from fedshuffle.errors import error_context
 from fedshuffle.kernel import FullGradient, LocalTraining
 
 MAX_BYTES = 256 * 2**20
-"""Bytes held in memory; the rest goes to disk."""
+"""Bytes held in memory; more go to a temporary file."""
+
+
+Update = tuple[Tensor, int]
+"""What a client computed, and its number of steps."""
 
 
 class UpdateBuffer:
-    """One array of a fixed shape per client that replied.
+    """The updates of clients, all shaped as one that is given.
 
-    >>> buffer = UpdateBuffer((2,), torch.float64)
-    >>> buffer.put(7, torch.tensor([1.0, 2.0], dtype=torch.float64))
-    >>> 7 in buffer, 8 in buffer, buffer.read(7, torch.empty(2, dtype=torch.float64)).tolist()
-    (True, False, [1.0, 2.0])
+    >>> buffer = UpdateBuffer(torch.zeros(2))
+    >>> buffer[7] = torch.tensor([1.0, 2.0]), 4
+    >>> buffer.steps, buffer[7].tolist()
+    ({7: 4}, [1.0, 2.0])
     """
 
-    def __init__(self, shape: tuple[int, ...], dtype: torch.dtype) -> None:
-        self.shape = shape
-        self.dtype = dtype
-        self._bytes = int(np.prod(shape)) * dtype.itemsize
-        self._in_memory: dict[int, Tensor] = {}
+    def __init__(self, like: Tensor) -> None:
+        self.steps: dict[int, int] = {}
+        """The steps that each client did."""
         self._positions: dict[int, int] = {}
-        with self._disk_errors():
-            self._file = tempfile.TemporaryFile()  # noqa: SIM115
+        self._one = torch.empty_like(like, device="cpu")
+        self._bytes = self._one.view(-1).view(torch.uint8).numpy().data
+        """The memory of the one array that is written or was read."""
+        self._file = tempfile.SpooledTemporaryFile(MAX_BYTES)  # noqa: SIM115
         weakref.finalize(self, self._file.close)
 
-    def put(self, client: int, values: Tensor) -> None:
-        """Store what a client sent."""
-        if client in self._in_memory or (len(self._in_memory) + 1) * self._bytes <= MAX_BYTES:
-            self._in_memory[client] = values.to("cpu", self.dtype)
-            return
-        position = self._positions.get(client, len(self._positions))
-        flat = values.to("cpu", self.dtype).contiguous().view(-1)
+    def __setitem__(self, client: int, update: Update) -> None:
+        values, self.steps[client] = update
+        self._one.copy_(values)
         with self._disk_errors():
-            self._file.seek(position * self._bytes)
-            self._file.write(flat.view(torch.uint8).numpy().data)
-            self._file.flush()
-        self._positions[client] = position
+            self._seek(client)
+            self._file.write(self._bytes)
 
-    def __contains__(self, client: int) -> bool:
-        return client in self._in_memory or client in self._positions
-
-    def read(self, client: int, buffer: Tensor) -> Tensor:
-        """What a client sent; read into ``buffer`` if it is on disk."""
-        if client in self._in_memory:
-            return self._in_memory[client]
+    def __getitem__(self, client: int) -> Tensor:
+        """The update of a client; valid until the next is read or stored."""
         with self._disk_errors():
-            self._file.seek(self._positions[client] * self._bytes)
-            read = self._file.readinto(buffer.view(-1).view(torch.uint8).numpy().data)
-        if read != self._bytes:
-            raise FedShuffleError(f"the update of client {client} is cut short in its file.")
-        return buffer
+            self._seek(client)
+            self._file.readinto(self._bytes)
+        return self._one
 
     def sums(self, request: LocalTraining | FullGradient) -> Tensor:
         """The weighted sums that a request asks for, over clients that have all replied."""
         if isinstance(request, LocalTraining):
-            sums = torch.zeros(request.sums, *self.shape, dtype=self.dtype)
+            number = request.sums
             rows = [(task.minibatches.client, task.weights) for task in request.tasks]
         else:
-            sums = torch.zeros(request.weights.shape[1], *self.shape, dtype=self.dtype)
+            number = request.weights.shape[1]
             rows = list(zip(request.clients.tolist(), request.weights, strict=True))
-        buffer = torch.empty(self.shape, dtype=self.dtype)
+        sums = self._one.new_zeros(number, *self._one.shape)
         for client, weights in rows:
-            values = self.read(client, buffer)
+            values = self[client]
             for k, weight in nonzero_weights(weights):
                 sums[k].add_(values, alpha=weight)
         return sums if isinstance(request, LocalTraining) else add_weight_decay(request, sums)
 
+    def _seek(self, client: int) -> None:
+        position = self._positions.setdefault(client, len(self._positions))
+        self._file.seek(position * len(self._bytes))
+
     def _disk_errors(self) -> AbstractContextManager[None]:
         return error_context(
             lambda error: (
-                f"cannot store updates of {self._bytes} bytes in a temporary file:"
+                f"cannot store updates of {len(self._bytes)} bytes in a temporary file:"
                 f" {error.strerror}. Make room, or set TMPDIR to another folder."
             ),
             OSError,
