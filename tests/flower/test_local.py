@@ -20,8 +20,14 @@ import pytest
 from safetensors.numpy import load_file
 
 from fedshuffle import FedShuffleError
-from fedshuffle.flower.local import Deployment, write_certificates, write_node_key
-from fedshuffle.flower.new_app import app_config, new_app
+from fedshuffle.flower.local import (
+    COMPLETED,
+    Deployment,
+    app_config,
+    write_certificates,
+    write_node_key,
+)
+from fedshuffle.templates import new_flower_app
 from tests.cli.test_cli import run as command
 from tests.flower.deployment import CLIENTS
 from tests.processes import LOOPBACK, PATIENCE, listening, wait_for, with_environment
@@ -77,7 +83,7 @@ def test_clients_trust_this_machine_only(tmp_path: Path, host: str, welcome: boo
 @pytest.mark.parametrize("name", ["3x", "a b", "class", "torch", "json", "fedshuffle", "ä"])
 def test_invalid_package_names_are_refused(tmp_path: Path, name: str) -> None:
     with pytest.raises(FedShuffleError, match=re.escape(repr(name))):
-        new_app(tmp_path / name)
+        new_flower_app(tmp_path / name)
     assert not (tmp_path / name).exists()
 
 
@@ -87,7 +93,7 @@ def test_new_app_overwrites_nothing(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     for name in ("my_app", "file"):
         with pytest.raises(FedShuffleError, match="empty"):
-            new_app(tmp_path / name)
+            new_flower_app(tmp_path / name)
 
 
 def test_new_app_is_named_as_its_folder(
@@ -112,8 +118,8 @@ def test_new_app_is_named_as_its_folder(
         app_config(made, {"rounds": 1})
 
 
-def test_flower_builds_the_new_app(tmp_path: Path) -> None:
-    made = new_app(tmp_path / "mine")
+def test_flower_builds_the_new_flower_app(tmp_path: Path) -> None:
+    made = new_flower_app(tmp_path / "mine")
     words = [str(Path(sys.executable).parent / "flwr"), "build", "--app", str(made)]
     env = os.environ | {"FLWR_HOME": str(tmp_path / "home"), "FLWR_DISABLE_UPDATE_CHECK": "1"}
     subprocess.run(words, check=True, cwd=tmp_path, env=env, capture_output=True)
@@ -199,13 +205,11 @@ def test_two_deployments_in_one_folder_are_refused(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.xdist_group("flower")
 def test_new_app_trains_on_real_clients(
-    deployment: Deployment, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    deployment: Deployment, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    app, out = new_app(tmp_path / "my_app"), tmp_path / "results"
-    run = deployment.run(app, {"num-rounds": 2, "out": str(out)})
-    assert run.completed, run.log
-    assert capsys.readouterr().out == run.log
-    assert f"the model is in {out / 'model.safetensors'}" in run.log
+    app, out = new_flower_app(tmp_path / "my_app"), tmp_path / "results"
+    assert deployment.run(app, {"num-rounds": 2, "out": str(out)}) == COMPLETED
+    assert f"the model is in {out / 'model.safetensors'}" in capfd.readouterr().out
     model = load_file(out / "model.safetensors")
     shapes = {name: array.shape for name, array in model.items()}
     assert shapes == {"0.weight": (32, 64), "0.bias": (32,), "2.weight": (10, 32), "2.bias": (10,)}

@@ -1,19 +1,22 @@
-"""The mean round under dropout, by brute force."""
+"""The mean round under dropout, by brute force; updates in memory and on disk."""
 
 from __future__ import annotations
 
 import itertools
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from fedshuffle.flower.round import ClientRound
-from fedshuffle.flower.update_buffer import UpdateBuffer
+from fedshuffle.errors import FedShuffleError
+from fedshuffle.flower.round import ClientRound, UpdateBuffer
 from fedshuffle.kernel import FullGradient, LocalTraining
 from fedshuffle.state import State
 from fedshuffle.training.rounds import Run
+from tests.flower.grid import LocalGrid
+from tests.flower.helpers import apps, same, simulated, start, strategy
 from tests.problems import unit_vectors
 
 pytestmark = pytest.mark.usefixtures("server_process")
@@ -120,3 +123,24 @@ def test_momentum_is_unbiased_under_the_dropout_model() -> None:
         assert isinstance(after, State)
         mean += odds * after.method_state.get("momentum", torch.zeros(3, dtype=torch.float64))
     assert torch.allclose(mean, torch.tensor(federation.weights), rtol=1e-12)
+
+
+# Updates in memory and on disk
+
+
+@pytest.mark.parametrize("name", ["fedshuffle", "fedshuffle-mvr"])
+def test_updates_on_disk_count_as_those_in_memory(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("fedshuffle.flower.round.MAX_BYTES", 43 * 4)  # one update
+    result = strategy(method=name, sampling="full").start(LocalGrid(apps()), start(), 2)
+    assert same(result.arrays, simulated(2, method=name, sampling="full"))
+
+
+def test_full_disk_is_not_a_client_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: Any) -> None:
+        raise FedShuffleError("the disk is full")
+
+    monkeypatch.setattr(UpdateBuffer, "__setitem__", full)
+    with pytest.raises(FedShuffleError, match="full"):
+        strategy(response_probability=0.9).start(LocalGrid(apps()), start(), 1)

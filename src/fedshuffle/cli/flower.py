@@ -38,8 +38,7 @@ def up(
     ] = None,
 ) -> None:
     """Bring up a SuperLink and SuperNodes on this machine only, with TLS and node keys."""
-    from fedshuffle.flower.local import Deployment
-    from fedshuffle.flower.new_app import app_config
+    from fedshuffle.flower.local import COMPLETED, Deployment, app_config
 
     changes = overrides(settings)
     if app_folder is None and settings:
@@ -59,9 +58,9 @@ def up(
                     deployment.wait()
                 _say("stopping")
                 return
-            run = deployment.run(app_folder, changes)
-            _say(f"the run is {run.status}")
-            if not run.completed:
+            status = deployment.run(app_folder, changes)
+            _say(f"the run is {status}")
+            if status != COMPLETED:
                 raise typer.Exit(1)
     except KeyboardInterrupt:
         raise typer.Exit(130) from None

@@ -14,8 +14,8 @@ from flwr.serverapp import Grid
 from fedshuffle._arrays import IntArray
 from fedshuffle.errors import FedShuffleError
 from fedshuffle.flower import protocol
+from fedshuffle.flower.exchange import Node, Outbox, expired
 from fedshuffle.flower.protocol import ClientInfo
-from fedshuffle.flower.transport import Node, Outbox, expired
 
 _log = logging.getLogger("flwr.fedshuffle")
 
@@ -67,10 +67,7 @@ class ClientRegistry:
         """The numbers of examples, once every client has introduced itself."""
         sizes = [self.infos[client].size for client in range(self.clients)]
         if None in sizes:
-            raise FedShuffleError(
-                f"client {sizes.index(None)} withholds its size. Let it share it (share_size=True),"
-                ' or give the strategy sizes="withheld".'
-            )
+            raise protocol.withheld(sizes.index(None))
         return np.array(sizes)
 
     def nodes(self, clients: Sequence[int]) -> dict[int, Node | None]:

@@ -1,8 +1,7 @@
 """A Flower deployment on this machine: a SuperLink and its SuperNodes, with TLS and node keys.
 
     with Deployment(clients=3) as deployment:
-        run = deployment.run("my-app", {"num-rounds": 2})
-        print(run.status)
+        assert deployment.run("my-app", {"num-rounds": 2}) == COMPLETED
 
 Everything listens on 127.0.0.1 only, authenticates nodes by their keys, and uses a separate Flower
 configuration, so that the user's is neither read nor changed. However it ends, no process is left,
@@ -24,18 +23,21 @@ import sys
 import sysconfig
 import tempfile
 import time
+import tomllib
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from fedshuffle._arrays import count
 from fedshuffle._files import atomic_write, one_writer
-from fedshuffle.errors import FedShuffleError, error_context, one_line
+from fedshuffle.errors import FedShuffleError, error_context, one_line, unknown
 
 HOST = "127.0.0.1"
 CONNECTION = "local"
 """The deployment's name in its Flower configuration."""
+COMPLETED = "finished:completed"
+"""The status of a run that went well."""
 _START = 300.0  # seconds until all must be up
 _STOP = 15.0  # seconds between asking processes to end and killing them
 _GUARD = """
@@ -48,17 +50,6 @@ for folder in sys.argv[2:]:
 """A process that ends a deployment, and removes its keys, once the pipe from its program closes:
 that is, if the program is killed.
 """
-
-
-class AppRun(NamedTuple):
-    """A finished run of an app: how Flower says it ended, and what its server printed."""
-
-    status: str
-    log: str
-
-    @property
-    def completed(self) -> bool:
-        return self.status == "finished:completed"
 
 
 class Deployment:
@@ -212,19 +203,17 @@ class Deployment:
         words = [str(shutil.which("flwr", path=_path())), "run", str(app), CONNECTION, "--stream"]
         return " ".join([*settings, shlex.join(words)])
 
-    def run(self, app: str | Path, config: Mapping[str, Any] | None = None) -> AppRun:
-        """Run an app to its end, with changes to its config, and print what its server prints."""
-        run = self.submit(app, config)
-        words, log, status = ["flwr", "log", run, CONNECTION, "--stream"], "", ""
-        output: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
-        with subprocess.Popen(words, text=True, **output, **self._options()) as stream:
-            for line in stream.stdout or ():
-                print(line, end="", flush=True)
-                log += line
+    def run(self, app: str | Path, config: Mapping[str, Any] | None = None) -> str:
+        """Run an app to its end, with changes to its config; shows what its server prints.
+
+        Returns Flower's status, :data:`COMPLETED` if all went well.
+        """
+        run, status = self.submit(app, config), ""
+        subprocess.run(["flwr", "log", run, CONNECTION, "--stream"], **self._options())
         while not status.startswith("finished"):  # the log may end earlier
             self._check()
-            status = self.flwr("ls", CONNECTION, "--run-id", run)["runs"][0]["status"]
-        return AppRun(status, log)
+            status = str(self.flwr("ls", CONNECTION, "--run-id", run)["runs"][0]["status"])
+        return status
 
     def submit(self, app: str | Path, config: Mapping[str, Any] | None = None) -> str:
         """Start a run of an app; returns its id."""
@@ -340,6 +329,28 @@ class Deployment:
         except ProcessLookupError:
             return False
         return bool(self.processes)
+
+
+def app_config(folder: Path, changes: Mapping[str, Any]) -> dict[str, Any]:
+    """The config of the app in a folder; refuses other folders and unknown keys."""
+    try:
+        found = tomllib.loads((folder / "pyproject.toml").read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise FedShuffleError(
+            f"{str(folder)!r} is not a Flower app: its pyproject.toml cannot be read ({error})."
+            " 'fedshuffle new flower-app DIR' writes one."
+        ) from error
+    app = found.get("tool", {}).get("flwr", {}).get("app", {})
+    if "components" not in app:
+        raise FedShuffleError(
+            f"{str(folder)!r} is not a Flower app: its pyproject.toml has no section"
+            " [tool.flwr.app.components]. 'fedshuffle new flower-app DIR' writes one."
+        )
+    config: dict[str, Any] = app.get("config", {})
+    for key in changes:
+        if key.split(".")[0] not in config:
+            raise unknown(f"key of the app's config in {str(folder)!r},", key, config)
+    return config
 
 
 def write_certificates(folder: Path) -> None:

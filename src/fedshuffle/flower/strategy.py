@@ -23,8 +23,7 @@ from fedshuffle._arrays import FloatArray, count, number, positive
 from fedshuffle.errors import FedShuffleError, unknown
 from fedshuffle.federation import Federation
 from fedshuffle.flower.client_registry import ClientRegistry
-from fedshuffle.flower.server_model import Model
-from fedshuffle.flower.session import Session
+from fedshuffle.flower.session import Model, Session
 from fedshuffle.local_work import LocalWork
 from fedshuffle.methods import Method
 from fedshuffle.methods.averaging import (
@@ -159,43 +158,41 @@ class FedShuffleStrategy(Strategy):  # type: ignore[misc]  # Flower is untyped h
         if timeout is not None:
             self.timeout = number(timeout, "timeout", within="(0, inf)")
         with self.folder.locked() if self.folder else nullcontext():
-            return self._rounds(grid, initial_arrays, rounds, evaluate_fn)
-
-    def _rounds(
-        self, grid: Grid, arrays: ArrayRecord, rounds: int, evaluate_fn: EvaluateOnServer | None
-    ) -> Result:
-        session = self._begin(grid, arrays, rounds)
-        self.summary()
-        result = Result(arrays=session.arrays())
-        if evaluate_fn and session.state.round == 0:
-            _store(result.evaluate_metrics_serverapp, 0, evaluate_fn(0, result.arrays))
-        saved = session.state.round
-        try:
-            while session.state.round < rounds:
-                record = session.run_round()
-                now = session.state.round
-                result.arrays = session.arrays()
-                result.train_metrics_clientapp[now] = _metrics(record)
-                try:
-                    if self.evaluate_every and (now % self.evaluate_every == 0 or now == rounds):
-                        found = session.evaluate()
-                        _store(result.evaluate_metrics_clientapp, now, found)
-                        record |= _named(found, record, "clients_")
-                    if evaluate_fn:
-                        found = evaluate_fn(now, result.arrays)
-                        _store(result.evaluate_metrics_serverapp, now, found)
-                        record |= _named(found, record)
-                finally:  # the round is done, whatever its evaluation does
-                    if self.folder:
-                        self.folder.record(record)
-                if self.folder and (now == rounds or now % self.checkpoint_every == 0):
+            session = self._begin(grid, initial_arrays, rounds)
+            self.summary()
+            result = Result(arrays=session.arrays())
+            if evaluate_fn and session.state.round == 0:
+                found = evaluate_fn(0, result.arrays)
+                _add_metrics({"round": 0}, result.evaluate_metrics_serverapp, found)
+            saved = session.state.round
+            try:
+                while session.state.round < rounds:
+                    self._run_round(session, result, evaluate_fn, rounds)
+                    if self.folder and session.state.round % self.checkpoint_every == 0:
+                        self.folder.save(session.state)
+                        saved = session.state.round
+            finally:  # the last round, or where an error ends the run
+                if self.folder and session.state.round > saved:
                     self.folder.save(session.state)
-                    saved = now
-        except BaseException:
-            if self.folder and session.state.round > saved:
-                self.folder.save(session.state)
-            raise
         return result
+
+    def _run_round(
+        self, session: Session, result: Result, evaluate_fn: EvaluateOnServer | None, rounds: int
+    ) -> None:
+        record = session.run_round()
+        now = session.state.round
+        result.arrays = session.arrays()
+        result.train_metrics_clientapp[now] = _metrics(record)
+        try:
+            if self.evaluate_every and (now % self.evaluate_every == 0 or now == rounds):
+                found = session.evaluate()
+                _add_metrics(record, result.evaluate_metrics_clientapp, found, "clients_")
+            if evaluate_fn:
+                found = evaluate_fn(now, result.arrays)
+                _add_metrics(record, result.evaluate_metrics_serverapp, found)
+        finally:  # the round is done, whatever its evaluation does
+            if self.folder:
+                self.folder.record(record)
 
     def configure_train(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
@@ -365,16 +362,19 @@ def _metrics(record: Mapping[str, Any]) -> MetricRecord:
     return MetricRecord(numbers | {"follows-dropout-model": int(record["follows_dropout_model"])})
 
 
-def _named(
-    found: MetricRecord | None, taken: Mapping[str, Any], prefix: str = ""
-) -> dict[str, float]:
-    """Metrics for the history; those whose name is taken get another."""
-    numbers = {prefix + k: float(v) for k, v in (found or {}).items() if isinstance(v, int | float)}
-    names = {k: f"evaluated_{k}" if k in {*taken, *RECORD_KEYS} else k for k in numbers}
-    return {names[k]: v if math.isfinite(v) else math.nan for k, v in numbers.items()}
-
-
-def _store(where: dict[int, MetricRecord], round: int, found: MetricRecord | None) -> None:
-    if found is not None:
-        where[round] = found
-        _log.info("round %d: %s", round, dict(found))
+def _add_metrics(
+    record: dict[str, Any],
+    results: dict[int, MetricRecord],
+    found: MetricRecord | None,
+    prefix: str = "",
+) -> None:
+    """Add the metrics of a round to its record, where a name may be taken, and to the results."""
+    if found is None:
+        return
+    results[record["round"]] = found
+    _log.info("round %d: %s", record["round"], dict(found))
+    taken = {*record, *RECORD_KEYS}
+    for name, value in found.items():
+        if isinstance(value, int | float):
+            key = f"evaluated_{prefix}{name}" if prefix + name in taken else prefix + name
+            record[key] = float(value) if math.isfinite(value) else math.nan
