@@ -13,6 +13,7 @@ import subprocess
 import sys
 import tomllib
 from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 
 import numpy as np
@@ -40,9 +41,8 @@ def mode(path: Path) -> int:
 
 
 def test_private_files_are_private(tmp_path: Path) -> None:
-    deployment = Deployment(2, tmp_path)
-    deployment._make_folder()
-    deployment._close(failed=False)
+    with ExitStack() as stack:
+        Deployment(2, tmp_path)._make_folder(stack)
     keys = tmp_path / "keys"
     assert mode(keys) == 0o700
     private = ["server.key", "client-0.key", "client-1.key"]
@@ -192,11 +192,10 @@ def test_ended_process_is_named_with_its_log(tmp_path: Path) -> None:
 
 
 def test_two_deployments_in_one_folder_are_refused(tmp_path: Path) -> None:
-    first = Deployment(1, tmp_path)
-    first._make_folder()
-    with pytest.raises(FedShuffleError, match=tmp_path.name), Deployment(1, tmp_path):
-        pass
-    first._close(failed=False)
+    with ExitStack() as stack:
+        Deployment(1, tmp_path)._make_folder(stack)
+        with pytest.raises(FedShuffleError, match=tmp_path.name), Deployment(1, tmp_path):
+            pass
 
 
 # A real deployment

@@ -25,13 +25,7 @@ _PAUSE = 0.5
 """Seconds between two polls for new nodes."""
 _RETRY = 60.0
 """Seconds after which a node with an invalid reply is asked again."""
-_MODEL = {
-    "parameters": "parameters",
-    "dtype": "kind of numbers",
-    "frozen": "frozen parts",
-    "tied": "shared parameters",
-}
-"""What must be the same for all clients, in words."""
+_SILENT = ("did not say who it is", math.inf)  # asked again, it would hold up the others
 
 
 class ClientRegistry:
@@ -119,12 +113,8 @@ class ClientRegistry:
         does not block.
         """
         now, asked = time.monotonic(), self._asked.waiting
-        for id, (node, end) in list(asked.items()):
-            if node not in online:
-                del asked[id]
-            elif now >= end:
-                del asked[id]
-                self._refuse(node, "did not say who it is", math.inf)
+        for id in [id for id, (node, _) in asked.items() if node not in online]:
+            del asked[id]
         # A node that left and came back may be asked at once.
         self._refused = {
             n: (why, then if n in online else now) for n, (why, then) in self._refused.items()
@@ -138,15 +128,19 @@ class ClientRegistry:
         for node, _ in self._asked.push(queries, self._query):
             self._refuse(node, "could not be asked", _RETRY)
         for (node, _), reply in self._asked.pull():
-            self._introduce(node, reply, online)
+            if expired(reply):
+                self._refuse(node, *_SILENT)
+            else:
+                self._introduce(node, reply, online)
+        for id, (node, end) in list(asked.items()):
+            if time.monotonic() >= end:
+                del asked[id]
+                self._refuse(node, *_SILENT)
 
     def _query(self, asked: tuple[Node, float]) -> Message:
         return Message(RecordDict({}), asked[0], protocol.INFO, ttl=self.timeout)
 
     def _introduce(self, node: Node, reply: Message, online: set[Node]) -> None:
-        if expired(reply):  # it would hold up the others again
-            self._refuse(node, "did not say who it is", math.inf)
-            return
         try:
             protocol.refuse_errors(reply)
             info = protocol.read(reply, ClientInfo)
@@ -171,10 +165,9 @@ class ClientRegistry:
             others = f" (as {len(self._refused) - 1} more)" if len(self._refused) > 1 else ""
             return f"{came}. Node {node} was refused{others}: it {why}"
         absent = next(c for c in range(self.clients) if c not in self.infos)
-        remedy = "or another."
-        if wanted > 1:
-            remedy = "or give the sizes of all clients (sizes=[...]), so that one is enough."
-        return f"{came}; client {absent} is missing. Start it, {remedy}"
+        given = "or give the sizes of all clients (sizes=[...]), so that one is enough"
+        remedy = "or another" if wanted == 1 else given
+        return f"{came}; client {absent} is missing. Start it, {remedy}."
 
     def _check(self, node: Node, info: ClientInfo, online: set[Node]) -> None:
         says = f"it says that it is client {info.client}"
@@ -192,12 +185,12 @@ class ClientRegistry:
         if not info.parameters:
             raise FedShuffleError(f"it says that client {info.client} trains nothing.")
         first = next(iter(self.infos.values()), info)
-        for name, what in _MODEL.items():
+        for name in ("parameters", "dtype", "frozen", "tied"):
             mine, theirs = getattr(info, name), getattr(first, name)
             if mine != theirs or list(mine) != list(theirs):
                 raise FedShuffleError(
-                    f"client {info.client} and client {first.client} differ in their model's"
-                    f" {what}. Build the same model everywhere, with the same frozen values."
+                    f"client {info.client} and client {first.client} differ in the {name!r} of"
+                    " their models. Build the same model everywhere, with the same frozen values."
                 )
         before = self.infos.get(info.client, info)
         if before.size != info.size:

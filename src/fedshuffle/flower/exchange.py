@@ -31,8 +31,6 @@ _PAUSE = 0.2
 
 Node = int
 _Key = TypeVar("_Key")
-
-
 _Replies = TypeVar("_Replies", UpdateBuffer, dict[int, dict[str, float]])
 
 

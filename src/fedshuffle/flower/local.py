@@ -42,13 +42,16 @@ _START = 300.0  # seconds until all must be up
 _STOP = 15.0  # seconds between asking processes to end and killing them
 _GUARD = """
 import os, shutil, signal, sys
+group = sys.stdin.readline()
 sys.stdin.read()
-os.killpg(int(sys.argv[1]), signal.SIGKILL)
-for folder in sys.argv[2:]:
-    shutil.rmtree(folder)
+try:
+    os.killpg(int(group), signal.SIGKILL)
+finally:
+    for folder in sys.argv[1:]:
+        shutil.rmtree(folder)
 """
-"""A process that ends a deployment, and removes its keys, once the pipe from its program closes:
-that is, if the program is killed.
+"""A process that kills what is left of a deployment, and removes its keys, when the pipe from its
+program closes: at its end, however that comes.
 """
 
 
@@ -93,28 +96,30 @@ class Deployment:
             "FLWR_DISABLE_UPDATE_CHECK": "1",
         }
         self.processes: dict[str, subprocess.Popen[bytes]] = {}
-        self._guard: subprocess.Popen[bytes] | None = None
-        self._lock = contextlib.ExitStack()
 
     def __enter__(self) -> Deployment:
-        try:
+        cannot, remedy = f"cannot write to {str(self.folder)!r}", "Choose another folder"
+        keys = [str(self.keys)] if self._temporary else []
+        with contextlib.ExitStack() as stack:
+            stack.push(self._remove_folder)
+            self._guard = subprocess.Popen(
+                [sys.executable, "-c", _GUARD, *keys],
+                stdin=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                start_new_session=True,
+            )
+            stack.enter_context(self._guard)
+            stack.callback(self._interrupt)
+            with error_context(lambda error: f"{cannot}: {one_line(error)}. {remedy}.", OSError):
+                self._make_folder(stack)
             self._start()
-        except BaseException:
-            self._close(failed=True)
-            raise
+            self._stack = stack.pop_all()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
-        self._close(failed=kind is not None)
+    def __exit__(self, *error: Any) -> None:
+        self._stack.__exit__(*error)
 
     def _start(self) -> None:
-        def message(error: OSError) -> str:
-            return (
-                f"cannot write to {str(self.folder)!r}: {one_line(error)}. Choose another folder."
-            )
-
-        with error_context(message, OSError):
-            self._make_folder()
         self._progress(f"SuperLink on https://{self.address}")
         certificate, key = str(self.keys / "server.crt"), str(self.keys / "server.key")
         self.start(
@@ -127,13 +132,9 @@ class Deployment:
             # Otherwise it starts a SuperExec itself, in another session, beyond our signals.
             *("--isolation", "process"),
         )
-        leader, keys = str(self.processes["superlink"].pid), [str(self.keys)]
-        self._guard = subprocess.Popen(
-            [sys.executable, "-c", _GUARD, leader, *(keys if self._temporary else [])],
-            stdin=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            start_new_session=True,
-        )
+        assert self._guard.stdin is not None
+        self._guard.stdin.write(f"{self.processes['superlink'].pid}\n".encode())
+        self._guard.stdin.flush()
         self._await("the SuperLink to answer", self._listens)
         runtime = ("--runtime-api-address", self.address, "--root-certificates", self._authority)
         self.start("superexec", "flower-superexec", *runtime)
@@ -146,14 +147,14 @@ class Deployment:
         self.await_online(self.clients)
         self._progress(f"all {self.clients} nodes are online")
 
-    def _make_folder(self) -> None:
+    def _make_folder(self, stack: contextlib.ExitStack) -> None:
         """Create the folder, with new keys, and the configuration for ``flwr``."""
         self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         if not self.keys.is_dir() and any(self.folder.iterdir()):
             raise FedShuffleError(
                 f"{str(self.folder)!r} holds other things than a deployment. Choose a new folder."
             )
-        self._lock.enter_context(one_writer(self.folder))
+        stack.enter_context(one_writer(self.folder))
         self._progress(f"certificates and keys in {self.keys}")
         home = Path(self.environment["FLWR_HOME"])
         for folder in (self.keys, self.logs, home):
@@ -282,53 +283,39 @@ class Deployment:
         while not condition():
             self._check()
             if time.monotonic() > limit:
-                tails = "\n".join(map(self._tail, self.processes))
-                raise FedShuffleError(f"waited {seconds:g} s for {what}. {tails}")
+                raise FedShuffleError(f"waited {seconds:g} s for {what}: see {str(self.logs)!r}.")
             time.sleep(0.5)
 
     def _check(self) -> None:
-        """Raise an error if a process has ended."""
+        """Raise an error with the end of its log if a process has ended."""
         for name, process in self.processes.items():
             if (code := process.poll()) is not None:
-                raise FedShuffleError(f"{name} ended with exit code {code}. {self._tail(name)}")
+                log = self.logs / f"{name}.log"
+                lines = log.read_text(encoding="utf-8", errors="replace").rstrip().split("\n")[-15:]
+                end = "\n".join([f"The end of {str(log)!r}:", *lines])
+                raise FedShuffleError(f"{name} ended with exit code {code}. {end}")
 
     def _listens(self) -> bool:
         with contextlib.suppress(OSError), socket.create_connection((HOST, self._port), timeout=5):
             return True
         return False
 
-    def _tail(self, name: str) -> str:
-        log = self.logs / f"{name}.log"
-        last = log.read_text(encoding="utf-8", errors="replace").rstrip().split("\n")[-15:]
-        return "\n".join([f"The end of {str(log)!r}:", *last])
-
-    def _close(self, failed: bool) -> None:
-        """Interrupt all processes, so that an app can save its state, and kill the rest."""
-        limit = time.monotonic() + _STOP
-        try:
-            left = self._signal(signal.SIGINT)
-            while left and time.monotonic() < limit:
-                time.sleep(0.05)
-                left = self._signal(0)
-        finally:
-            self._signal(signal.SIGKILL)
-            if self._guard:
-                self._guard.kill()
-                self._guard.communicate()
-            if self._temporary:
-                shutil.rmtree(self.keys if failed else self.folder, ignore_errors=True)
-            self._lock.close()
-
-    def _signal(self, number: int) -> bool:
-        """Send a signal to all processes; returns whether any is left."""
-        for process in self.processes.values():
-            process.poll()  # one that has ended would still count until somebody asks
-        try:
-            if self.processes:
+    def _interrupt(self) -> None:
+        """Interrupt all processes, so that an app can save its state, and wait for their end."""
+        limit, number = time.monotonic() + _STOP, int(signal.SIGINT)
+        with contextlib.suppress(OSError, KeyError):  # nobody is left
+            while time.monotonic() < limit:
                 os.killpg(self.processes["superlink"].pid, number)
-        except ProcessLookupError:
-            return False
-        return bool(self.processes)
+                number = 0  # from now on this only asks whether anybody is left
+                time.sleep(0.05)
+                for process in self.processes.values():
+                    process.poll()  # or one that has ended would count
+
+    def _remove_folder(self, kind: type[BaseException] | None, *rest: object) -> None:
+        for process in self.processes.values():
+            process.wait()
+        if self._temporary and kind is None:
+            shutil.rmtree(self.folder, ignore_errors=True)
 
 
 def app_config(folder: Path, changes: Mapping[str, Any]) -> dict[str, Any]:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 import logging
 import math
 import time
@@ -81,10 +79,6 @@ class Model:
                     f"{name!r} is not trained, and has other values on the server than on clients."
                     " Give both sides the same, such as the same file of pretrained weights."
                 )
-
-    def digest(self) -> str:
-        """A fingerprint of the names, shapes and precision."""
-        return hashlib.sha256(json.dumps([self.trained, str(self.dtype)]).encode()).hexdigest()
 
     def flat(self, arrays: ArrayRecord) -> Tensor:
         """What is trained, as one vector."""

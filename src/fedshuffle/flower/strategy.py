@@ -6,7 +6,6 @@ import hashlib
 import json
 import logging
 import math
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
@@ -270,7 +269,7 @@ class FedShuffleStrategy(Strategy):  # type: ignore[misc]  # Flower is untyped h
                 "engine": "flower",
                 "parameters": len(state.x),
                 "dtype": str(model.dtype),
-                "model_sha256": model.digest(),
+                "model_sha256": _sha256(json.dumps([model.trained, str(model.dtype)]).encode()),
                 "frozen_sha256": _sha256(json.dumps(info.frozen).encode()),
                 "response_probability_sha256": _sha256(self.response_probability.tobytes()),
                 "rounds": rounds,
@@ -320,15 +319,13 @@ def _check(method: Method, work: LocalWork, drawn: str | Sampling, withheld: boo
 
 
 def _check_nodes(nodes: Mapping[int, int], clients: int) -> None:
-    if not all(isinstance(n, int | np.integer) for pair in nodes.items() for n in pair):
-        raise FedShuffleError("nodes says which client each node is: nodes={NODE_ID: 0, ...}.")
-    for client, times in Counter(nodes.values()).items():
-        if not 0 <= client < clients:
-            raise FedShuffleError(
-                f"nodes has client {client}, but there are clients 0 to {clients - 1} only."
-            )
-        if times > 1:
-            raise FedShuffleError(f"nodes has two nodes for client {client}: give each its own.")
+    numbers = [*nodes.values()]
+    whole = all(isinstance(n, int | np.integer) for n in [*nodes, *numbers])
+    if not whole or len({*numbers}) < len(numbers) or not {*numbers} <= {*range(clients)}:
+        raise FedShuffleError(
+            "nodes says which client each of Flower's nodes is, every client at most once:"
+            f" nodes={{NODE_ID: 0, ...}}, with clients 0 to {clients - 1}."
+        )
 
 
 def _population(clients: int | None, sizes: Sequence[int] | str) -> int:
