@@ -20,7 +20,7 @@ import torch
 from flwr.app import ArrayRecord, Message, RecordDict
 from flwr.serverapp import Grid
 
-from fedshuffle.auditing.adapters.flower import _identity
+from fedshuffle.auditing.adapters.flower import ensure_identity
 from fedshuffle.flower import FedShuffleStrategy, protocol
 
 
@@ -71,12 +71,12 @@ class HollowGrid(Grid):  # type: ignore[misc]
 def one(cohort: int, parameters: int) -> None:
     """Two rounds of one cohort; prints peak memory before and after, and seconds."""
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-    with _identity():
-        start = ArrayRecord({"x": torch.zeros(parameters)})
-        strategy = FedShuffleStrategy(cohort)
-        begun = time.perf_counter()
-        strategy.start(HollowGrid(cohort, parameters), start, 2)
-        seconds = time.perf_counter() - begun
+    ensure_identity()
+    start = ArrayRecord({"x": torch.zeros(parameters)})
+    strategy = FedShuffleStrategy(cohort)
+    begun = time.perf_counter()
+    strategy.start(HollowGrid(cohort, parameters), start, 2)
+    seconds = time.perf_counter() - begun
     print(before, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024, seconds)
 
 

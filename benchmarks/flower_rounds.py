@@ -25,9 +25,9 @@ import numpy as np
 from flwr.app import Array, ArrayRecord, Message, MetricRecord, RecordDict
 from flwr.serverapp.strategy import FedAvg
 
-from fedshuffle.auditing.adapters.flower import _identity
-from fedshuffle.flower.local import Deployment
-from fedshuffle.flower.new_app import new_app
+from fedshuffle.auditing.adapters.flower import ensure_identity
+from fedshuffle.flower.local import COMPLETED, Deployment
+from fedshuffle.templates import new_flower_app
 
 CLIENTS = 3
 
@@ -72,20 +72,24 @@ class TimedGrid:
 
 def made(folder: Path, parameters: int) -> Path:
     """The app of `fedshuffle new flower-app`, with a larger model and a watch on the grid."""
-    app = new_app(folder / f"app{parameters}")
+    app = new_flower_app(folder / f"app{parameters}")
     package = app / app.name
     (package / "model.py").write_text(_MODEL.format(parameters=parameters))
     (package / "timed.py").write_text(_TIMED)
     server = package / "server_app.py"
     text = server.read_text().replace(
         "    result = strategy.start(\n        grid,",
-        "    timed = TimedGrid(grid)\n    seen = [0.0]\n\n"
+        "    timed = TimedGrid(grid)\n    seen = [0.0, 0.0]\n\n"
         "    def evaluate(round, arrays):\n"
-        "        spent, seen[0] = timed.seconds - seen[0], timed.seconds\n"
-        '        return MetricRecord({"grid_seconds": spent})\n\n'
+        "        now = timed.seconds, time.process_time()\n"
+        "        grid, all = (after - before for after, before in zip(now, seen))\n"
+        "        seen[:] = now\n"
+        '        return MetricRecord({"grid_seconds": grid, "server_seconds": all - grid})\n\n'
         "    result = strategy.start(\n        timed,",
     )
-    server.write_text(text.replace("from .data", "from .timed import TimedGrid\nfrom .data"))
+    server.write_text(
+        text.replace("from .data", "import time\nfrom .timed import TimedGrid\nfrom .data")
+    )
     return app
 
 
@@ -99,17 +103,17 @@ def fedavg_seconds(parameters: int, clients: int) -> float:
     """What Flower's own FedAvg takes to aggregate as many updates: the median of five."""
     numbers = MetricRecord({"num-examples": 1})
     times = []
-    with _identity():
-        asked = Message(RecordDict({}), dst_node_id=1, message_type="train")
-        for _ in range(5):
-            replies = []
-            for _ in range(clients):
-                arrays = ArrayRecord({"x": Array(np.zeros(parameters, np.float32))})
-                content = RecordDict({"arrays": arrays, "metrics": numbers})
-                replies.append(Message(content, reply_to=asked))
-            begun = time.process_time()
-            FedAvg().aggregate_train(1, replies)
-            times.append(time.process_time() - begun)
+    ensure_identity()
+    asked = Message(RecordDict({}), dst_node_id=1, message_type="train")
+    for _ in range(5):
+        replies = []
+        for _ in range(clients):
+            arrays = ArrayRecord({"x": Array(np.zeros(parameters, np.float32))})
+            content = RecordDict({"arrays": arrays, "metrics": numbers})
+            replies.append(Message(content, reply_to=asked))
+        begun = time.process_time()
+        FedAvg().aggregate_train(1, replies)
+        times.append(time.process_time() - begun)
     return statistics.median(times)
 
 
@@ -128,11 +132,12 @@ def main() -> None:
         for parameters in arguments.parameters:
             out = Path(folder) / f"out{parameters}"
             config = {"num-rounds": arguments.rounds, "sampling": "full", "out": str(out)}
-            before = computed(deployment.superlink.pid)
-            run = deployment.run(made(Path(folder), parameters), config)
-            link = (computed(deployment.superlink.pid) - before) / arguments.rounds
-            if not run.completed:
-                sys.exit(run.log)
+            superlink = deployment.processes["superlink"].pid
+            before = computed(superlink)
+            status = deployment.run(made(Path(folder), parameters), config)
+            link = (computed(superlink) - before) / arguments.rounds
+            if status != COMPLETED:
+                sys.exit(status)
             lines = (out / "metrics.jsonl").read_text().splitlines()
             records = [json.loads(line) for line in lines][1:]  # the first warms up
             whole, grid, own = (

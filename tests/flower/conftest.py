@@ -7,13 +7,12 @@ from collections.abc import Iterator
 
 import pytest
 
-from fedshuffle.auditing.adapters.flower import _identity
+from fedshuffle.auditing.adapters.flower import ensure_identity
 
 
 @pytest.fixture
-def server_process() -> Iterator[None]:
-    with _identity():
-        yield
+def server_process() -> None:
+    ensure_identity()
 
 
 @pytest.fixture

@@ -27,7 +27,8 @@ def restart_killed_node(deployment: Deployment, client: int) -> None:
     Flower believes a killed node to be online for about a minute, and refuses a second one: this
     waits as long.
     """
-    deployment.nodes.pop(client).kill()
-    gone = f"client {client} to be gone"
-    deployment._await(gone, lambda: client not in deployment.online(), poll=2.0)
-    deployment._start_node(client)
+    node = deployment.processes.pop(f"client-{client}")
+    node.kill()
+    node.wait()
+    deployment.await_online(CLIENTS - 1)
+    deployment.start(f"client-{client}", *deployment.node_command(client))

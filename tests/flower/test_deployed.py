@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +21,10 @@ from safetensors.torch import load_file
 from torch import nn
 
 from fedshuffle import Federation, losses, train
-from fedshuffle.flower.local import Deployment
-from fedshuffle.flower.processes import MARK, free_port, marked, tool
+from fedshuffle.flower.local import COMPLETED, Deployment, available_port
 from fedshuffle.training.run_folder import RunFolder
-from tests.flower.deployment import restart_killed_node
-from tests.processes import PATIENCE, wait_for
+from tests.flower.deployment import CLIENTS, restart_killed_node
+from tests.processes import PATIENCE, wait_for, with_environment
 
 APP = Path(__file__).parent / "app"
 
@@ -53,24 +53,17 @@ def assert_same(out: Path, expected: nn.Module) -> None:
         assert torch.equal(found[name], value), name
 
 
-def wait_for_mark(deployment: Deployment, run: str, mark: Path) -> None:
-    """Wait until the app of a run writes this file."""
-    stream = deployment._log_stream(run)
-    wait_for(lambda: mark.exists() or stream.exit_code is not None, mark.name)
-    assert mark.exists(), stream.output()
-    stream.kill()
-
-
 def test_killed_client_is_asked_again(deployment: Deployment, task: Any, tmp_path: Path) -> None:
     """Exact MVR; the node of client 1 dies in the local training of the second round."""
     out = tmp_path / "out"
     config = {"method": "fedshuffle-mvr", "retries": 2, "waits": 1}
-    run = deployment._submit(APP, {**config, "marks": str(tmp_path), "out": str(out)})
-    wait_for_mark(deployment, run, tmp_path / "waiting")
-    restart_killed_node(deployment, 1)
-    ended = deployment._follow(run, PATIENCE)
-    assert ended.completed, ended.log
-    deployment.await_online()
+    with ThreadPoolExecutor() as pool:
+        run = pool.submit(deployment.run, APP, {**config, "marks": str(tmp_path), "out": str(out)})
+        wait_for(lambda: (tmp_path / "waiting").exists() or run.done(), "the client to wait")
+        assert not run.done()
+        restart_killed_node(deployment, 1)
+        assert run.result(PATIENCE) == COMPLETED
+    deployment.await_online(CLIENTS)
     assert_same(out, simulated(task, 2, "fedshuffle-mvr"))
     assert [record["missing"] for record in RunFolder(out).metrics()] == [{}, {}]
     for name, value in simulated(task, 2, "fedshuffle-mvr", "reference").state_dict().items():
@@ -81,34 +74,32 @@ def test_killed_client_is_asked_again(deployment: Deployment, task: Any, tmp_pat
 def test_killed_server_resumes(deployment: Deployment, task: Any, tmp_path: Path) -> None:
     out = tmp_path / "out"
     config = {"dies": True, "marks": str(tmp_path), "out": str(out)}
-    run = deployment._submit(APP, config)
-    wait_for_mark(deployment, run, tmp_path / "died")
-    again = deployment.run(APP, {**config, "resume": True}, seconds=PATIENCE)
-    assert again.completed, again.log
+    deployment.submit(APP, config)
+    wait_for(lambda: (tmp_path / "died").exists(), "the server to die")
+    assert deployment.run(APP, {**config, "resume": True}) == COMPLETED
     assert_same(out, simulated(task, 2, "fedshuffle"))
     assert [record["round"] for record in RunFolder(out).metrics()] == [1, 2]
 
 
 @pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="looks into Linux's /proc")
 def test_flowers_simulator_gives_the_same_model(task: Any, tmp_path: Path) -> None:
-    out = tmp_path / "out"
+    out, scripts = tmp_path / "out", Path(sys.executable).parent
     environment = {
         **{name: value for name, value in os.environ.items() if not name.startswith("RAY_")},
         "FLWR_HOME": str(tmp_path / "home"),
         "FLWR_TELEMETRY_ENABLED": "0",
         "FLWR_DISABLE_UPDATE_CHECK": "1",
         "FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION": "1",
-        "FLWR_LOCAL_SUPERLINK_HTTP_API_PORT": str(free_port()),
+        "FLWR_LOCAL_SUPERLINK_HTTP_API_PORT": str(available_port()),
         "RAY_ADDRESS": "local",  # or it would join another cluster of this machine
         "RAY_USAGE_STATS_ENABLED": "0",
         "RAY_AUTH_MODE": "token",
         "RAY_AUTH_TOKEN_PATH": str(tmp_path / "token"),
-        "PATH": os.pathsep.join([str(Path(tool("flwr")).parent), os.environ["PATH"]]),
-        MARK: str(tmp_path),
+        "PATH": os.pathsep.join([str(scripts), os.environ["PATH"]]),
     }
     (tmp_path / "token").write_text("5e" * 32)
     (tmp_path / "token").chmod(0o600)
-    words = [tool("flwr"), "run", str(APP), "local", "--stream"]
+    words = [str(scripts / "flwr"), "run", str(APP), "local", "--stream"]
     words += ["--federation-config", f"num-supernodes={len(task.SIZES)}"]
     words += ["-c", f'method="fedshuffle-mvr" marks="{tmp_path}" out="{out}"']
     try:
@@ -118,7 +109,8 @@ def test_flowers_simulator_gives_the_same_model(task: Any, tmp_path: Path) -> No
         assert (out / "model.safetensors").exists(), said.stdout + said.stderr
         assert_same(out, simulated(task, 2, "fedshuffle-mvr"))
     finally:
-        for pid in marked(tmp_path):  # Flower leaves a SuperLink behind
+        home = f"FLWR_HOME={tmp_path}"
+        for pid in with_environment(home):  # Flower leaves a SuperLink behind
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGTERM)
-        wait_for(lambda: not marked(tmp_path), "the SuperLink to end")
+        wait_for(lambda: not with_environment(home), "the SuperLink to end")

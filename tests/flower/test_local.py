@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import datetime
 import json
 import os
 import re
@@ -14,6 +13,7 @@ import subprocess
 import sys
 import tomllib
 from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 
 import numpy as np
@@ -21,12 +21,17 @@ import pytest
 from safetensors.numpy import load_file
 
 from fedshuffle import FedShuffleError
-from fedshuffle.flower import certificates as certs
-from fedshuffle.flower.local import Deployment
-from fedshuffle.flower.new_app import app_config, new_app
-from fedshuffle.flower.processes import MARK, Process, Watcher, marked
+from fedshuffle.flower.local import (
+    COMPLETED,
+    Deployment,
+    app_config,
+    write_certificates,
+    write_node_key,
+)
+from fedshuffle.templates import new_flower_app
 from tests.cli.test_cli import run as command
-from tests.processes import LOOPBACK, PATIENCE, listening, wait_for
+from tests.flower.deployment import CLIENTS
+from tests.processes import LOOPBACK, PATIENCE, listening, wait_for, with_environment
 
 # Certificates
 
@@ -36,37 +41,22 @@ def mode(path: Path) -> int:
 
 
 def test_private_files_are_private(tmp_path: Path) -> None:
-    made = certs.certificates(tmp_path / "keys", 2)
-    assert mode(tmp_path / "keys") == 0o700
-    private = [made.key, *(node.private for node in made.nodes)]
-    assert [mode(path) for path in private] == [0o600] * 3
-    text = b"".join(path.read_bytes() for path in (tmp_path / "keys").iterdir())
+    with ExitStack() as stack:
+        Deployment(2, tmp_path)._make_folder(stack)
+    keys = tmp_path / "keys"
+    assert mode(keys) == 0o700
+    private = ["server.key", "client-0.key", "client-1.key"]
+    assert [mode(keys / name) for name in private] == [0o600] * 3
+    text = b"".join(path.read_bytes() for path in keys.iterdir())
     assert text.count(b"PRIVATE KEY-----\n") == 2 * 3  # the authority's key is nowhere
 
 
-def test_valid_certificates_are_reused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def content() -> dict[str, bytes]:
-        return {path.name: path.read_bytes() for path in tmp_path.iterdir()}
-
-    certs.certificates(tmp_path, 2)
-    first = content()
-    certs.certificates(tmp_path, 2)
-    assert content() == first
-    certs.certificates(tmp_path, 3, ["flower.example", "10.0.0.7"])
-    second = content()
-    kept = {name for name in first if first[name] == second[name]}
-    assert kept == {"node-0.key", "node-0.pub", "node-1.key", "node-1.pub"}
-    monkeypatch.setattr(certs, "_MARGIN", datetime.timedelta(days=31))  # all ends too soon
-    certs.certificates(tmp_path, 3, ["flower.example"])
-    assert content()["server.crt"] != second["server.crt"]
-
-
-@pytest.mark.parametrize(("host", "welcome"), [("10.0.0.7", True), ("other.example", False)])
-def test_clients_trust_named_hosts_only(tmp_path: Path, host: str, welcome: bool) -> None:
-    made = certs.certificates(tmp_path, 1, ["10.0.0.7"])
+@pytest.mark.parametrize(("host", "welcome"), [("127.0.0.1", True), ("other.example", False)])
+def test_clients_trust_this_machine_only(tmp_path: Path, host: str, welcome: bool) -> None:
+    write_certificates(tmp_path)
     server = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    server.load_cert_chain(made.certificate, made.key)
-    client = ssl.create_default_context(cafile=str(made.authority))
+    server.load_cert_chain(tmp_path / "server.crt", tmp_path / "server.key")
+    client = ssl.create_default_context(cafile=str(tmp_path / "ca.crt"))
     ends = [ssl.MemoryBIO() for _ in range(2)]
     here = client.wrap_bio(ends[0], ends[1], server_hostname=host)
     there = server.wrap_bio(ends[1], ends[0], server_side=True)
@@ -87,19 +77,13 @@ def test_clients_trust_named_hosts_only(tmp_path: Path, host: str, welcome: bool
             handshake()
 
 
-def test_invalid_key_file_is_named(tmp_path: Path) -> None:
-    (tmp_path / "node-0.key").write_text("nonsense")
-    with pytest.raises(FedShuffleError, match=r"node-0\.key"):
-        certs.certificates(tmp_path, 1)
-
-
 # New apps
 
 
 @pytest.mark.parametrize("name", ["3x", "a b", "class", "torch", "json", "fedshuffle", "ä"])
 def test_invalid_package_names_are_refused(tmp_path: Path, name: str) -> None:
     with pytest.raises(FedShuffleError, match=re.escape(repr(name))):
-        new_app(tmp_path / name)
+        new_flower_app(tmp_path / name)
     assert not (tmp_path / name).exists()
 
 
@@ -109,7 +93,7 @@ def test_new_app_overwrites_nothing(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     for name in ("my_app", "file"):
         with pytest.raises(FedShuffleError, match="empty"):
-            new_app(tmp_path / name)
+            new_flower_app(tmp_path / name)
 
 
 def test_new_app_is_named_as_its_folder(
@@ -134,8 +118,8 @@ def test_new_app_is_named_as_its_folder(
         app_config(made, {"rounds": 1})
 
 
-def test_flower_builds_the_new_app(tmp_path: Path) -> None:
-    made = new_app(tmp_path / "mine")
+def test_flower_builds_the_new_flower_app(tmp_path: Path) -> None:
+    made = new_flower_app(tmp_path / "mine")
     words = [str(Path(sys.executable).parent / "flwr"), "build", "--app", str(made)]
     env = os.environ | {"FLWR_HOME": str(tmp_path / "home"), "FLWR_DISABLE_UPDATE_CHECK": "1"}
     subprocess.run(words, check=True, cwd=tmp_path, env=env, capture_output=True)
@@ -173,7 +157,7 @@ def test_proxies_are_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setenv("https_proxy", "http://127.0.0.1:9")
     monkeypatch.setenv("no_proxy", "corp.example")
     monkeypatch.delenv("NO_PROXY", raising=False)
-    found = Deployment(1, tmp_path)._environment("flower")
+    found = Deployment(1, tmp_path)._options()["env"]
     assert found["no_proxy"] == found["NO_PROXY"] == "127.0.0.1,localhost,corp.example"
 
 
@@ -193,17 +177,25 @@ def test_app_without_components_is_refused(tmp_path: Path) -> None:
 
 
 def test_missing_flower_names_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    monkeypatch.setattr("shutil.which", lambda name, path: None)
     with pytest.raises(FedShuffleError, match=r"pip install 'fedshuffle\[flower\]'"):
         Deployment(1, tmp_path / "deployment")
 
 
 def test_ended_process_is_named_with_its_log(tmp_path: Path) -> None:
-    words = [sys.executable, "-c", "import sys; print('the reason'); sys.exit(3)"]
-    process = Process("superlink", words, tmp_path / "a.log", os.environ)
-    wait_for(lambda: process.exit_code is not None, "its end")
+    deployment = Deployment(1, tmp_path)
+    deployment.logs.mkdir()
+    words = ["-c", "import sys; print('the reason'); sys.exit(3)"]
+    deployment.start("superlink", sys.executable, *words).wait()
     with pytest.raises(FedShuffleError, match=r"superlink .*3(.|\n)*the reason"):
-        process.check()
+        deployment.wait()
+
+
+def test_two_deployments_in_one_folder_are_refused(tmp_path: Path) -> None:
+    with ExitStack() as stack:
+        Deployment(1, tmp_path)._make_folder(stack)
+        with pytest.raises(FedShuffleError, match=tmp_path.name), Deployment(1, tmp_path):
+            pass
 
 
 # A real deployment
@@ -211,14 +203,12 @@ def test_ended_process_is_named_with_its_log(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.xdist_group("flower")
-def test_new_app_trains_on_real_clients(deployment: Deployment, tmp_path: Path) -> None:
-    app, out = new_app(tmp_path / "my_app"), tmp_path / "results"
-    shown: list[str] = []
-    config = {"num-rounds": 2, "out": str(out)}
-    run = deployment.run(app, config, seconds=PATIENCE, show=shown.append)
-    assert run.completed, run.log
-    assert "".join(shown) == run.log
-    assert f"the model is in {out / 'model.safetensors'}" in run.log
+def test_new_app_trains_on_real_clients(
+    deployment: Deployment, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    app, out = new_flower_app(tmp_path / "my_app"), tmp_path / "results"
+    assert deployment.run(app, {"num-rounds": 2, "out": str(out)}) == COMPLETED
+    assert f"the model is in {out / 'model.safetensors'}" in capfd.readouterr().out
     model = load_file(out / "model.safetensors")
     shapes = {name: array.shape for name, array in model.items()}
     assert shapes == {"0.weight": (32, 64), "0.bias": (32,), "2.weight": (10, 32), "2.bias": (10,)}
@@ -232,14 +222,15 @@ def invalid_nodes(deployment: Deployment) -> dict[str, tuple[list[str], str]]:
     """Commands of nodes that must not get in, and the error of each."""
 
     def node(without: Sequence[str] = (), *instead: str) -> list[str]:
-        command = deployment._node_command(0)  # each with its own port
+        command = deployment.node_command(0)  # each with its own port
         for option in without:
             at = command.index(option)
             del command[at : at + 2]
         return [*command, *instead]
 
     authority, key = "--root-certificates", "--auth-supernode-private-key"
-    other = str(certs.node_key(deployment.folder / "keys" / "other.key").private)
+    other = str(deployment.keys / "other.key")
+    write_node_key(Path(other))
     return {
         "unregistered": (node([key], key, other), "Failed to activate SuperNode"),
         "keyless": (node([key]), "must be registered"),
@@ -253,25 +244,25 @@ def invalid_nodes(deployment: Deployment) -> dict[str, tuple[list[str], str]]:
 @pytest.mark.xdist_group("flower")
 def test_invalid_nodes_are_refused(deployment: Deployment) -> None:
     tried = {
-        name: (deployment._process(name, [*words, "--max-retries", "1"]), error)
+        name: (deployment.start(name, *words, "--max-retries", "1"), error)
         for name, (words, error) in invalid_nodes(deployment).items()
     }
     for name, (process, error) in tried.items():
-        wait_for(lambda process=process: process.exit_code is not None, f"{name} to end")  # type: ignore[misc]
-        assert process.exit_code != 0
-        assert re.search(error, process.output()), process.output()
-    assert deployment.online() == list(range(deployment.clients))
-    listed = deployment.flwr("supernode", "list", "local")["nodes"]
-    assert {node["node-id"] for node in listed} == set(deployment.node_ids)
+        assert process.wait(PATIENCE) != 0
+        said = (deployment.logs / f"{name}.log").read_text()
+        assert re.search(error, said), said
+        del deployment.processes[name]
+    deployment.await_online(CLIENTS)
+    assert len(deployment.flwr("supernode", "list", "local")["nodes"]) == CLIENTS
 
 
 @pytest.mark.slow
 @pytest.mark.xdist_group("flower")
 @pytest.mark.skipif(not Path("/proc/net/tcp").exists(), reason="looks into Linux's /proc")
 def test_processes_listen_on_this_machine_only(deployment: Deployment) -> None:
-    heard = listening(marked(deployment.folder))
+    heard = listening(processes_of(deployment.folder))
     assert int(deployment.address.split(":")[1]) in {port for _, port in heard}
-    assert len(heard) == 1 + deployment.clients
+    assert len(heard) == 1 + CLIENTS
     assert {address for address, _ in heard} <= LOOPBACK
 
 
@@ -282,7 +273,7 @@ def test_processes_listen_on_this_machine_only(deployment: Deployment) -> None:
     ("line", "number", "codes"),
     [
         ("SuperNodes", signal.SIGINT, {130, 0}),  # while it starts, unless this test is late
-        ("Ctrl-C ends it", signal.SIGTERM, {128 + signal.SIGTERM}),
+        ("Ctrl-C ends it", signal.SIGTERM, {0}),
         ("Ctrl-C ends it", signal.SIGINT, {0}),
     ],
 )
@@ -300,11 +291,11 @@ def test_no_process_is_left(
             more = up.stdout.readline()
             assert more, f"it ended early: {said}"
             said += more
-        assert marked(folder)
+        assert processes_of(folder)
         up.send_signal(number)
         said += up.communicate(timeout=PATIENCE)[0]
     assert up.returncode in codes, said
-    assert not marked(folder)
+    assert not processes_of(folder)
     assert not [path for path in Path("/proc").glob("[0-9]*") if str(folder) in commanded(path)]
     assert (folder / "logs" / "superlink.log").exists()
     assert f"FLWR_HOME={folder / 'flower'}" in said or number == signal.SIGINT
@@ -324,35 +315,13 @@ def test_killed_deployment_leaves_no_process_and_no_key(
         while "Ctrl-C ends it" not in (line := up.stdout.readline()):
             assert line, "it ended early"
         (folder,) = tmp_path.glob("fedshuffle-flower-*")
-        assert marked(folder)
+        assert processes_of(folder)
         assert list(folder.glob("keys/*.key"))
         up.send_signal(number)
         up.wait()
-        wait_for(lambda: not marked(folder), "the processes to end")
+        wait_for(lambda: not processes_of(folder), "the processes to end")
         wait_for(lambda: not list(folder.rglob("*.key")), "the keys to go")
-    assert (folder / "logs" / "superlink.log").exists()
-
-
-@pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="looks into Linux's /proc")
-@pytest.mark.parametrize("temporary", [False, True])
-@pytest.mark.parametrize("in_order", [False, True])
-def test_watcher_acts_only_if_not_dismissed(
-    in_order: bool, temporary: bool, tmp_path: Path
-) -> None:
-    """Communicate without input closes its stdin, as when the program is killed."""
-    key = tmp_path / "keys" / "node-0.key"
-    key.parent.mkdir()
-    key.touch()
-    with subprocess.Popen(["sleep", "1000"], env={MARK: str(tmp_path)}) as process:
-        watcher = Watcher(tmp_path, temporary)
-        if in_order:
-            watcher.dismiss()
-            assert process.poll() is None
-            process.kill()
-        else:
-            watcher._popen.communicate()
-            assert process.wait() == -signal.SIGKILL
-    assert key.exists() == (in_order or not temporary)
+    assert (folder / "logs" / "superlink.log").exists() == (number == signal.SIGKILL)
 
 
 def test_unwritable_folder_is_a_one_line_error(
@@ -377,6 +346,10 @@ def test_ctrl_c_works_as_soon_as_it_is_announced(
     monkeypatch.setattr(Deployment, "_start", lambda deployment: None)
     monkeypatch.setattr("fedshuffle.cli.flower._show", impatient)
     assert command(monkeypatch, "flower", "up", "--dir", str(tmp_path)) == 0
+
+
+def processes_of(folder: Path) -> list[int]:
+    return with_environment(f"FLWR_HOME={folder}")
 
 
 def commanded(process: Path) -> str:

@@ -46,7 +46,7 @@ def test_invalid_array_bytes_are_refused(data: bytes) -> None:
     record = ArrayRecord({"update": Array("float32", (43,), "numpy.ndarray", data)})
     message = Message(RecordDict({"arrays": record}), 1, "train")
     with pytest.raises(FedShuffleError, match="update"):
-        protocol.vectors(message, torch.float32, required="update", update=[43])
+        protocol.vectors(message, torch.float32, update=[43])
 
 
 def test_arrays_are_never_unpickled() -> None:
@@ -62,7 +62,7 @@ def test_arrays_are_never_unpickled() -> None:
     )
     message = Message(RecordDict({"arrays": record}), 1, "train")
     with pytest.raises(FedShuffleError, match="'x'"):
-        protocol.vectors(message, torch.float32, required="x", x=[1])
+        protocol.vectors(message, torch.float32, x=[1])
 
 
 def test_other_protocol_versions_are_refused() -> None:

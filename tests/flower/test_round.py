@@ -1,19 +1,22 @@
-"""The mean round under dropout, by brute force."""
+"""The mean round under dropout, by brute force; updates in memory and on disk."""
 
 from __future__ import annotations
 
 import itertools
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from fedshuffle.flower.round import ClientRound
-from fedshuffle.flower.update_buffer import UpdateBuffer
+from fedshuffle.errors import FedShuffleError
+from fedshuffle.flower.round import ClientRound, UpdateBuffer
 from fedshuffle.kernel import FullGradient, LocalTraining
 from fedshuffle.state import State
 from fedshuffle.training.rounds import Run
+from tests.flower.grid import LocalGrid
+from tests.flower.helpers import apps, same, simulated, start, strategy
 from tests.problems import unit_vectors
 
 pytestmark = pytest.mark.usefixtures("server_process")
@@ -51,14 +54,14 @@ def update(
     )
     request = drawn.next()
     assert isinstance(request, LocalTraining)
-    buffer = UpdateBuffer((len(state.x),), torch.float64)
+    buffer = UpdateBuffer(state.x)
     for task in request.tasks:
         i = task.minibatches.client
         if there[i]:
             axis = torch.eye(len(state.x), dtype=torch.float64)[i]
-            buffer.put(i, axis * min(int(done[i]), task.minibatches.steps) * task.step_size)
-    planned = drawn.cohort.planned
-    drawn.add_replies(buffer, np.minimum(done[members], planned))
+            steps = min(int(done[i]), task.minibatches.steps)
+            buffer[i] = axis * steps * task.step_size, steps
+    drawn.add_replies(buffer)
     after = drawn.next()
     assert isinstance(after, State)
     return (after.x - state.x).numpy()
@@ -104,18 +107,40 @@ def test_momentum_is_unbiased_under_the_dropout_model() -> None:
             continue
         drawn = ClientRound(run, state, answers)
         assert isinstance(drawn.next(), FullGradient)
-        buffer = UpdateBuffer((1, 3), torch.float64)
+        buffer = UpdateBuffer(axes[:1])
         for i in range(3):
             if first[i]:
-                buffer.put(i, axes[i : i + 1])
+                buffer[i] = axes[i : i + 1], 0
         drawn.add_replies(buffer)
-        assert isinstance(drawn.next(), LocalTraining)
-        buffer = UpdateBuffer((3,), torch.float64)
-        for i in range(3):
-            if second[i]:
-                buffer.put(i, axes[i])
-        drawn.add_replies(buffer, drawn.cohort.planned)
+        request = drawn.next()
+        assert isinstance(request, LocalTraining)
+        buffer = UpdateBuffer(axes[0])
+        for task in request.tasks:
+            if second[i := task.minibatches.client]:
+                buffer[i] = axes[i], task.minibatches.steps
+        drawn.add_replies(buffer)
         after = drawn.next()
         assert isinstance(after, State)
         mean += odds * after.method_state.get("momentum", torch.zeros(3, dtype=torch.float64))
     assert torch.allclose(mean, torch.tensor(federation.weights), rtol=1e-12)
+
+
+# Updates in memory and on disk
+
+
+@pytest.mark.parametrize("name", ["fedshuffle", "fedshuffle-mvr"])
+def test_updates_on_disk_count_as_those_in_memory(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("fedshuffle.flower.round.MAX_BYTES", 43 * 4)  # one update
+    result = strategy(method=name, sampling="full").start(LocalGrid(apps()), start(), 2)
+    assert same(result.arrays, simulated(2, method=name, sampling="full"))
+
+
+def test_full_disk_is_not_a_client_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: Any) -> None:
+        raise FedShuffleError("the disk is full")
+
+    monkeypatch.setattr(UpdateBuffer, "__setitem__", full)
+    with pytest.raises(FedShuffleError, match="full"):
+        strategy(response_probability=0.9).start(LocalGrid(apps()), start(), 1)

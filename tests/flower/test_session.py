@@ -153,7 +153,7 @@ def test_infinite_model_is_not_saved(tmp_path: Path, monkeypatch: pytest.MonkeyP
     """Updates that are finite one by one, but not when they are weighed."""
     all_apps = apps()
     all_apps[1] = wrong(update=torch.full((43,), 3e37))
-    monkeypatch.setattr("fedshuffle.flower.pending_request.MAX_NORM", float("inf"))
+    monkeypatch.setattr("fedshuffle.flower.exchange.MAX_NORM", float("inf"))
     ours = {"sampling": "full", "server_step_size": 200.0, "out": tmp_path / "run"}
     strategy(**ours).start(LocalGrid(apps()), start(), 1)
     with pytest.raises(FedShuffleError, match=r"round 2.*Client 1") as error:

@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 from rich.markup import escape
 
+from fedshuffle._terminal import interrupted_once
 from fedshuffle.cli.shared import Command, Group, console, overrides
 from fedshuffle.errors import FedShuffleError
 
@@ -37,18 +38,18 @@ def up(
     ] = None,
 ) -> None:
     """Bring up a SuperLink and SuperNodes on this machine only, with TLS and node keys."""
-    from fedshuffle.flower import local
-    from fedshuffle.flower.new_app import app_config
-    from fedshuffle.flower.processes import ended_by_signals
+    from fedshuffle.flower.local import COMPLETED, Deployment, app_config
 
     changes = overrides(settings)
     if app_folder is None and settings:
         raise FedShuffleError("--set changes nothing without --app: leave it out.")
     if app_folder is not None and "clients" in app_config(app_folder, changes):
         changes = {"clients": clients, **changes}
-    deployment = local.Deployment(clients, folder, port=port, progress=_say)
     try:
-        with ended_by_signals(), deployment:
+        with (
+            interrupted_once(ends=True),
+            Deployment(clients, folder, port=port, progress=_say) as deployment,
+        ):
             _say(f"logs in {deployment.logs}")
             if app_folder is None:
                 with suppress(KeyboardInterrupt):  # from the moment on that it is promised
@@ -57,9 +58,9 @@ def up(
                     deployment.wait()
                 _say("stopping")
                 return
-            run = deployment.run(app_folder, changes, show=_show)
-            _say(f"the run is {run.status} {run.details}".rstrip())
-            if not run.completed:
+            status = deployment.run(app_folder, changes)
+            _say(f"the run is {status}")
+            if status != COMPLETED:
                 raise typer.Exit(1)
     except KeyboardInterrupt:
         raise typer.Exit(130) from None

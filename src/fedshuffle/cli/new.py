@@ -30,8 +30,8 @@ def new_flower_app(
     folder: Annotated[Path, typer.Argument(metavar="DIR", help="A new folder; names the app.")],
 ) -> None:
     """Write a small Flower app: a model, data, a client and a server, ready to run."""
-    from fedshuffle.flower.new_app import new_app
+    from fedshuffle import templates
 
-    made = new_app(folder)
+    made = templates.new_flower_app(folder)
     print(f"A Flower app is in {made}. Its README says what to change. To try it:\n")
     print(f"    fedshuffle flower up --clients 3 --app {shlex.quote(str(folder))}")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from flwr.app import Context, Message, MetricRecord, RecordDict
@@ -26,6 +26,7 @@ from fedshuffle.local_work import LocalWork, Minibatches
 
 Data = Any
 """A client's examples: arrays or tensors with a row per example, or a map-style torch dataset."""
+_Request = TypeVar("_Request", protocol.TrainRequest, protocol.Query)
 
 
 class Client:
@@ -57,16 +58,14 @@ class Client:
         share_size: bool = True,
         seconds: float | None = None,
     ) -> None:
-        self.number = _number(number)
+        if isinstance(number, bool) or not isinstance(number, int | np.integer) or number < 0:
+            raise FedShuffleError(f"the number of a client is {number!r}: use 0, 1, 2, ...")
+        self.number = int(number)
         self.problem = Problem(model, loss, _alone(data))
+        self.size = int(self.problem.federation.sizes[0])
         self.share_size = share_size
         self.seconds = None if seconds is None else number_in(seconds, "seconds", "(0, inf]")
         self._test, self._metrics = test, metrics
-
-    @property
-    def size(self) -> int:
-        """Its number of examples."""
-        return int(self.problem.federation.sizes[0])
 
     def handle(self, message: Message) -> Message:
         """The reply to any message of the strategy."""
@@ -87,24 +86,29 @@ class Client:
         every = dict(model.named_parameters(remove_duplicate=False))
         tied = {k: first[id(p)] for k, p in every.items() if id(p) in first and k not in mine}
         rest = every | dict(model.named_buffers(remove_duplicate=False))
-        return protocol.content(
-            protocol.ClientInfo(
-                self.number,
-                {name: list(p.shape) for name, p in mine.items()},
-                str(self.problem.dtype).removeprefix("torch."),
-                {k: fingerprint.tensor(p) for k, p in rest.items() if k not in {*mine, *tied}},
-                tied,
-                self.size if self.share_size else None,
-            )
+        info = protocol.ClientInfo(
+            self.number,
+            {name: list(p.shape) for name, p in mine.items()},
+            str(self.problem.dtype).removeprefix("torch."),
+            {k: fingerprint.tensor(p) for k, p in rest.items() if k not in {*mine, *tied}},
+            tied,
+            self.size if self.share_size else None,
         )
+        return protocol.content(info)
 
     def _train(self, message: Message) -> RecordDict:
-        request = protocol.read(message, protocol.TrainRequest)
-        self._expect(request.client)
         d = len(self.problem.start)
-        sent = self._arrays(message, "x", x=[d], v=[d], scale=[d])
+        request, sent = self._read(message, protocol.TrainRequest, x=[d], v=[d], scale=[d])
         planned, step_size = self._plan(request)
-        clock = _Clock(self.seconds)
+        end, done = time.monotonic() + (self.seconds or 0.0), 0
+
+        def out_of_time() -> bool:
+            nonlocal done
+            if done and time.monotonic() >= end:  # the first step is always done
+                return True
+            done += 1
+            return False
+
         minibatches = Minibatches(
             client=0,
             size=self.size,
@@ -114,20 +118,17 @@ class Client:
             seed=int(request.seed),
             round=request.round,
             stream_id=request.client,
-            should_stop=clock.enough if self.seconds else None,
+            should_stop=out_of_time if self.seconds else None,
         )
-        coefficients = StepCoefficients(
-            request.alpha, request.beta, request.mu, sent.get("v"), sent.get("scale")
-        )
-        task = ClientTask(
-            minibatches, step_size, coefficients, [1.0], request.clip, request.weight_decay
-        )
+        v, scale = sent.get("v"), sent.get("scale")
+        step = StepCoefficients(request.alpha, request.beta, request.mu, v, scale)
+        task = ClientTask(minibatches, step_size, step, [1.0], request.clip, request.weight_decay)
         training = LocalTraining(sent["x"], [task], 1)
         (update,) = SequentialEngine(self.problem).local_training([training])[0]
-        done = clock.steps if self.seconds else planned
+        done = done if self.seconds else planned
         if request.size is None:  # the server cannot correct for steps that it does not know
             update, done = update * (planned / done), request.steps
-        return protocol.content(protocol.Reply(self.number, done), protocol.arrays(update=update))
+        return self._reply(done, update=update)
 
     def _plan(self, request: protocol.TrainRequest) -> tuple[int, float]:
         """The number of steps and their size."""
@@ -135,10 +136,7 @@ class Client:
             per_epoch = -(-self.size // min(request.batch_size, self.size))
             return request.steps * per_epoch, request.step_size / per_epoch
         if not self.share_size:  # the next error would reveal it
-            raise FedShuffleError(
-                f"client {self.number} withholds its size. Let it share it (share_size=True), or"
-                ' give the strategy sizes="withheld".'
-            )
+            raise protocol.withheld(self.number)
         if request.size != self.size:
             raise FedShuffleError(
                 f"client {self.number} has {self.size} examples, but the server planned for"
@@ -147,39 +145,38 @@ class Client:
         return request.steps, request.step_size
 
     def _full_gradient(self, message: Message) -> RecordDict:
-        query = protocol.read(message, protocol.Query)
-        self._expect(query.client)
-        points = self._arrays(message, "points", points=[-1, len(self.problem.start)])["points"]
-        request = FullGradient(list(points), np.zeros(1, np.int64), np.ones((1, 1)), query.round)
+        d = len(self.problem.start)
+        query, sent = self._read(message, protocol.Query, points=[-1, d])
+        points = list(sent["points"])
+        request = FullGradient(points, np.zeros(1, np.int64), np.ones((1, 1)), query.round)
         (gradients,) = SequentialEngine(self.problem).full_gradients([request])[0]
-        return protocol.content(
-            protocol.Reply(self.number, 0), protocol.arrays(gradients=gradients)
-        )
+        return self._reply(gradients=gradients)
 
     def _evaluate(self, message: Message) -> RecordDict:
-        self._expect(protocol.read(message, protocol.Query).client)
-        x = self._arrays(message, "x", x=[len(self.problem.start)])["x"]
+        _, sent = self._read(message, protocol.Query, x=[len(self.problem.start)])
         data = self.problem.federation if self._test is None else _alone(self._test)
         evaluation = Evaluation(data, self._metrics, loss=self.problem.loss, per_client=False)
-        model = self.problem.load(x)
+        model = self.problem.load(sent["x"])
         with evaluation_mode(model):
             found = evaluation(model)
-        record = protocol.content(protocol.Reply(self.number, 0))
+        record = self._reply()
         record["metrics"] = MetricRecord({name: float(value) for name, value in found.items()})
         return record
 
-    def _arrays(
-        self, message: Message, required: str, **shapes: Sequence[int]
-    ) -> dict[str, Tensor]:
-        """The arrays of a message, on the model's device."""
-        sent = protocol.vectors(message, self.problem.dtype, required, **shapes)
-        return {name: values.to(self.problem.device) for name, values in sent.items()}
-
-    def _expect(self, client: int) -> None:
-        if client != self.number:
+    def _read(
+        self, message: Message, kind: type[_Request], **shapes: Sequence[int]
+    ) -> tuple[_Request, dict[str, Tensor]]:
+        """The fields and arrays of a message to this client; the first array is required."""
+        fields = protocol.read(message, kind)
+        if fields.client != self.number:
             raise FedShuffleError(
-                f"the message is for client {client}, and this is client {self.number}."
+                f"the message is for client {fields.client}, and this is client {self.number}."
             )
+        sent = protocol.vectors(message, self.problem.dtype, **shapes)
+        return fields, {name: values.to(self.problem.device) for name, values in sent.items()}
+
+    def _reply(self, steps: int = 0, **arrays: Tensor) -> RecordDict:
+        return protocol.content(protocol.Reply(self.number, steps), protocol.arrays(**arrays))
 
 
 def client_app(
@@ -201,9 +198,7 @@ def client_app(
         data: gives this client's examples: a tuple of arrays or tensors, or a torch dataset.
         loss: ``loss(model, *fields)``, the mean over a minibatch.
         test: gives held-out examples for evaluation.
-        metrics: what an evaluation reports.
-        share_size: as for :class:`Client`.
-        seconds: as for :class:`Client`.
+        metrics, share_size, seconds: as for :class:`Client`.
         number: the client's number; ``partition-id`` of the node's config by default.
 
     >>> import torch
@@ -236,20 +231,6 @@ def client_app(
     return app
 
 
-class _Clock:
-    """Counts steps until time is up; the first step is always done."""
-
-    def __init__(self, seconds: float | None) -> None:
-        self.steps = 0
-        self._end = time.monotonic() + (seconds or 0.0)
-
-    def enough(self) -> bool:
-        if self.steps and time.monotonic() >= self._end:
-            return True
-        self.steps += 1
-        return False
-
-
 def _alone(data: Data) -> Federation:
     """The federation of one client."""
     if isinstance(data, Federation):
@@ -270,9 +251,3 @@ def _partition(context: Context) -> int:
             "the node does not say which client it is. Start it with"
             ' --node-config "partition-id=0 num-partitions=3", or give client_app(number=...).'
         ) from None
-
-
-def _number(value: int) -> int:
-    if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < 0:
-        raise FedShuffleError(f"the number of a client is {value!r}: use 0, 1, 2, ...")
-    return int(value)

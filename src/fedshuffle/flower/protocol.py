@@ -109,7 +109,7 @@ def content(fields: Fields, record: ArrayRecord | None = None) -> RecordDict:
     """The content of a message."""
     payload = json.dumps(dataclasses.asdict(fields))
     parts = {_FIELDS: ConfigRecord({"protocol": PROTOCOL, "payload": payload})}
-    return RecordDict(parts if record is None else parts | {_ARRAYS: record})
+    return RecordDict(parts | {_ARRAYS: record} if record else parts)
 
 
 def read(message: Message, kind: type[_Fields]) -> _Fields:
@@ -131,40 +131,48 @@ def read(message: Message, kind: type[_Fields]) -> _Fields:
     return fields
 
 
-def vectors(
-    message: Message, dtype: torch.dtype, required: str, **shapes: Sequence[int]
-) -> dict[str, Tensor]:
-    """The arrays of a message in this precision: only those named, one of them required, finite,
-    and of these shapes (-1 is any number).
+def refuse_errors(reply: Message) -> None:
+    """Raise the error of the node, if the reply carries one."""
+    if reply.has_error():
+        reason = (reply.error.reason or "no reason given").strip().split("\n")[-1][:300]
+        raise FedShuffleError(f"{reason} (Flower's error {reply.error.code})")
+
+
+def vectors(message: Message, dtype: torch.dtype, **shapes: Sequence[int]) -> dict[str, Tensor]:
+    """The arrays of a message in this precision: those named, of which the first is required, all
+    finite and of these shapes (-1 is any number).
     """
     found = {}
     for name, array in message.content.array_records.get(_ARRAYS, {}).items():
         if name not in shapes:
             raise FedShuffleError(f"the message has an array {name!r}, which is not expected.")
-        try:
-            values = array.numpy()  # of Flower: np.load without pickle
-        except Exception as error:  # invalid bytes can raise anything
-            raise FedShuffleError(f"the array {name!r} cannot be read: {error}.") from error
-        if not isinstance(values, np.ndarray):
-            raise FedShuffleError(f"the array {name!r} cannot be read: it is not an array.")
+        with error_context(lambda error: f"the array {name!r} cannot be read: {error}.", Exception):  # noqa: B023
+            values = np.require(array.numpy(), requirements="W")  # of Flower: without pickle
         wanted = tuple(shapes[name])
-        if values.dtype not in _FLOATS or not _fits(values.shape, wanted):
+        fits = len(values.shape) == len(wanted) and all(
+            w in (-1, s) for s, w in zip(values.shape, wanted)
+        )
+        if values.dtype not in _FLOATS or not fits:
             raise FedShuffleError(
                 f"the array {name!r} has shape {values.shape} and {values.dtype}, but the model"
                 f" asks for {wanted} and floating point. Are the models the same?"
             )
-        found[name] = torch.from_numpy(np.require(values, requirements="W")).to(dtype)
+        found[name] = torch.from_numpy(values).to(dtype)
         if not found[name].isfinite().all():
             raise FedShuffleError(
                 f"the array {name!r} is not finite. The step size is probably too large: lower it."
             )
-    if required not in found:
+    if (required := next(iter(shapes))) not in found:
         raise FedShuffleError(f"the message lacks the array {required!r}.")
     return found
 
 
-def _fits(shape: Sequence[int], wanted: Sequence[int]) -> bool:
-    return len(shape) == len(wanted) and all(w in (-1, s) for s, w in zip(shape, wanted))
+def withheld(client: int) -> FedShuffleError:
+    """The error for a client whose size is needed."""
+    return FedShuffleError(
+        f"client {client} withholds its size. Let it share it (share_size=True), or give the"
+        ' strategy sizes="withheld".'
+    )
 
 
 def _is_count(value: object) -> bool:

@@ -6,7 +6,6 @@ import hashlib
 import json
 import logging
 import math
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
@@ -16,14 +15,14 @@ import numpy as np
 from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Result, Strategy
+from numpy.typing import ArrayLike
 
 from fedshuffle import methods, sampling
 from fedshuffle._arrays import FloatArray, count, number, positive
 from fedshuffle.errors import FedShuffleError, unknown
 from fedshuffle.federation import Federation
 from fedshuffle.flower.client_registry import ClientRegistry
-from fedshuffle.flower.server_model import Model
-from fedshuffle.flower.session import DropoutModel, Session
+from fedshuffle.flower.session import Model, Session
 from fedshuffle.local_work import LocalWork
 from fedshuffle.methods import Method
 from fedshuffle.methods.averaging import (
@@ -105,34 +104,32 @@ class FedShuffleStrategy(Strategy):  # type: ignore[misc]  # Flower is untyped h
         record_cohorts: bool = False,
         nodes: Mapping[int, int] | None = None,
     ) -> None:
+        self.clients = _population(clients, sizes)
         self.method = methods.get(method)
-        self.work = LocalWork() if work is None else work
-        self.sampling = sampling
-        self.step_size = step_size
-        self.server_step_size = server_step_size
-        self.seed = seed
-        self.sizes = sizes
-        self.weights = weights
+        self.sampling, self.seed = sampling, seed
         self.asked = isinstance(sizes, str) and sizes == "asked"
         self.withheld = isinstance(sizes, str) and sizes == "withheld"
-        self.clients = _population(clients, sizes)
+        # Without sizes as if everybody had one minibatch: a step is then an epoch.
+        self.sizes: ArrayLike = np.ones(self.clients, int) if isinstance(sizes, str) else sizes
+        self.weights = weights
         self.response_probability = _probabilities(response_probability, self.clients)
         self.timeout = number(timeout, "timeout", within="(0, inf)")
         self.retries = 0 if retries == 0 else count(retries, "retries")
         self.checkpoint_every = count(checkpoint_every, "checkpoint_every")
         self.evaluate_every = evaluate_every and count(evaluate_every, "evaluate_every")
         self.record_cohorts = record_cohorts
-        self.nodes = nodes
-        self.resume = resume
+        self.nodes, self.resume = nodes, resume
         self.folder: RunFolder | None = None
         if out is not None:
             again = f"start again with out={str(out)!r}, resume=True"
             self.folder = RunFolder(Path(out), count(keep, "keep"), again)
         elif resume:
             raise FedShuffleError("resume=True needs the folder of the run: give it as out.")
+        work = LocalWork() if work is None else work
         _check_nodes(nodes or {}, self.clients)
-        _check(self.method, self.work, self.sampling, self.withheld)
-        self._run()  # fails now if the settings are wrong
+        _check(self.method, work, sampling, self.withheld)
+        self._settings = (self.method, sampling, work, step_size, server_step_size, seed)
+        self._run(self.sizes)  # fails now if the settings are wrong
         self._session: Session | None = None
 
     def start(
@@ -160,43 +157,41 @@ class FedShuffleStrategy(Strategy):  # type: ignore[misc]  # Flower is untyped h
         if timeout is not None:
             self.timeout = number(timeout, "timeout", within="(0, inf)")
         with self.folder.locked() if self.folder else nullcontext():
-            return self._rounds(grid, initial_arrays, rounds, evaluate_fn)
-
-    def _rounds(
-        self, grid: Grid, arrays: ArrayRecord, rounds: int, evaluate_fn: EvaluateOnServer | None
-    ) -> Result:
-        session = self._begin(grid, arrays, rounds)
-        self.summary()
-        result = Result(arrays=session.arrays())
-        if evaluate_fn and session.state.round == 0:
-            _store(result.evaluate_metrics_serverapp, 0, evaluate_fn(0, result.arrays))
-        saved = session.state.round
-        try:
-            while session.state.round < rounds:
-                record = session.run_round(grid)
-                now = session.state.round
-                result.arrays = session.arrays()
-                result.train_metrics_clientapp[now] = _metrics(record)
-                try:
-                    if self.evaluate_every and (now % self.evaluate_every == 0 or now == rounds):
-                        found = session.evaluate(grid)
-                        _store(result.evaluate_metrics_clientapp, now, found)
-                        record |= _named(found, record, "clients_")
-                    if evaluate_fn:
-                        found = evaluate_fn(now, result.arrays)
-                        _store(result.evaluate_metrics_serverapp, now, found)
-                        record |= _named(found, record)
-                finally:  # the round is done, whatever its evaluation does
-                    if self.folder:
-                        self.folder.record(record)
-                if self.folder and (now == rounds or now % self.checkpoint_every == 0):
+            session = self._begin(grid, initial_arrays, rounds)
+            self.summary()
+            result = Result(arrays=session.arrays())
+            if evaluate_fn and session.state.round == 0:
+                found = evaluate_fn(0, result.arrays)
+                _add_metrics({"round": 0}, result.evaluate_metrics_serverapp, found)
+            saved = session.state.round
+            try:
+                while session.state.round < rounds:
+                    self._run_round(session, result, evaluate_fn, rounds)
+                    if self.folder and session.state.round % self.checkpoint_every == 0:
+                        self.folder.save(session.state)
+                        saved = session.state.round
+            finally:  # the last round, or where an error ends the run
+                if self.folder and session.state.round > saved:
                     self.folder.save(session.state)
-                    saved = now
-        except BaseException:
-            if self.folder and session.state.round > saved:
-                self.folder.save(session.state)
-            raise
         return result
+
+    def _run_round(
+        self, session: Session, result: Result, evaluate_fn: EvaluateOnServer | None, rounds: int
+    ) -> None:
+        record = session.run_round()
+        now = session.state.round
+        result.arrays = session.arrays()
+        result.train_metrics_clientapp[now] = _metrics(record)
+        try:
+            if self.evaluate_every and (now % self.evaluate_every == 0 or now == rounds):
+                found = session.evaluate()
+                _add_metrics(record, result.evaluate_metrics_clientapp, found, "clients_")
+            if evaluate_fn:
+                found = evaluate_fn(now, result.arrays)
+                _add_metrics(record, result.evaluate_metrics_serverapp, found)
+        finally:  # the round is done, whatever its evaluation does
+            if self.folder:
+                self.folder.record(record)
 
     def configure_train(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
@@ -208,7 +203,7 @@ class FedShuffleStrategy(Strategy):  # type: ignore[misc]  # Flower is untyped h
             raise FedShuffleError("only start asks clients again: leave out retries.")
         if self._session is None or server_round == 1:
             self._session = self._begin(grid, arrays, server_round)
-        return self._session.training_messages(grid, arrays, server_round - 1)
+        return self._session.training_messages(arrays, server_round - 1)
 
     def aggregate_train(
         self, server_round: int, replies: Iterable[Message]
@@ -261,11 +256,11 @@ class FedShuffleStrategy(Strategy):  # type: ignore[misc]  # Flower is untyped h
         """Wait for the clients, and load the state to start from."""
         if self.folder:
             self.folder.check(self.resume)  # before waiting for clients
-        registry = ClientRegistry(self.clients, self.timeout, self.nodes)
-        registry.wait_for(grid, self.clients if self.asked else 1)
-        run = self._run(registry)
+        registry = ClientRegistry(grid, self.clients, self.timeout, self.nodes)
+        registry.wait_for(self.clients if self.asked else 1)
+        run = self._run(registry.sizes() if self.asked else self.sizes)
         info = next(iter(registry.infos.values()))
-        model = Model(arrays, info.parameters, info.dtype, info.tied, info.frozen)
+        model = Model(arrays, info)
         state = run.start(model.flat(arrays))
         if self.folder:
             rounds_at_start = self.folder.settings()["rounds"] if self.resume else rounds
@@ -274,31 +269,17 @@ class FedShuffleStrategy(Strategy):  # type: ignore[misc]  # Flower is untyped h
                 "engine": "flower",
                 "parameters": len(state.x),
                 "dtype": str(model.dtype),
-                "model_sha256": model.digest(),
+                "model_sha256": _sha256(json.dumps([model.trained, str(model.dtype)]).encode()),
                 "frozen_sha256": _sha256(json.dumps(info.frozen).encode()),
                 "response_probability_sha256": _sha256(self.response_probability.tobytes()),
                 "rounds": rounds,
             }
             state = self.folder.begin(settings, state, self.resume)
-        dropout = DropoutModel(self.response_probability, self.withheld, self.timeout, self.retries)
-        self._session = Session(run, registry, model, state, dropout, self.record_cohorts)
+        self._session = Session(self, grid, run, registry, model, state)
         return self._session
 
-    def _run(self, registry: ClientRegistry | None = None) -> Run:
-        sizes: Any = self.sizes
-        if self.asked and registry is not None:
-            sizes = registry.sizes()
-        elif isinstance(sizes, str):  # as if everybody had one minibatch: a step is then an epoch
-            sizes = np.ones(self.clients, np.int64)
-        return Run(
-            Federation.from_sizes(sizes, self.weights),
-            self.method,
-            self.sampling,
-            self.work,
-            self.step_size,
-            self.server_step_size,
-            self.seed,
-        )
+    def _run(self, sizes: ArrayLike) -> Run:
+        return Run(Federation.from_sizes(sizes, self.weights), *self._settings)
 
 
 def _check(method: Method, work: LocalWork, drawn: str | Sampling, withheld: bool) -> None:
@@ -338,15 +319,13 @@ def _check(method: Method, work: LocalWork, drawn: str | Sampling, withheld: boo
 
 
 def _check_nodes(nodes: Mapping[int, int], clients: int) -> None:
-    if not all(isinstance(n, int | np.integer) for pair in nodes.items() for n in pair):
-        raise FedShuffleError("nodes says which client each node is: nodes={NODE_ID: 0, ...}.")
-    for client, times in Counter(nodes.values()).items():
-        if not 0 <= client < clients:
-            raise FedShuffleError(
-                f"nodes has client {client}, but there are clients 0 to {clients - 1} only."
-            )
-        if times > 1:
-            raise FedShuffleError(f"nodes has two nodes for client {client}: give each its own.")
+    numbers = [*nodes.values()]
+    whole = all(isinstance(n, int | np.integer) for n in [*nodes, *numbers])
+    if not whole or len({*numbers}) < len(numbers) or not {*numbers} <= {*range(clients)}:
+        raise FedShuffleError(
+            "nodes says which client each of Flower's nodes is, every client at most once:"
+            f" nodes={{NODE_ID: 0, ...}}, with clients 0 to {clients - 1}."
+        )
 
 
 def _population(clients: int | None, sizes: Sequence[int] | str) -> int:
@@ -375,21 +354,24 @@ def _sha256(data: bytes) -> str:
 
 def _metrics(record: Mapping[str, Any]) -> MetricRecord:
     """What Flower can show of a record."""
-    names = ("clients", "replied", "steps", "seconds", "server_seconds")
-    numbers = {name.replace("_", "-"): record[name] for name in names}
+    names = ("clients", "replied", "steps", "seconds")
+    numbers = {name: record[name] for name in names}
     return MetricRecord(numbers | {"follows-dropout-model": int(record["follows_dropout_model"])})
 
 
-def _named(
-    found: MetricRecord | None, taken: Mapping[str, Any], prefix: str = ""
-) -> dict[str, float]:
-    """Metrics for the history; those whose name is taken get another."""
-    numbers = {prefix + k: float(v) for k, v in (found or {}).items() if isinstance(v, int | float)}
-    names = {k: f"evaluated_{k}" if k in {*taken, *RECORD_KEYS} else k for k in numbers}
-    return {names[k]: v if math.isfinite(v) else math.nan for k, v in numbers.items()}
-
-
-def _store(where: dict[int, MetricRecord], round: int, found: MetricRecord | None) -> None:
-    if found is not None:
-        where[round] = found
-        _log.info("round %d: %s", round, dict(found))
+def _add_metrics(
+    record: dict[str, Any],
+    results: dict[int, MetricRecord],
+    found: MetricRecord | None,
+    prefix: str = "",
+) -> None:
+    """Add the metrics of a round to its record, where a name may be taken, and to the results."""
+    if found is None:
+        return
+    results[record["round"]] = found
+    _log.info("round %d: %s", record["round"], dict(found))
+    taken = {*record, *RECORD_KEYS}
+    for name, value in found.items():
+        if isinstance(value, int | float):
+            key = f"evaluated_{prefix}{name}" if prefix + name in taken else prefix + name
+            record[key] = float(value) if math.isfinite(value) else math.nan

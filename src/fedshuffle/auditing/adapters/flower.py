@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
-import importlib
 import logging
 from collections.abc import Iterator
 from typing import Any
@@ -36,6 +35,7 @@ class FlowerAggregator(Aggregator):
 
     def __init__(self, strategy: Any, nodes: int, name: str | None = None) -> None:
         self._flwr = _flower("app")
+        ensure_identity()
         is_strategy = hasattr(strategy, "aggregate_train") and not isinstance(strategy, type)
         made = strategy if is_strategy else _make(strategy)
         if not hasattr(made, "aggregate_train") or not hasattr(made, "configure_train"):
@@ -53,8 +53,7 @@ class FlowerAggregator(Aggregator):
     def average(self) -> FlowerAggregator | None:
         """The same without the server's optimiser, for FedAdagrad, FedAdam and FedYogi."""
         strategies = _flower("serverapp.strategy")
-        names = ("FedAdagrad", "FedAdam", "FedYogi")
-        adaptive = tuple(getattr(strategies, name) for name in names if hasattr(strategies, name))
+        adaptive = strategies.FedAdagrad, strategies.FedAdam, strategies.FedYogi
         if self._averages or not isinstance(self._pristine, adaptive):
             return None
         inner = copy.copy(self)
@@ -67,7 +66,7 @@ class FlowerAggregator(Aggregator):
         model = np.zeros(replies.updates.shape[1]) if self._model is None else self._model
         grid, round = _Grid(self._nodes), replies.round + 1
         models, clients, sizes = model + replies.updates, replies.clients, replies.sizes
-        with _quiet(), _identity():
+        with _quiet():
             # A list, as it may be a generator.
             list(strategy.configure_train(round, self._arrays(model), app.ConfigRecord({}), grid))
             clients_replies = zip(clients.tolist(), models, sizes.tolist(), strict=True)
@@ -149,20 +148,11 @@ def _quiet() -> Iterator[None]:
         logger.setLevel(before)
 
 
-@contextlib.contextmanager
-def _identity() -> Iterator[None]:
-    """Set the ids of run and node that messages carry; only Flower's server process has them."""
-    try:
-        identity = importlib.import_module("flwr.supercore.task_identity").TaskIdentity
-    except (ModuleNotFoundError, AttributeError):  # other versions do not ask for it
-        yield
-        return
-    names = ("_run_id", "_node_id", "_task_id")
-    before = {name: getattr(identity, name, None) for name in names}
-    for name, value in before.items():
-        setattr(identity, name, 1 if value is None else value)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            setattr(identity, name, value)
+def ensure_identity() -> None:
+    """Set the ids that messages carry, unless this is one of Flower's processes, which has them."""
+    identity = _flower("supercore.task_identity").TaskIdentity
+    for name in ("run_id", "node_id", "task_id"):
+        try:
+            getattr(identity, name)
+        except RuntimeError:  # it is not set
+            setattr(identity, name, 1)
