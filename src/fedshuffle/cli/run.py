@@ -102,7 +102,7 @@ def _show_warning(message: Warning | str, *_: object, **__: object) -> None:
 
 
 def _summary(result: Result) -> dict[str, Any]:
-    from fedshuffle.training.history import metrics_of
+    from fedshuffle.training.result import metrics_of
 
     last, out = result.history[-1], Path(result.out or "")
     return {

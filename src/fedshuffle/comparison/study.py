@@ -17,7 +17,7 @@ from fedshuffle import _files
 from fedshuffle.comparison.spec import Comparison, Criterion, GridPoint, Pair, Trial
 from fedshuffle.config import loader
 from fedshuffle.errors import FedShuffleError
-from fedshuffle.training.history import RECORD_KEYS
+from fedshuffle.training.result import RECORD_KEYS
 from fedshuffle.training.run_folder import RunFolder
 
 OUTCOME = "outcome.json"

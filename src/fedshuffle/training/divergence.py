@@ -48,7 +48,7 @@ class DivergenceMonitor:
     def add(self, record: Mapping[str, Any], warn: bool = True) -> None:
         """Check the record of one round."""
         name = self.name or monitored_loss(record)
-        if name is None or name not in record:
+        if name not in record or name is None:
             return
         loss, when = record[name], f"after round {record['round']}"
         if self.name is None:
@@ -57,6 +57,8 @@ class DivergenceMonitor:
         if has_diverged(loss, self._first):
             was = f"was {self._first:.4g} {self._when}"
             self.diverged = f"the {name} is {loss:.4g} {when}, and {was}"
-        if self.diverged and warn and not self._warned:
-            warnings.warn(f"training diverges: {self.diverged}. Lower the step size.", stacklevel=3)
-            self._warned = True
+            if warn and not self._warned:
+                warnings.warn(
+                    f"training diverges: {self.diverged}. Lower the step size.", stacklevel=3
+                )
+                self._warned = True

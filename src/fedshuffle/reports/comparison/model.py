@@ -18,7 +18,7 @@ import numpy as np
 from fedshuffle._arrays import FloatArray, IntArray, count, expect
 from fedshuffle.errors import FedShuffleError
 from fedshuffle.reports.comparison.text import higher_is_better, metric_title, momentum_title
-from fedshuffle.training.history import metrics_of
+from fedshuffle.training.result import metrics_of
 
 
 @dataclass(frozen=True)
