@@ -71,7 +71,7 @@ def _advised_run(config: Config) -> AdvisedRun:
     return AdvisedRun(
         method=runner.method(config),
         sampling=runner.sampling(config, inputs.federation),
-        model=runner.model(config),
+        model=runner.initial_model(config),
         loss=inputs.loss,
         federation=inputs.federation,
         work=config.work,

@@ -128,7 +128,7 @@ def _watched(config: Config, inputs: RunInputs) -> RunInputs:
     name = monitored_loss(evaluate.names)
     if name is None:
         return inputs
-    start = evaluate(config_runner.model(config))[name]
+    start = evaluate(config_runner.initial_model(config))[name]
 
     def watch(model: nn.Module) -> Mapping[str, float]:
         found = evaluate(model)

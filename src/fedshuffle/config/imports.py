@@ -43,7 +43,6 @@ def sampling(text: str, federation: Federation, folder: Path) -> Sampling:
     return samplings.resolve(made, federation)
 
 
-_ARGS, _KWARGS = inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD
 _IMPORTABLE: list[Path] = []
 
 
@@ -103,20 +102,18 @@ def function(
     if not callable(found):
         raise FedShuffleError(f"{path!r} is {found!r:.60}, which cannot be called.")
     try:
-        parameters = inspect.signature(found).parameters
+        signature = inspect.signature(found)
     except (TypeError, ValueError):  # some built-in functions have no signature
         return found
-    anything = any(p.kind is _KWARGS for p in parameters.values())
-    for name in [] if anything else [name for name in arguments if name not in parameters]:
-        takes = ", ".join(parameters) or "nothing"
+    try:
+        (signature.bind if complete else signature.bind_partial)(**arguments)
+    except TypeError as error:
+        known = list(signature.parameters)
+        hint = "".join(_synonyms.hint(name, known) for name in arguments if name not in known)
         raise FedShuffleError(
-            f"{path!r} takes no {name!r}.{_synonyms.hint(name, list(parameters))} It takes:"
-            f" {takes}. Keys of the run itself go above the first [section] of the file."
-        )
-    for name, p in parameters.items():
-        optional = p.kind in (_ARGS, _KWARGS) or p.default is not p.empty or name in arguments
-        if complete and not optional:
-            raise FedShuffleError(f"{path!r} needs {name!r}: add that key below it.")
+            f"{path!r} takes {', '.join(known) or 'nothing'}: {error}.{hint} Its arguments are the"
+            " keys beside it; keys of the run itself go above the first [section] of the file."
+        ) from error
     return found
 
 
@@ -141,20 +138,20 @@ def _module(path: str, name: str, folder: Path) -> ModuleType:
             f"{path!r}: {str(own[0])!r} has the name of a module that is loaded already, from"
             f" {_file(loaded)}. Rename yours."
         )
-    try:
+    with error_context(
+        lambda error: f"{path!r} cannot be imported: {_import_error(error, name, folder)}"
+    ):
         return importlib.import_module(name)
-    except ModuleNotFoundError as error:
-        if error.name is None or not f"{name}.".startswith(f"{error.name}."):
-            raise FedShuffleError(
-                f"{path!r} cannot be imported: {_cause(error, folder)} Install that module."
-            ) from error
-        hint = _synonyms.hint(top, [place.stem for place in folder.glob("*.py")])
-        raise FedShuffleError(
-            f"{path!r}: there is no module {error.name!r}, neither in {str(folder)!r} nor"
-            f" installed.{hint}"
-        ) from error
-    except (Exception, SystemExit) as error:
-        raise FedShuffleError(f"{path!r} cannot be imported: {_cause(error, folder)}") from error
+
+
+def _import_error(error: BaseException, name: str, folder: Path) -> str:
+    if not isinstance(error, ModuleNotFoundError):
+        return _cause(error, folder)
+    if error.name is None or not f"{name}.".startswith(f"{error.name}."):
+        return f"{_cause(error, folder)} Install that module."
+    hint = _synonyms.hint(name.partition(".")[0], [place.stem for place in folder.glob("*.py")])
+    where = f"neither in {str(folder)!r} nor installed"
+    return f"there is no module {error.name!r}, {where}.{hint}"
 
 
 def _is_in(module: ModuleType, folder: Path) -> bool:

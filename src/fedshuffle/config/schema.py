@@ -18,7 +18,7 @@ from types import NoneType
 from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args, get_type_hints
 
 from fedshuffle import methods, schedules
-from fedshuffle._arrays import count, expect
+from fedshuffle._arrays import count
 from fedshuffle.config import imports
 from fedshuffle.errors import FedShuffleError, error_context
 from fedshuffle.local_work import LocalWork
@@ -95,9 +95,6 @@ class EvaluationSpec:
     training: Count | None = None
     """Also evaluate ``train_loss`` on the training data of this many clients, drawn once."""
 
-    def __post_init__(self) -> None:
-        check_counts(self)
-
 
 @dataclass(frozen=True)
 class Checkpoints:
@@ -105,9 +102,6 @@ class Checkpoints:
 
     every: Count = 10
     keep: Count = 3
-
-    def __post_init__(self) -> None:
-        check_counts(self)
 
 
 @dataclass(frozen=True)
@@ -150,15 +144,11 @@ class Config:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "folder", Path(self.folder).resolve())
-        check_counts(self)
+        count(self.rounds, "rounds")
         check_seed(self.seed)
-        expect(self.work, LocalWork, "work")
-        for name in ("method", "sampling", "engine"):
-            expect(getattr(self, name), str, name)
         if not methods.is_import_path(self.method):
             methods.get(self.method)
         if self.momentum is not None:
-            expect(self.momentum, str, "momentum")
             methods.parse_momentum(self.momentum)
         for name in ("step_size", "server_step_size"):
             _check_step_size(getattr(self, name), self.rounds, name)
@@ -174,11 +164,8 @@ class Config:
     def pinned(self) -> Config:
         """This config with schedules that do not change when more rounds are asked for."""
         sizes = {name: getattr(self, name) for name in ("step_size", "server_step_size")}
-        pinned: dict[str, Any] = {
-            name: size.pinned(self.rounds)
-            for name, size in sizes.items()
-            if isinstance(size, ScheduleSpec)
-        }
+        schedules = {name: s for name, s in sizes.items() if isinstance(s, ScheduleSpec)}
+        pinned: dict[str, Any] = {name: s.pinned(self.rounds) for name, s in schedules.items()}
         return replace(self, **pinned)
 
     def importable(self) -> AbstractContextManager[None]:
@@ -210,10 +197,7 @@ class Config:
         """
         from fedshuffle.config import runner
 
-        folder = self.out if out is None else Path(out)
-        if folder is None:
-            return runner.train_config(self, None, progress, inputs, address)
-        return runner.run(self, folder, progress, inputs, address)
+        return runner.run(self, out or self.out, progress, inputs, address)
 
 
 def keys(kind: Any) -> dict[str, Any]:
@@ -232,13 +216,6 @@ def without_none(hint: Any) -> Any:
     if NoneType not in get_args(hint):
         return hint
     return functools.reduce(operator.or_, [arm for arm in get_args(hint) if arm is not NoneType])
-
-
-def check_counts(spec: Any) -> None:
-    """Check the numbers of a dataclass that must be at least 1."""
-    for name, kind in keys(type(spec)).items():
-        if kind == Count and (value := getattr(spec, name)) is not None:
-            count(value, name)
 
 
 def _check_step_size(size: StepSize, rounds: int, key: str) -> None:

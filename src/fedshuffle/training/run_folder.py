@@ -23,7 +23,7 @@ import math
 import os
 import uuid
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from functools import cached_property
@@ -62,18 +62,29 @@ _DIGESTS = {
 
 
 class RunFolder:
-    """Reads and writes the folder of one run, with this number of checkpoints.
+    """Reads and writes the folder of one run.
 
-    The hint ends the sentence "To resume, ..."; by default it says how to call ``train``.
+    Args:
+        path: the folder.
+        keep: the number of checkpoints to keep.
+        resume_hint: ends the sentence "To resume, ..."; by default how to call ``train``.
+        write_config: is called when the run begins or is resumed.
     """
 
-    def __init__(self, path: Path | str, keep: int = 3, resume_hint: str | None = None) -> None:
+    def __init__(
+        self,
+        path: Path | str,
+        keep: int = 3,
+        resume_hint: str | None = None,
+        write_config: Callable[[], None] | None = None,
+    ) -> None:
         self.path = Path(path)
         self.keep = count(keep, "keep")
         self.resume_hint = resume_hint or f"call train again with out={str(path)!r}, resume=True"
         self._file = self.path / "run.json"
         self._checkpoints = self.path / "checkpoints"
         self._metrics = self.path / "metrics.jsonl"
+        self._write_config = write_config or (lambda: None)
         self._store: ClientStateStore | None = None
         self._locked = False
         self._last: State | None = None
@@ -140,6 +151,7 @@ class RunFolder:
         """Start a run, or resume the one in the folder: the state to continue from."""
         if resume:
             self._last = self._resumed(settings, start)
+            self._write_config()
             return self._last
         self.check(resume=False)
         self._id = uuid.uuid4().hex
@@ -149,6 +161,7 @@ class RunFolder:
             self._checkpoints.mkdir(parents=True, exist_ok=True)
             self._metrics.write_bytes(b"")
             self.save(start)
+            self._write_config()
             _files.atomic_write(self._file, json.dumps(facts, indent=2).encode())  # last
         self._last = start
         return start
