@@ -7,9 +7,9 @@ import math
 import os
 import time
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, closing
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import ExitStack, closing
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -37,6 +37,7 @@ from fedshuffle.training.rounds import Run, simulate
 from fedshuffle.training.run_folder import NoFolder, RunFolder
 
 Evaluate = Evaluation | Evaluations | Callable[[nn.Module], Mapping[str, float]]
+_OURS = (Evaluation, Evaluations)
 
 _SAMPLE = 256
 """Number of training examples for the loss where no evaluation gives one."""
@@ -129,11 +130,15 @@ def train(
         model = copy.deepcopy(model).to(place)
     problem = Problem(model, loss, run.federation)
     _warn_of_evaluation_mode(model)
-    evaluator = None if evaluate is None else _evaluator(evaluate, loss)
-    if evaluator:
+    evaluation = evaluate.with_loss(loss) if isinstance(evaluate, _OURS) else None
+    if evaluation:
         with error_context("evaluation before training"):
-            _check_names(evaluator.names)
-            evaluator.check(problem.copy(problem.start))
+            _check_names(evaluation.names)
+            evaluation.check(problem.copy(problem.start))
+    elif not (evaluate is None or callable(evaluate)):
+        raise FedShuffleError(
+            f"evaluate is {evaluate!r:.60}, but must be a function or Evaluation."
+        )
 
     with folder.opened(resume), ExitStack() as stack:
         if resume:
@@ -161,24 +166,25 @@ def train(
         clients: ClientTable | None = None
 
         stack.enter_context(folder.saved_when_stopped())
-        stack.enter_context(_exits_as_errors(history))
+        stopped = error_context(lambda e: f"round {len(history)}: {user_error(e)}.", SystemExit)
+        stack.enter_context(stopped)  # or the program would end without a word
         # Whether the given model is the initial one.
         start_known = not resume or fingerprint.tensor(problem.start) == begun["start_sha256"]
-        monitor = DivergenceMonitor(_initial_loss(evaluator, problem) if start_known else None)
-        for record in history:
-            monitor.add(record, warn=False)
+        start_loss = _initial_loss(evaluation, problem) if start_known else None
+        monitor = DivergenceMonitor(start_loss, history)
         shown = [stack.enter_context(training_progress(progress, rounds, history))]
         if folder.path and tensorboard:
             board = tensorboard_log(folder.path / "tensorboard", history)
             shown.append(stack.enter_context(board))
         begin = time.perf_counter()
-        states = simulate(runner, [run], max(0, rounds - state.round), [state])
-        for (state,) in states:
+        remaining = simulate(runner, [run], max(0, rounds - state.round), [state])
+        for (state,) in remaining:
             last = state.round == rounds
             record = _costs(run, state, record_cohorts)
             record["seconds"] = time.perf_counter() - begin
-            if evaluator and (last or state.round % evaluate_every == 0):
-                metrics, clients = _metrics(evaluator, problem.copy(state.x), state.round)
+            if evaluate and (last or state.round % evaluate_every == 0):
+                measured = evaluation or evaluate
+                metrics, clients = _metrics(measured, problem.copy(state.x), state.round)
                 record |= metrics
             history.append(record)
             folder.add(record, state, save=last or state.round % checkpoint_every == 0)
@@ -201,46 +207,14 @@ def _folder(out: str | os.PathLike[str] | RunFolder | None, keep: int) -> RunFol
     return out if isinstance(out, RunFolder) else RunFolder(os.fspath(out), keep)
 
 
-def _exits_as_errors(history: Sequence[object]) -> AbstractContextManager[None]:
-    """Code of the user's that calls ``sys.exit`` would end the program without a word."""
-    return error_context(
-        lambda error: f"round {len(history)}: {user_error(error)}.", catch=SystemExit
-    )
-
-
-@dataclass(frozen=True)
-class _CustomEvaluation:
-    """A user's function with the interface of an :class:`Evaluation`."""
-
-    function: Callable[[nn.Module], Mapping[str, float]]
-    names = ()
-
-    def check(self, model: nn.Module) -> None:
-        """Do nothing: the function is called only after rounds."""
-
-    def evaluate(self, model: nn.Module) -> tuple[Mapping[str, float], None]:
-        return self.function(model), None
-
-
-_Evaluator = Evaluation | Evaluations | _CustomEvaluation
-
-
-def _evaluator(evaluate: Evaluate, loss: Loss) -> _Evaluator:
-    if isinstance(evaluate, Evaluation | Evaluations):
-        return evaluate.with_loss(loss)
-    if not callable(evaluate):
-        raise FedShuffleError(
-            f"evaluate is {evaluate!r:.60}, but must be a function or Evaluation."
-        )
-    return _CustomEvaluation(evaluate)
-
-
-def _initial_loss(evaluator: _Evaluator | None, problem: Problem) -> tuple[str, float] | None:
-    name = monitored_loss(evaluator.names) if evaluator else None
-    if evaluator is None or name is None:
+def _initial_loss(
+    evaluation: Evaluation | Evaluations | None, problem: Problem
+) -> tuple[str, float] | None:
+    name = monitored_loss(evaluation.names) if evaluation else None
+    if evaluation is None or name is None:
         return None
     with error_context("evaluation before training"):
-        return name, evaluator.evaluate(problem.copy(problem.start))[0][name]
+        return name, evaluation(problem.copy(problem.start))[name]
 
 
 def _sampled_loss(problem: Problem, x: Tensor) -> float:
@@ -297,12 +271,17 @@ def _costs(run: Run, state: State, record_cohorts: bool) -> dict[str, Any]:
 
 
 def _metrics(
-    evaluator: _Evaluator, model: nn.Module, round: int
+    evaluate: Evaluate, model: nn.Module, round: int
 ) -> tuple[dict[str, float], ClientTable | None]:
     """The metrics, where all that is not finite is NaN, the time, and the table of clients."""
     begun = time.perf_counter()
     with error_context(f"evaluation after round {round}"), evaluation_mode(model):
-        values, clients = evaluator.evaluate(model)
+        values: Mapping[str, float]
+        clients = None
+        if isinstance(evaluate, _OURS):
+            values, clients = evaluate.evaluate(model)
+        else:
+            values = evaluate(model)
         metrics = {name: number(value, f"metric {name!r}") for name, value in values.items()}
         _check_names(metrics)
     record = {name: v if math.isfinite(v) else math.nan for name, v in metrics.items()}
