@@ -251,7 +251,7 @@ MISTAKES = [
     ("step_size={schedule = 'drop'}", "'drops'"),
     ("step_size={schedule = 'drops'}", "'step_size'"),
     ("step_size={schedule = 'drops', step_size = 1, by = 2}", "'by'"),
-    ("step_size={schedule = 'drops', step_size = 1, factor = -1}", "in round 4 is -1"),
+    ("step_size={schedule = 'drops', step_size = 1, factor = -1}", "in round 5 is -1"),
     ("step_size={schedule = 'drops', step_size = 'x'}", "step_size: "),
     ("step_size={schedule = 'inverse_time', step_size = 1, halved_after = 0}", "step_size: "),
     ("tensorboard=1", "tensorboard is 1"),

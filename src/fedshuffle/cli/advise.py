@@ -65,6 +65,7 @@ def advise(
 
 def _advised_run(config: Config) -> AdvisedRun:
     from fedshuffle.config import runner
+    from fedshuffle.config.schema import step_size_by_round
     from fedshuffle.theory.problem import AdvisedRun
 
     inputs = runner.inputs(replace(config, evaluation=None))
@@ -76,8 +77,8 @@ def _advised_run(config: Config) -> AdvisedRun:
         federation=inputs.federation,
         work=config.work,
         rounds=config.rounds,
-        step_size=runner.schedule(config.step_size, config.rounds),
-        server_step_size=runner.schedule(config.server_step_size, config.rounds),
+        step_size=step_size_by_round(config.step_size, config.rounds),
+        server_step_size=step_size_by_round(config.server_step_size, config.rounds),
         seed=config.seed,
     )
 

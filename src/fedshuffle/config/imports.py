@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, TypeVar
 
 from fedshuffle import _synonyms, methods
 from fedshuffle import sampling as samplings
@@ -43,6 +43,7 @@ def sampling(text: str, federation: Federation, folder: Path) -> Sampling:
     return samplings.resolve(made, federation)
 
 
+T = TypeVar("T")
 _IMPORTABLE: list[Path] = []
 
 
@@ -117,11 +118,13 @@ def function(
     return found
 
 
-def call(path: str, arguments: Mapping[str, Any], folder: Path) -> Any:
-    """The result of calling the function at an import path."""
+def call(path: str, arguments: Mapping[str, Any], folder: Path, kind: type[T]) -> T:
+    """The result, of this type, of calling the function at an import path."""
     make = function(path, arguments, folder, complete=True)
     with running(repr(path), folder):
-        return make(**arguments)
+        made: T = make(**arguments)
+    expect(made, kind, f"what {path!r} returns")
+    return made
 
 
 def running(what: str, folder: Path) -> AbstractContextManager[None]:

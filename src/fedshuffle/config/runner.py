@@ -12,7 +12,7 @@ import copy
 import functools
 import random
 import shlex
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -29,7 +29,7 @@ from fedshuffle import _files, devices, engines, fingerprint, losses, methods
 from fedshuffle import sampling as samplings
 from fedshuffle._arrays import expect
 from fedshuffle.config import imports, loader
-from fedshuffle.config.schema import Config, DataSpec, ImportSpec, ScheduleSpec, StepSize, at
+from fedshuffle.config.schema import Config, DataSpec, ImportSpec, at, step_size_by_round
 from fedshuffle.engines import Loss
 from fedshuffle.errors import FedShuffleError, error_context, one_line, unknown
 from fedshuffle.federation import Federation
@@ -130,8 +130,8 @@ def _train(
             method=method(config),
             sampling=sampling(config, parts.federation),
             work=config.work,
-            step_size=schedule(config.step_size, config.rounds),
-            server_step_size=schedule(config.server_step_size, config.rounds),
+            step_size=step_size_by_round(config.step_size, config.rounds),
+            server_step_size=step_size_by_round(config.server_step_size, config.rounds),
             seed=config.seed,
             engine=engine,
             device=config.device,
@@ -231,8 +231,7 @@ def inputs(config: Config) -> RunInputs:
 def initial_model(config: Config) -> nn.Module:
     """The initial model: a pure function of the config's seed."""
     with config.importable(), at("model"), _seeded(config.seed, Purpose.START):
-        made: nn.Module = imports.call(config.model.path, config.model.arguments, config.folder)
-        expect(made, nn.Module, f"what {config.model.path!r} returns")
+        made = imports.call(config.model.path, config.model.arguments, config.folder, nn.Module)
         for name, value in made.state_dict().items():
             expect(value, torch.Tensor, f"entry {name!r} of the model's state_dict")
     return made
@@ -261,9 +260,7 @@ def federation(config: Config, source: DataSpec | None = None, key: str = "data"
             return Federation.open(config.folder / source.path)
     # The data must be the same whenever a run is resumed, and for every seed of the run.
     with config.importable(), at(key), _seeded(0, Purpose.SPLIT):
-        made: Federation = imports.call(source.path, source.arguments, config.folder)
-        expect(made, Federation, f"what {source.path!r} returns")
-    return made
+        return imports.call(source.path, source.arguments, config.folder, Federation)
 
 
 def _check_names(config: Config) -> None:
@@ -317,11 +314,6 @@ def _evaluate(config: Config, train_data: Federation, loss: Loss) -> Evaluate | 
         part = train_data.sample(spec.training)
         trained = make(part, ["loss"], per_client=False, prefix="train_")
         return Evaluations(main, trained)
-
-
-def schedule(size: StepSize, rounds: int) -> float | Callable[[int], float]:
-    """A step size as a number, or as a function of the round."""
-    return size.over(rounds) if isinstance(size, ScheduleSpec) else size
 
 
 @contextmanager
