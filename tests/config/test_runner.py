@@ -21,7 +21,7 @@ import torch
 from fedshuffle import (
     config,
 )
-from fedshuffle.config.runner import model as start
+from fedshuffle.config.runner import initial_model as start
 from tests.cli.test_cli import run as command
 from tests.config.project import CONFIG, MODULE, ROOT, equal, metrics, weights
 from tests.processes import wait_for
@@ -174,7 +174,7 @@ def test_resume_after_a_kill_before_the_first_round(
             path.unlink()
     capsys.readouterr()
     assert command(monkeypatch, "run", file, "--out", str(project / "killed")) == 2
-    assert "holds a config.toml already" in capsys.readouterr().err
+    assert "config.toml" in capsys.readouterr().err
     assert command(monkeypatch, "run", "--resume", str(project / "killed")) == 0
     assert equal(weights(project / "killed"), weights(project / "run"))
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -18,9 +17,7 @@ from torch.nn import functional
 
 from fedshuffle import Evaluation, Federation, FedShuffleError, Metric, losses
 from fedshuffle._arrays import IGNORED
-from fedshuffle.evaluation import Evaluations
-from fedshuffle.evaluation.evaluation import segment_sums
-from fedshuffle.evaluation.metrics import worst
+from fedshuffle.evaluation import ClientTable, Evaluations
 from tests.problems import Point, half_squared_distance, targets
 
 SIZES = [1, 7, 2, 30, 5, 1, 1, 3, 9, 4, 2]  # eleven clients: the worst tenth are two
@@ -181,32 +178,16 @@ def test_every_metric_equals_a_loop_over_clients(
         )
 
 
-@given(
-    sizes=st.lists(st.integers(1, 6), min_size=1, max_size=12),
-    batch_size=st.integers(1, 20),
-    seed=st.integers(0, 99),
-)
-def test_segment_sums_over_all_batches_are_client_sums(
-    sizes: list[int], batch_size: int, seed: int
-) -> None:
-    values = np.random.default_rng(seed).integers(-9, 9, size=(2, sum(sizes))).astype(float)
-    offsets = np.cumsum([0, *sizes])
-    sums = np.zeros((2, len(sizes)))
-    for begin in range(0, sum(sizes), batch_size):
-        own, parts = segment_sums(values[:, begin : begin + batch_size], offsets, begin)
-        sums[:, own] += parts
-    wanted = [values[:, a:b].sum(1) for a, b in itertools.pairwise(offsets)]
-    assert np.array_equal(sums, np.transpose(wanted))
-
-
 @given(st.lists(st.one_of(st.floats(-5, 5), st.just(math.nan)), min_size=1, max_size=40))
 def test_the_worst_tenth_is_rounded_up_and_nan_is_worst(values: list[float]) -> None:
     many = math.ceil(len(values) / 10)
     low = sorted(values, key=lambda v: -math.inf if math.isnan(v) else v)[:many]
     high = sorted(values, key=lambda v: -math.inf if math.isnan(v) else -v)[:many]
     for better, wanted in ((True, low), (False, high)):
-        found = worst(np.array(values), better)
-        np.testing.assert_array_equal(np.sort(found), np.sort(wanted))
+        sizes = np.ones(len(values), np.int64)
+        table = ClientTable(sizes.tolist(), sizes, {"m": np.array(values)}, {"m": better})
+        assert table.spread("m")[1] == pytest.approx(np.mean(wanted), nan_ok=True)
+        assert table.spread("m")[0] == pytest.approx(np.mean(values), nan_ok=True)
 
 
 # How the model is run ---------------------------------------------------------------------------

@@ -63,19 +63,20 @@ def advise(
 
 def _advised_run(config: Config) -> AdvisedRun:
     from fedshuffle.config import runner
+    from fedshuffle.config.schema import step_size_by_round
     from fedshuffle.theory.problem import AdvisedRun
 
     inputs = runner.inputs(replace(config, evaluation=None))
     return AdvisedRun(
-        runner.model(config),
+        runner.initial_model(config),
         inputs.loss,
         inputs.federation,
         runner.method(config),
         runner.sampling(config, inputs.federation),
         config.work,
         config.rounds,
-        runner.schedule(config.step_size, config.rounds),
-        runner.schedule(config.server_step_size, config.rounds),
+        step_size_by_round(config.step_size, config.rounds),
+        step_size_by_round(config.server_step_size, config.rounds),
         config.seed,
     )
 

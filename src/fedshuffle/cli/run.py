@@ -80,7 +80,7 @@ def run(
 @contextmanager
 def _interruptible(folder: Path) -> Iterator[None]:
     """Handle Ctrl-C; the run itself says how to resume it once it has begun."""
-    from fedshuffle.config.runner import begun
+    from fedshuffle.training.run_folder import RunFolder
 
     try:
         with interrupted_once(ends=True), warnings.catch_warnings():
@@ -89,7 +89,7 @@ def _interruptible(folder: Path) -> Iterator[None]:
     except SystemExit as error:  # by the user's code: it is not a success
         raise FedShuffleError(f"{user_error(error)}.") from error
     except KeyboardInterrupt:
-        if not begun(folder):
+        if not RunFolder(folder).begun:
             print("Interrupted before the first round: nothing was saved.", file=sys.stderr)
         raise typer.Exit(130) from None
 
@@ -102,7 +102,7 @@ def _show_warning(message: Warning | str, *_: object, **__: object) -> None:
 
 
 def _summary(result: Result) -> dict[str, Any]:
-    from fedshuffle.training.history import metrics_of
+    from fedshuffle.training.result import metrics_of
 
     last, out = result.history[-1], Path(result.out or "")
     return {

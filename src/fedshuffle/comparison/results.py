@@ -124,7 +124,7 @@ def collect_facts(comparison: Comparison) -> Facts:
         _check_names(methods)
         for method in methods.values():
             comparison.check_work(method)
-        model = config_runner.model(base)
+        model = config_runner.initial_model(base)
         judge = Criterion("loss", False)
         if comparison.tuned:
             with at("compare.tune"):

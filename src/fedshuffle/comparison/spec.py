@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 from fedshuffle._arrays import count, number
 from fedshuffle._files import results_folder
 from fedshuffle.config import Config, EvaluationSpec, ScheduleSpec, loader
-from fedshuffle.config.schema import Count, DataSpec, StepSize, at, check_counts
+from fedshuffle.config.schema import Count, DataSpec, StepSize, at
 from fedshuffle.errors import FedShuffleError, unknown
 from fedshuffle.local_work import LocalWork
 from fedshuffle.methods import Method
@@ -72,7 +72,6 @@ class Tuning:
     """The grid grows by at most this factor beyond either end; 1 keeps it as it is."""
 
     def __post_init__(self) -> None:
-        check_counts(self)
         if not number(self.widen, "widen") >= 1:
             raise FedShuffleError(
                 f"widen is {self.widen}, but must be at least 1, which keeps the grid as it is."

@@ -6,6 +6,7 @@ folder. If its parent is gone, it exits at once: the last checkpoint of the run 
 
 from __future__ import annotations
 
+import json
 import os
 import pickle
 import shutil
@@ -107,7 +108,7 @@ def _watched(config: Config, inputs: RunInputs) -> RunInputs:
     name = monitored_loss(evaluate.names)
     if name is None:
         return inputs
-    start = evaluate(config_runner.model(config))[name]
+    start = evaluate(config_runner.initial_model(config))[name]
 
     def watch(model: nn.Module) -> Mapping[str, float]:
         found = evaluate(model)

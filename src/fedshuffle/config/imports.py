@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, TypeVar
 
 from fedshuffle import _synonyms, methods
 from fedshuffle import sampling as samplings
@@ -43,7 +43,7 @@ def sampling(text: str, federation: Federation, folder: Path) -> Sampling:
     return samplings.resolve(made, federation)
 
 
-_ARGS, _KWARGS = inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD
+T = TypeVar("T")
 _IMPORTABLE: list[Path] = []
 
 
@@ -103,28 +103,28 @@ def function(
     if not callable(found):
         raise FedShuffleError(f"{path!r} is {found!r:.60}, which cannot be called.")
     try:
-        parameters = inspect.signature(found).parameters
+        signature = inspect.signature(found)
     except (TypeError, ValueError):  # some built-in functions have no signature
         return found
-    anything = any(p.kind is _KWARGS for p in parameters.values())
-    for name in [] if anything else [name for name in arguments if name not in parameters]:
-        takes = ", ".join(parameters) or "nothing"
+    try:
+        (signature.bind if complete else signature.bind_partial)(**arguments)
+    except TypeError as error:
+        known = list(signature.parameters)
+        hint = "".join(_synonyms.hint(name, known) for name in arguments if name not in known)
         raise FedShuffleError(
-            f"{path!r} takes no {name!r}.{_synonyms.hint(name, list(parameters))} It takes:"
-            f" {takes}. Keys of the run itself go above the first [section] of the file."
-        )
-    for name, p in parameters.items():
-        optional = p.kind in (_ARGS, _KWARGS) or p.default is not p.empty or name in arguments
-        if complete and not optional:
-            raise FedShuffleError(f"{path!r} needs {name!r}: add that key below it.")
+            f"{path!r} takes {', '.join(known) or 'nothing'}: {error}.{hint} Its arguments are the"
+            " keys beside it; keys of the run itself go above the first [section] of the file."
+        ) from error
     return found
 
 
-def call(path: str, arguments: Mapping[str, Any], folder: Path) -> Any:
-    """The result of calling the function at an import path."""
+def call(path: str, arguments: Mapping[str, Any], folder: Path, kind: type[T]) -> T:
+    """The result, of this type, of calling the function at an import path."""
     make = function(path, arguments, folder, complete=True)
     with running(repr(path), folder):
-        return make(**arguments)
+        made: T = make(**arguments)
+    expect(made, kind, f"what {path!r} returns")
+    return made
 
 
 def running(what: str, folder: Path) -> AbstractContextManager[None]:
@@ -141,20 +141,20 @@ def _module(path: str, name: str, folder: Path) -> ModuleType:
             f"{path!r}: {str(own[0])!r} has the name of a module that is loaded already, from"
             f" {_file(loaded)}. Rename yours."
         )
-    try:
+    with error_context(
+        lambda error: f"{path!r} cannot be imported: {_import_error(error, name, folder)}"
+    ):
         return importlib.import_module(name)
-    except ModuleNotFoundError as error:
-        if error.name is None or not f"{name}.".startswith(f"{error.name}."):
-            raise FedShuffleError(
-                f"{path!r} cannot be imported: {_cause(error, folder)} Install that module."
-            ) from error
-        hint = _synonyms.hint(top, [place.stem for place in folder.glob("*.py")])
-        raise FedShuffleError(
-            f"{path!r}: there is no module {error.name!r}, neither in {str(folder)!r} nor"
-            f" installed.{hint}"
-        ) from error
-    except (Exception, SystemExit) as error:
-        raise FedShuffleError(f"{path!r} cannot be imported: {_cause(error, folder)}") from error
+
+
+def _import_error(error: BaseException, name: str, folder: Path) -> str:
+    if not isinstance(error, ModuleNotFoundError):
+        return _cause(error, folder)
+    if error.name is None or not f"{name}.".startswith(f"{error.name}."):
+        return f"{_cause(error, folder)} Install that module."
+    hint = _synonyms.hint(name.partition(".")[0], [place.stem for place in folder.glob("*.py")])
+    where = f"neither in {str(folder)!r} nor installed"
+    return f"there is no module {error.name!r}, {where}.{hint}"
 
 
 def _is_in(module: ModuleType, folder: Path) -> bool:

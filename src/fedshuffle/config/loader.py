@@ -37,9 +37,6 @@ from fedshuffle.local_work import (
     RandomStop,
 )
 
-Reader = Callable[[Any, str], Any]
-"""Turns the value at a key of the file into the value of a field, or raises an error."""
-
 
 def load(path: Path | str, overrides: Mapping[str, Any] | None = None) -> Config:
     """The config in a file, with other values at some dotted keys (``work.batch_size``)."""
@@ -137,24 +134,22 @@ def read_fields(kind: Any, value: Any, key: str) -> dict[str, Any]:
         if "add" in field.metadata and field.name not in value:
             place = _join(key, field.name)
             raise FedShuffleError(f"{place} is missing: add {field.metadata['add']}.")
-    return {name: _reader(known[name])(entry, _join(key, name)) for name, entry in value.items()}
+    return {name: _read(known[name], entry, _join(key, name)) for name, entry in value.items()}
 
 
-def _reader(kind: Any) -> Reader:
+def _read(kind: Any, value: Any, key: str) -> Any:
+    """The value of a field of this type."""
     if kind in _READERS:
-        return _READERS[kind]
+        return _READERS[kind](value, key)
     if hasattr(kind, "__metadata__"):  # Annotated[type, reader]
-        reader: Reader = kind.__metadata__[0]
-        return reader
+        return kind.__metadata__[0](value, key)
     if get_origin(kind) is tuple:
-        return _list_of(_reader(without_none(get_args(kind)[0])))
-
-    def table(value: Any, key: str) -> Any:
-        fields = read_fields(kind, value, key)
-        with at(key):
-            return kind(**fields)
-
-    return table
+        if not isinstance(value, list | tuple) or not value:
+            raise FedShuffleError(f"{key} is {value!r}, but must be a list with entries.")
+        return tuple(_read(without_none(get_args(kind)[0]), entry, key) for entry in value)
+    fields = read_fields(kind, value, key)
+    with at(key):
+        return kind(**fields)
 
 
 def _of_type(kinds: type | tuple[type, ...], words: str) -> Callable[[Any, str], Any]:
@@ -170,15 +165,7 @@ def _of_type(kinds: type | tuple[type, ...], words: str) -> Callable[[Any, str],
 _text = _of_type(str, "a text in quotes")
 _whole = _of_type(int, "a whole number")
 read_number = _of_type((int, float), "a number")
-
-
-def _list_of(reader: Reader) -> Reader:
-    def read(value: Any, key: str) -> tuple[Any, ...]:
-        if not isinstance(value, list | tuple) or not value:
-            raise FedShuffleError(f"{key} is {value!r}, but must be a list with entries.")
-        return tuple(reader(entry, key) for entry in value)
-
-    return read
+_number_or_schedule = _of_type((int, float), 'a number, or a schedule, such as "cosine:0.1"')
 
 
 def _named(value: Any, key: str, word: str, example: str) -> tuple[str, dict[str, Any]]:
@@ -197,16 +184,15 @@ def _import_spec(value: Any, key: str) -> ImportSpec:
 
 
 def _data(value: Any, key: str) -> DataSpec:
-    if isinstance(value, Mapping) and len(value.keys() & {"use", "store"}) != 1:
+    if not isinstance(value, Mapping) or ("use" in value and "store" not in value):
+        return _import_spec(value, key)
+    if "use" in value or "store" not in value:
         raise FedShuffleError(
             f'{key} needs one of {key}.use = "module:function" and {key}.store = "folder".'
         )
-    if not isinstance(value, Mapping) or "use" in value:
-        return _import_spec(value, key)
-    path, rest = _named(value, key, "store", "folder")
-    for name in rest:
+    for name in value.keys() - {"store"}:
         raise _unknown_key(key, name, {"store": str})
-    return StorePath(path)
+    return StorePath(_text(value["store"], f"{key}.store"))
 
 
 def _step_size(value: Any, key: str) -> StepSize:
@@ -215,8 +201,7 @@ def _step_size(value: Any, key: str) -> StepSize:
             return ScheduleSpec(*schedules.parse(value))
     if isinstance(value, Mapping):
         return ScheduleSpec(*_named(value, key, "schedule", "inverse_time"))
-    words = 'a number, or a schedule, such as "cosine:0.1"'
-    size: float = _of_type((int, float), words)(value, key)
+    size: float = _number_or_schedule(value, key)
     return size
 
 
@@ -255,7 +240,7 @@ def _interruption(value: Any, key: str) -> Interruption:
         return interruption
 
 
-_READERS: dict[Any, Reader] = {
+_READERS: dict[Any, Callable[[Any, str], Any]] = {
     str: _text,
     Path: _text,
     int: _whole,
@@ -271,6 +256,7 @@ _READERS: dict[Any, Reader] = {
     ExampleOrder: _text,
     Interruption: _interruption,
 }
+"""Each turns the value at a key of the file into the value of a field, or raises an error."""
 
 _SECTIONS: dict[str, dict[str, Any]] = {"": keys(Config)} | {
     name: keys(kind)
@@ -291,18 +277,18 @@ def _unknown_key(key: str, name: str, known: Mapping[str, Any]) -> FedShuffleErr
             f"[{name}] belongs to a comparison, and this command runs one method. Run: fedshuffle"
             " compare FILE."
         )
-    sections = [section for section, names in _SECTIONS.items() if name in names]
-    hint = ""
-    if sections:
-        places = [f"below [{s}]" if s else "above the first [section]" for s in sections]
-        hint = f" It belongs {' or '.join(places)}."
-    elif near := _synonyms.nearest(name, known):
-        hint = f" Did you mean {_join(key, near)!r}?"
-    elif place := key_for(name):
-        hint = f" Did you mean {place!r}?"
+    places = [f"below [{s}]" if s else "above the first [section]" for s in _sections(name)]
+    hint = f" It belongs {' or '.join(places)}." if places else ""
+    near = _synonyms.nearest(name, known)
+    if not places and (meant := _join(key, near) if near else key_for(name)):
+        hint = f" Did you mean {meant!r}?"
     return FedShuffleError(
         f"unknown key {_join(key, name)!r}.{hint} Known: {', '.join(sorted(known))}."
     )
+
+
+def _sections(name: str) -> list[str]:
+    return [section for section, names in _SECTIONS.items() if name in names]
 
 
 def key_for(word: str) -> str | None:
@@ -311,10 +297,10 @@ def key_for(word: str) -> str | None:
     >>> key_for("lr"), key_for("batch_size"), key_for("spam")
     ('step_size', 'work.batch_size', None)
     """
-    exact = {section: word for section, names in _SECTIONS.items() if word in names}
+    for section in _sections(word):
+        return _join(section, word)
     near = {section: _synonyms.nearest(word, names) for section, names in _SECTIONS.items()}
-    found = [*exact.items(), *near.items()]
-    return next((_join(section, name) for section, name in found if name), None)
+    return next((_join(section, name) for section, name in near.items() if name), None)
 
 
 # Writing ------------------------------------------------------------------------------------------
@@ -356,9 +342,8 @@ def toml(tables: Mapping[str, Any]) -> str:
 
 def save(config: Config, out: Path, notes: Sequence[str]) -> None:
     """Write a config into the folder of its run, complete enough to resume from there."""
-    tables = plain(config.pinned())
+    tables = plain(config.pinned()) | {"folder": relative(config.folder, out)}
     tables.pop("out", None)
-    tables["folder"] = relative(config.folder, out)
     head = "".join(f"# {' '.join(note.split())}\n" for note in notes)
     _files.write_file(out / "config.toml", f"{head}\n{toml(tables)}")
 

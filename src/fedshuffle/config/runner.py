@@ -8,28 +8,30 @@ Beside the files of :mod:`fedshuffle.training.run_folder` the folder holds
 
 from __future__ import annotations
 
-import contextlib
+import copy
 import functools
 import random
 import shlex
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 import safetensors.torch
 import torch
+from safetensors import SafetensorError
 from torch import nn
+from torch.nn.utils import vector_to_parameters
 
 import fedshuffle
-from fedshuffle import _files, devices, engines, losses, methods
+from fedshuffle import _files, devices, engines, fingerprint, losses, methods
 from fedshuffle import sampling as samplings
-from fedshuffle._arrays import count, expect
+from fedshuffle._arrays import expect
 from fedshuffle.config import imports, loader
-from fedshuffle.config.schema import Config, DataSpec, ImportSpec, ScheduleSpec, StepSize, at
+from fedshuffle.config.schema import Config, DataSpec, ImportSpec, at, step_size_by_round
 from fedshuffle.engines import Loss
-from fedshuffle.errors import FedShuffleError, unknown
+from fedshuffle.errors import FedShuffleError, error_context, one_line, unknown
 from fedshuffle.federation import Federation
 from fedshuffle.methods import Method
 from fedshuffle.randomness import Purpose, generator, restored_generators
@@ -48,12 +50,25 @@ class RunInputs:
 
 
 def run(
-    config: Config, out: Path, progress: bool, inputs: RunInputs | None, address: str | None
+    config: Config,
+    out: Path | str | None,
+    progress: bool,
+    inputs: RunInputs | None,
+    address: str | None,
 ) -> Result:
-    """Start the run of a config in a folder; the arguments are those of :meth:`Config.run`."""
+    """Start the run of a config; the arguments are those of :meth:`Config.run`."""
+    if out is None:
+        return _train(config, None, progress, inputs, address)
     config = config.pinned().override({})  # exactly as it will be read again
-    with RunFolder(out).locked(), _new_config(out, config):
-        return train_config(config, out, progress, inputs, address)
+    notes = [f"A run of fedshuffle {fedshuffle.__version__}.", *config.origin]
+    folder = _folder(config, Path(out), address, notes)
+    folder.check(resume=False)
+    if (folder.path / "config.toml").exists():
+        raise FedShuffleError(
+            f"{str(folder.path)!r} holds a config.toml, but no run. Choose another folder, or start"
+            f" the run of that config: {command(folder.path)}."
+        )
+    return _train(config, folder, progress, inputs, address)
 
 
 def resume(
@@ -68,27 +83,25 @@ def resume(
 
     The other arguments are those of :meth:`Config.run`.
     """
-    folder = Path(out)
-    file = folder / "config.toml"
+    file = Path(out) / "config.toml"
     if not file.exists():
-        raise FedShuffleError(f"{str(folder)!r} holds no config.toml, so no run to resume.")
-    with RunFolder(folder).locked():
-        config = loader.load(file)
-        with at("engine"):
-            engines.at_address(config.engine, address)  # before the config is changed
-        if rounds is not None and count(rounds, "rounds") != config.rounds:
-            if begun(folder):
-                RunFolder(folder).check_rounds(rounds)  # before the config is changed
-            config = replace(config, rounds=rounds)
-            lines = file.read_text(encoding="utf-8").split("\n")
-            notes = [line.removeprefix("# ") for line in lines if line[:1] == "#"]
-            loader.save(config, folder, [*notes, f"Resumed with rounds = {rounds}."])
-        return train_config(config, folder, progress, inputs, address)
+        raise FedShuffleError(f"{str(out)!r} holds no config.toml, so no run to resume.")
+    config, notes = loader.load(file), []
+    if rounds is not None and rounds != config.rounds:
+        config = replace(config, rounds=rounds)
+        lines = file.read_text(encoding="utf-8").split("\n")
+        notes = [line.removeprefix("# ") for line in lines if line[:1] == "#"]
+        notes.append(f"Resumed with rounds = {rounds}.")
+    folder = _folder(config, file.parent, address, notes)
+    if folder.begun:
+        folder.check_rounds(config.rounds)  # before data are loaded
+    return _train(config, folder, progress, inputs, address)
 
 
-def begun(folder: Path) -> bool:
-    """Whether a folder holds a run that has begun and can be resumed."""
-    return (folder / "run.json").exists()
+def _folder(config: Config, out: Path, address: str | None, notes: list[str]) -> RunFolder:
+    """The folder of a run, which also gets the config unless there is nothing to note in it."""
+    save = functools.partial(loader.save, config, out, notes) if notes else None
+    return RunFolder(out, config.checkpoints.keep, f"run: {command(out, address)}", save)
 
 
 def command(folder: Path, address: str | None = None) -> str:
@@ -97,62 +110,110 @@ def command(folder: Path, address: str | None = None) -> str:
     return f"fedshuffle run --resume {shlex.quote(str(folder))}{where}"
 
 
-@contextmanager
-def _new_config(folder: Path, config: Config) -> Iterator[None]:
-    """Write the config into the folder of a new run, and remove it if the run does not begin."""
-    RunFolder(folder, resume_hint=f"run: {command(folder)}").check(resume=False)
-    file = folder / "config.toml"
-    if file.exists():
-        raise FedShuffleError(
-            f"{str(folder)!r} holds a config.toml already. If a run was stopped there before its"
-            f" first round, run: {command(folder)}; or else choose another folder."
-        )
-    loader.save(config, folder, [f"A run of fedshuffle {fedshuffle.__version__}.", *config.origin])
-    try:
-        yield
-    except BaseException:
-        if not begun(folder):
-            with contextlib.suppress(OSError):
-                file.unlink()
-        raise
-
-
-def train_config(
-    config: Config, out: Path | None, progress: bool, shared: RunInputs | None, address: str | None
+def _train(
+    config: Config,
+    folder: RunFolder | None,
+    progress: bool,
+    shared: RunInputs | None,
+    address: str | None,
 ) -> Result:
     """Train as a config says, from the state in the folder if the run has begun."""
     with at("engine"):
         engine = engines.at_address(config.engine, address)
-    with config.importable():
+    with folder.locked() if folder else nullcontext(), config.importable():
         parts = inputs(config) if shared is None else shared
-        hint = None if out is None else f"run: {command(out, address)}"
         result = train(
-            model(config),
+            initial_model(config),
             parts.federation,
             loss=parts.loss,
             rounds=config.rounds,
             method=method(config),
             sampling=sampling(config, parts.federation),
             work=config.work,
-            step_size=schedule(config.step_size, config.rounds),
-            server_step_size=schedule(config.server_step_size, config.rounds),
+            step_size=step_size_by_round(config.step_size, config.rounds),
+            server_step_size=step_size_by_round(config.server_step_size, config.rounds),
             seed=config.seed,
             engine=engine,
             device=config.device,
             evaluate=parts.evaluate,
             evaluate_every=config.evaluation.every if config.evaluation else 1,
-            out=None if out is None else RunFolder(out, config.checkpoints.keep, hint),
-            resume=out is not None and begun(out),
+            out=folder,
+            resume=folder is not None and folder.begun,
             checkpoint_every=config.checkpoints.every,
             record_cohorts=config.record_cohorts,
             tensorboard=config.tensorboard,
             progress=progress,
         )
-    if out is not None:
-        state = result.model.state_dict()
-        tensors = {name: value.detach().cpu().contiguous().clone() for name, value in state.items()}
-        _files.write_file(out / "model.safetensors", safetensors.torch.save(tensors))
+        if folder:
+            state = result.model.state_dict()
+            tensors = {name: t.detach().cpu().contiguous().clone() for name, t in state.items()}
+            _files.write_file(folder.path / "model.safetensors", safetensors.torch.save(tensors))
     return result
+
+
+def load_model(folder: Path | str, model: nn.Module | None = None) -> nn.Module:
+    """The model of a run as it was last saved, in evaluation mode and on the CPU.
+
+    The run's config makes the architecture, with the user's own modules; a run that was started by
+    :func:`fedshuffle.train` has no config, and needs a model. The parameters come from safetensors
+    files: nothing is unpickled.
+
+    Args:
+        folder: the folder of the run.
+        model: the architecture, with any parameters; it is not changed.
+
+    >>> import tempfile, torch
+    >>> from fedshuffle import Federation, losses, train
+    >>> data, out = Federation.from_arrays(torch.eye(3), sizes=[1, 2]), tempfile.mkdtemp() + "/run"
+    >>> loss = lambda model, x: (model(x) - x).square().mean()
+    >>> trained = train(nn.Linear(3, 3), data, loss=loss, rounds=2, out=out).model
+    >>> bool(torch.equal(load_model(out, nn.Linear(3, 3)).weight, trained.weight))
+    True
+    """
+    run, path = RunFolder(folder), repr(str(folder))
+    settings = run.settings()
+    if model is None:
+        with error_context(
+            lambda error: (
+                f"the model of {path} cannot be made: {one_line(error)}. Fix that, or give the"
+                " architecture as model=..."
+            ),
+            FedShuffleError,
+        ):
+            found = initial_model(loader.load(run.path / "config.toml"))
+    else:
+        expect(model, nn.Module, "model")
+        found = copy.deepcopy(model).cpu()
+    if fingerprint.architecture(found) != settings.get("model_sha256"):
+        raise FedShuffleError(
+            f"the model has other layers than the one that {path} trained. Give the same as"
+            " model=..., or put the modules of the run back as they were."
+        )
+    whole = run.path / "model.safetensors"
+    if whole.exists():  # also holds frozen parameters and buffers
+        with error_context(
+            lambda error: (
+                f"{str(whole)!r} cannot be read: {one_line(error)}. Put back a copy of it."
+            ),
+            (OSError, RuntimeError, SafetensorError),
+        ):
+            found.load_state_dict(safetensors.torch.load_file(whole))
+    elif fingerprint.frozen(found) != settings.get("frozen_sha256"):
+        raise FedShuffleError(
+            f"the frozen parameters or buffers of the model are not those of {path}, and its"
+            " checkpoints hold only trained parameters. Give a model with the same."
+        )
+    state = run.latest()
+    if state is not None:  # a resumed run may be ahead of the last final model
+        trained = [p for p in found.parameters() if p.requires_grad]
+        vector_to_parameters(state.x, trained)
+        for parameter in trained:  # do not share memory
+            parameter.data = parameter.data.clone()
+    elif not whole.exists():
+        raise FedShuffleError(
+            f"{path} holds neither a model nor a complete checkpoint: run it again."
+        )
+    return found.eval()
 
 
 # The parts of a config ----------------------------------------------------------------------------
@@ -167,11 +228,10 @@ def inputs(config: Config) -> RunInputs:
         return RunInputs(data, loss, _evaluate(config, data, loss))
 
 
-def model(config: Config) -> nn.Module:
+def initial_model(config: Config) -> nn.Module:
     """The initial model: a pure function of the config's seed."""
     with config.importable(), at("model"), _seeded(config.seed, Purpose.START):
-        made: nn.Module = imports.call(config.model.path, config.model.arguments, config.folder)
-        expect(made, nn.Module, f"what {config.model.path!r} returns")
+        made = imports.call(config.model.path, config.model.arguments, config.folder, nn.Module)
         for name, value in made.state_dict().items():
             expect(value, torch.Tensor, f"entry {name!r} of the model's state_dict")
     return made
@@ -200,9 +260,7 @@ def federation(config: Config, source: DataSpec | None = None, key: str = "data"
             return Federation.open(config.folder / source.path)
     # The data must be the same whenever a run is resumed, and for every seed of the run.
     with config.importable(), at(key), _seeded(0, Purpose.SPLIT):
-        made: Federation = imports.call(source.path, source.arguments, config.folder)
-        expect(made, Federation, f"what {source.path!r} returns")
-    return made
+        return imports.call(source.path, source.arguments, config.folder, Federation)
 
 
 def _check_names(config: Config) -> None:
@@ -256,11 +314,6 @@ def _evaluate(config: Config, train_data: Federation, loss: Loss) -> Evaluate | 
         part = train_data.sample(spec.training)
         trained = make(part, ["loss"], per_client=False, prefix="train_")
         return Evaluations(main, trained)
-
-
-def schedule(size: StepSize, rounds: int) -> float | Callable[[int], float]:
-    """A step size as a number, or as a function of the round."""
-    return size.over(rounds) if isinstance(size, ScheduleSpec) else size
 
 
 @contextmanager

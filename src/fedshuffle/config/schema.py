@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -18,11 +18,12 @@ from types import NoneType
 from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args, get_type_hints
 
 from fedshuffle import methods, schedules
-from fedshuffle._arrays import count, expect
+from fedshuffle._arrays import count
 from fedshuffle.config import imports
 from fedshuffle.errors import FedShuffleError, error_context
 from fedshuffle.local_work import LocalWork
 from fedshuffle.randomness import check_seed
+from fedshuffle.schedules import Schedule
 
 if TYPE_CHECKING:
     from fedshuffle.config.runner import RunInputs
@@ -56,11 +57,7 @@ DataSpec = ImportSpec | StorePath
 
 @dataclass(frozen=True)
 class ScheduleSpec:
-    """A step size that depends on the round: a function of :mod:`fedshuffle.schedules`.
-
-    >>> ScheduleSpec("inverse_time", {"step_size": 1.0, "halved_after": 10}).over(100)(10)
-    0.5
-    """
+    """A step size that depends on the round: a function of :mod:`fedshuffle.schedules`."""
 
     name: str
     arguments: Mapping[str, Any] = field(default_factory=dict)
@@ -71,12 +68,20 @@ class ScheduleSpec:
             return self
         return ScheduleSpec(self.name, {"rounds": rounds} | dict(self.arguments))
 
-    def over(self, rounds: int) -> Callable[[int], float]:
-        """The step size by round, in a run of this many rounds."""
-        return schedules.make(self.name, self.arguments, rounds)
-
 
 StepSize = float | ScheduleSpec
+
+
+def step_size_by_round(size: StepSize, rounds: int) -> Schedule:
+    """A step size as a number, or as a function of the round in a run of this many rounds.
+
+    >>> schedule = ScheduleSpec("inverse_time", {"step_size": 1.0, "halved_after": 10})
+    >>> step_size_by_round(schedule, 100)(10)
+    0.5
+    """
+    if not isinstance(size, ScheduleSpec):
+        return size
+    return schedules.make(size.name, size.arguments, rounds)
 
 
 @dataclass(frozen=True)
@@ -95,9 +100,6 @@ class EvaluationSpec:
     training: Count | None = None
     """Also evaluate ``train_loss`` on the training data of this many clients, drawn once."""
 
-    def __post_init__(self) -> None:
-        check_counts(self)
-
 
 @dataclass(frozen=True)
 class Checkpoints:
@@ -105,9 +107,6 @@ class Checkpoints:
 
     every: Count = 10
     keep: Count = 3
-
-    def __post_init__(self) -> None:
-        check_counts(self)
 
 
 @dataclass(frozen=True)
@@ -150,18 +149,16 @@ class Config:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "folder", Path(self.folder).resolve())
-        check_counts(self)
+        count(self.rounds, "rounds")
         check_seed(self.seed)
-        expect(self.work, LocalWork, "work")
-        for name in ("method", "sampling", "engine"):
-            expect(getattr(self, name), str, name)
         if not methods.is_import_path(self.method):
             methods.get(self.method)
         if self.momentum is not None:
-            expect(self.momentum, str, "momentum")
             methods.parse_momentum(self.momentum)
         for name in ("step_size", "server_step_size"):
-            _check_step_size(getattr(self, name), self.rounds, name)
+            with error_context(name):
+                schedule = step_size_by_round(getattr(self, name), self.rounds)
+                schedules.describe(schedule, self.rounds, name.replace("_", " "))
 
     def override(self, changes: Mapping[str, Any]) -> Config:
         """This config with other values at dotted keys, written as in a file."""
@@ -174,11 +171,8 @@ class Config:
     def pinned(self) -> Config:
         """This config with schedules that do not change when more rounds are asked for."""
         sizes = {name: getattr(self, name) for name in ("step_size", "server_step_size")}
-        pinned: dict[str, Any] = {
-            name: size.pinned(self.rounds)
-            for name, size in sizes.items()
-            if isinstance(size, ScheduleSpec)
-        }
+        schedules = {name: s for name, s in sizes.items() if isinstance(s, ScheduleSpec)}
+        pinned: dict[str, Any] = {name: s.pinned(self.rounds) for name, s in schedules.items()}
         return replace(self, **pinned)
 
     def importable(self) -> AbstractContextManager[None]:
@@ -210,10 +204,7 @@ class Config:
         """
         from fedshuffle.config import runner
 
-        folder = self.out if out is None else Path(out)
-        if folder is None:
-            return runner.train_config(self, None, progress, inputs, address)
-        return runner.run(self, folder, progress, inputs, address)
+        return runner.run(self, out or self.out, progress, inputs, address)
 
 
 def keys(kind: Any) -> dict[str, Any]:
@@ -232,21 +223,3 @@ def without_none(hint: Any) -> Any:
     if NoneType not in get_args(hint):
         return hint
     return functools.reduce(operator.or_, [arm for arm in get_args(hint) if arm is not NoneType])
-
-
-def check_counts(spec: Any) -> None:
-    """Check the numbers of a dataclass that must be at least 1."""
-    for name, kind in keys(type(spec)).items():
-        if kind == Count and (value := getattr(spec, name)) is not None:
-            count(value, name)
-
-
-def _check_step_size(size: StepSize, rounds: int, key: str) -> None:
-    """Refuse a step size that is not positive and finite in some round."""
-    with at(key):
-        schedule = size.over(rounds) if isinstance(size, ScheduleSpec) else size
-        for round in {0, rounds - 1, *range(0, rounds, -(-rounds // 1000))}:
-            try:
-                schedules.value(schedule, round, key.replace("_", " "))
-            except (ArithmeticError, TypeError) as error:
-                raise FedShuffleError(f"the schedule cannot be computed: {error}.") from error

@@ -6,15 +6,14 @@ With :math:`m_i` the mean of a metric over the examples of client i,
    \text{ that of client i,}
 
 where w are the weights of the federation, and h is the exponential for perplexity and the identity
-otherwise. Metrics that are not means, as AUC and F1, are in ``set_metrics``.
+otherwise. Metrics that are not means, such as AUC and F1, need all examples at once.
 """
 
 from __future__ import annotations
 
 from fedshuffle.evaluation.clients import ClientTable
 from fedshuffle.evaluation.evaluation import Evaluation, Evaluations, evaluation_mode
-from fedshuffle.evaluation.metrics import Metric
-from fedshuffle.evaluation.set_metrics import SetMetric, from_torchmetrics
+from fedshuffle.evaluation.metrics import Metric, SetMetric, from_torchmetrics
 
 __all__ = [
     "ClientTable",

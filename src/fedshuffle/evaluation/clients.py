@@ -87,8 +87,30 @@ class ClientTable:
             raise unknown("metric", metric, self.metrics)
         values, undefined = self.metrics[metric], self.undefined.get(metric, {})
         badness = values if self.higher_is_better[metric] else -values
-        order = np.lexsort((badness, ~np.isnan(values)))
-        return self._take([k for k in order.tolist() if k not in undefined][:number])
+        order = np.lexsort((badness, ~np.isnan(values))).tolist()
+        rows = [k for k in order if k not in undefined][:number]
+        return ClientTable(
+            [self.clients[k] for k in rows],
+            self.examples[rows],
+            {name: column[rows] for name, column in self.metrics.items()},
+            self.higher_is_better,
+            {
+                name: {place: why[k] for place, k in enumerate(rows) if k in why}
+                for name, why in self.undefined.items()
+            },
+        )
+
+    def spread(self, metric: str) -> tuple[float, float, int]:
+        """The mean of a metric over clients, its mean over the worst tenth of them (rounded up),
+        and the number of clients for which it is undefined.
+        """
+        undefined = self.undefined.get(metric, {})
+        defined = np.delete(self.metrics[metric], list(undefined))
+        if not len(defined):
+            return np.nan, np.nan, len(undefined)
+        worst = self.worst(-(-len(defined) // 10), metric).metrics[metric]
+        with np.errstate(all="ignore"):  # a perplexity may be infinite
+            return float(defined.mean()), float(worst[::-1].mean()), len(undefined)
 
     def frame(self) -> pd.DataFrame:
         """The table as a pandas data frame, with the clients' names as its index."""
@@ -113,36 +135,22 @@ class ClientTable:
     def __repr__(self) -> str:
         texts = [self.columns, *self._texts()]
         widths = [max(map(len, column)) for column in zip(*texts, strict=True)]
-        lines = [
-            "  ".join(t.rjust(w) if k else t.ljust(w) for k, (t, w) in enumerate(zip(row, widths)))
-            for row in texts
-        ]
-        return "\n".join([*map(str.rstrip, lines), *self._below()])
+        lines = []
+        for first, *others in texts:
+            cells = [text.rjust(width) for text, width in zip(others, widths[1:], strict=True)]
+            lines.append("  ".join([first.ljust(widths[0]), *cells]))
+        return "\n".join([*lines, *self._below()])
 
     def _repr_html_(self) -> str:
         below = "".join(map(_html.paragraph, self._below()))
         return _html.table(self.columns, self._texts()) + below
 
-    def _take(self, rows: Sequence[int]) -> ClientTable:
-        return ClientTable(
-            [self.clients[k] for k in rows],
-            self.examples[rows],
-            {name: column[rows] for name, column in self.metrics.items()},
-            self.higher_is_better,
-            {
-                name: {place: why[k] for place, k in enumerate(rows) if k in why}
-                for name, why in self.undefined.items()
-            },
-        )
-
-    def _texts(self) -> list[tuple[str, ...]]:
+    def _texts(self) -> list[list[str]]:
+        """The first rows, as texts that are safe for a terminal."""
         return [
-            (
-                visible(str(client)),
-                str(examples),
-                *("undefined" if value is None else f"{value:.4g}" for value in values),
-            )
-            for client, examples, *values in self._take(range(len(self))[:_SHOWN]).rows
+            [visible(str(client)), str(examples)]
+            + ["undefined" if value is None else f"{value:.4g}" for value in values]
+            for client, examples, *values in self.rows[:_SHOWN]
         ]
 
     def _below(self) -> list[str]:

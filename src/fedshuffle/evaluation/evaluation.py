@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import KW_ONLY, dataclass, replace
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -17,8 +17,7 @@ from fedshuffle.engines import Loss
 from fedshuffle.errors import FedShuffleError
 from fedshuffle.evaluation import metrics as named
 from fedshuffle.evaluation.clients import ClientTable
-from fedshuffle.evaluation.metrics import Metric, shape, worst
-from fedshuffle.evaluation.set_metrics import SetMetric, flatten
+from fedshuffle.evaluation.metrics import Metric, SetMetric, flatten, shape
 from fedshuffle.federation import Federation
 from fedshuffle.losses import counted, predict, tells_counts
 
@@ -77,24 +76,27 @@ class Evaluation:
                 "the federation to evaluate on has sizes only, and no examples."
                 " Use Federation.from_arrays or Federation.from_datasets."
             )
-        if isinstance(self.metrics, str) or not self.metrics:
+        if not isinstance(self.metrics, list | tuple) or not self.metrics:
             raise FedShuffleError(
                 f"metrics is {self.metrics!r:.60}. Write a list, as ['accuracy']."
             )
-        expect(self.metrics, Sequence, "metrics")
         if self.loss is not None and not callable(self.loss):
             raise FedShuffleError(f"the loss is {self.loss!r:.60}, but must be a function.")
         self._metrics = [named.get(metric, self.loss) for metric in self.metrics]
-        names = [name for metric in self._metrics for name in self._names(metric)]
-        _refuse_duplicates(names, "metrics", "rename or drop one")
         self._sets = [m for m in self._metrics if isinstance(m, SetMetric)]
+        # A loss without values per example is evaluated by itself, in batches of its own.
         means = [m for m in self._metrics if isinstance(m, Metric)]
+        self._opaque = [m for m in means if m.each is self.loss]
         self._means = [m for m in means if m.each is not self.loss]
-        # A loss without values per example is evaluated by itself, if it is asked for.
-        self._opaque_loss = self.loss if len(self._means) < len(means) else None
+        self.higher_is_better: dict[str, bool] = {}
+        """For every number it gives, whether higher is better."""
+        for metric in self._metrics:
+            for name in self._names(metric):
+                high = metric.higher_is_better and not name.endswith("_undefined")
+                _add_name(self.higher_is_better, name, high, "metrics", "rename or drop one")
 
     def _names(self, metric: Metric | SetMetric) -> list[str]:
-        """The names of the numbers of one metric, in the order of :meth:`_numbers`."""
+        """The names of the numbers of one metric, over all examples and over clients."""
         over_clients = ["_mean", "_worst_decile"] + ["_undefined"] * isinstance(metric, SetMetric)
         suffixes = ["", *over_clients] if self.per_client else [""]
         return [f"{self.prefix}{metric.name}{suffix}" for suffix in suffixes]
@@ -104,15 +106,6 @@ class Evaluation:
         """The names of all numbers it gives."""
         return list(self.higher_is_better)
 
-    @property
-    def higher_is_better(self) -> dict[str, bool]:
-        """For every number it gives, whether higher is better."""
-        return {
-            name: metric.higher_is_better and k < 3  # the fourth is the number of undefined ones
-            for metric in self._metrics
-            for k, name in enumerate(self._names(metric))
-        }
-
     def with_loss(self, loss: Loss) -> Evaluation:
         """The same evaluation, with this loss where it has none."""
         return replace(self, loss=loss) if self.loss is None else self
@@ -121,33 +114,32 @@ class Evaluation:
         """Try everything on two examples, so that a mistake shows before any training."""
         with evaluation_mode(model):
             batch = self._batch(model, 0, min(2, int(self.data.offsets[-1])))
-            if self._opaque_loss is not None:
-                _one_number(self._opaque_loss(model, *batch))
+            if self._opaque:
+                _mean_loss(self.loss, model, batch)
             if self._means or self._sets:
                 outputs, targets = predict(model, batch)
-                self._sums(outputs, targets)
-            if self._sets:
-                self._check_sets(outputs, targets)
+                for mean in self._means:
+                    mean.sums(outputs, targets)
+                for metric in self._sets:
+                    self._check_set(metric, outputs, targets)
 
-    def _check_sets(self, outputs: Tensor, targets: Tensor) -> None:
-        """Try set metrics on a few outputs; refuse one that no data or no client defines."""
+    def _check_set(self, metric: SetMetric, outputs: Tensor, targets: Tensor) -> None:
+        """Try a set metric on a few outputs; refuse one that no data or no client defines."""
         examples, classes, _ = flatten(outputs, targets)
-        field = self.data.fields[-1]
-        every = field if isinstance(field, Tensor) else torch.from_numpy(np.array(field))
-        parts = [every[a:b].cpu() for a, b in itertools.pairwise(self.data.offsets.tolist())]
-        if classes.ndim < targets.ndim:
+        if len(classes) and not metric.undefined(classes):
+            metric.compute(examples, classes, np.ones(len(classes)))
+        every = self.data.tensors()[-1].cpu()
+        parts = [every[a:b] for a, b in pairwise(self.data.offsets.tolist())]
+        if not every.is_floating_point():
             parts = [part[part != IGNORED] for part in parts]
-        for metric in self._sets:
-            if len(classes) and not metric.why_undefined(classes):
-                metric.compute(examples, classes, np.ones(len(classes)))
-            if why := metric.why_undefined(torch.cat(parts)):
-                raise FedShuffleError(f"metric {metric.name!r} is undefined on this data: {why}.")
-            reasons = [metric.why_undefined(part) for part in parts if self.per_client]
-            if reasons and all(reasons):
-                raise FedShuffleError(
-                    f"metric {metric.name!r} is undefined for every client: {reasons[0]}. Measure"
-                    " it over all examples only: set per_client to false."
-                )
+        if why := metric.undefined(torch.cat(parts)):
+            raise FedShuffleError(f"metric {metric.name!r} is undefined on this data: {why}.")
+        reasons = [metric.undefined(part) for part in parts if self.per_client]
+        if reasons and all(reasons):
+            raise FedShuffleError(
+                f"metric {metric.name!r} is undefined for every client: {reasons[0]}. Measure"
+                " it over all examples only: set per_client to false."
+            )
 
     def __call__(self, model: nn.Module) -> dict[str, float]:
         """The metrics of a model, which is left in the mode it was in."""
@@ -163,121 +155,114 @@ class Evaluation:
         ann            2         1
         bob            1         0
         """
-        return self._table(self._measure(model, True))
+        return self._measure(model, True)[1]
 
     def evaluate(self, model: nn.Module) -> tuple[dict[str, float], ClientTable | None]:
         """The metrics of a model, and the table of clients if they are measured, in one pass."""
-        values = self._measure(model, self.per_client)
-        return self._numbers(values), self._table(values) if self.per_client else None
+        numbers, table = self._measure(model, self.per_client)
+        if not self.per_client:
+            return numbers, None
+        for metric in self._metrics:
+            name, *over_clients = self._names(metric)
+            numbers |= zip(over_clients, table.spread(name), strict=False)
+        return {name: numbers[name] for name in self.names}, table
 
-    def _numbers(self, values: Sequence[_Values]) -> dict[str, float]:
-        numbers: dict[str, float] = {}
-        with np.errstate(all="ignore"):
-            for metric, (overall, clients, undefined) in zip(self._metrics, values, strict=True):
-                defined = np.delete(clients, list(undefined))
-                parts = [defined, worst(defined, metric.higher_is_better)]
-                means = [float(part.mean()) if len(part) else np.nan for part in parts]
-                numbers |= zip(self._names(metric), [overall, *means, len(undefined)], strict=False)
-        return numbers
-
-    def _table(self, values: Sequence[_Values]) -> ClientTable:
-        names = [f"{self.prefix}{metric.name}" for metric in self._metrics]
-        return ClientTable(
+    def _measure(self, model: nn.Module, each_client: bool) -> tuple[dict[str, float], ClientTable]:
+        """Each metric over all clients, and per client; set metrics only if that is asked for."""
+        found: dict[str, _Values] = {}
+        with evaluation_mode(model), np.errstate(all="ignore"):  # the model may have diverged
+            for metric in self._opaque:
+                found[metric.name] = self._of_loss(metric, model, each_client)
+            if self._means or self._sets:
+                found |= self._of_outputs(model, each_client)
+        values = {self.prefix + metric.name: found[metric.name] for metric in self._metrics}
+        table = ClientTable(
             self.data.ids,
             self.data.sizes,
-            {name: v.clients for name, v in zip(names, values, strict=True)},
-            {name: m.higher_is_better for name, m in zip(names, self._metrics, strict=True)},
-            {name: v.undefined for name, v in zip(names, values, strict=True) if v.undefined},
+            {name: value.clients for name, value in values.items()},
+            {name: self.higher_is_better[name] for name in values},
+            {name: value.undefined for name, value in values.items() if value.undefined},
         )
+        return {name: value.overall for name, value in values.items()}, table
 
-    def _measure(self, model: nn.Module, over_clients: bool) -> list[_Values]:
-        """The values of each metric; of set metrics per client only if that is asked for."""
-        with evaluation_mode(model), np.errstate(all="ignore"):  # the model may have diverged
-            client_means, outputs, targets, offsets = self._by_outputs(model)
-            by_loss, by_outputs = self._by_loss(model, over_clients), iter(client_means)
-            values = []
-            for metric in self._metrics:
-                if isinstance(metric, SetMetric):
-                    values.append(self._over_sets(metric, outputs, targets, offsets, over_clients))
-                    continue
-                opaque = metric.each is self.loss
-                weights, means = by_loss if opaque else (self.data.weights, next(by_outputs))
-                overall = metric.finished((weights @ means)[None]).tolist()[0]
-                values.append(_Values(overall, metric.finished(means), {}))
-        return values
+    def _of_outputs(self, model: nn.Module, each_client: bool) -> dict[str, _Values]:
+        """The metrics of outputs and targets. The model runs once per batch."""
+        sums: list[list[FloatArray]] = [[] for _ in self._means]
+        flat = []
+        for batch in self._batches(model, 0, int(self.data.offsets[-1])):
+            outputs, targets = predict(model, batch)
+            for own, mean in zip(sums, self._means, strict=True):
+                own.append(mean.sums(outputs, targets))
+            if self._sets:
+                flat.append(flatten(outputs, targets))
+        found = {}
+        for own, mean in zip(sums, self._means, strict=True):
+            total, counts = np.add.reduceat(np.hstack(own), self.data.offsets[:-1], axis=1)
+            found[mean.name] = self._of_sums(mean, total, counts, self.data.weights)
+        if flat:
+            all_outputs, all_targets, tokens = zip(*flat, strict=True)
+            sizes = np.add.reduceat(np.concatenate(tokens), self.data.offsets[:-1])
+            examples = torch.cat(all_outputs), torch.cat(all_targets)
+            for metric in self._sets:
+                found[metric.name] = self._of_set(metric, *examples, sizes, each_client)
+        return found
 
-    def _over_sets(
-        self, metric: SetMetric, outputs: Tensor, targets: Tensor, offsets: IntArray, each: bool
+    def _of_set(
+        self,
+        metric: SetMetric,
+        outputs: Tensor,
+        targets: Tensor,
+        sizes: IntArray,
+        each_client: bool,
     ) -> _Values:
-        sizes = np.diff(offsets)
+        """A set metric, given the number of outputs of each client."""
+        self._check_counts(sizes, metric.name)
         weights = np.repeat(self.data.weights / sizes, sizes)
         clients, undefined = np.full(len(sizes), np.nan), {}
-        for k, size in enumerate(sizes.tolist() if each else ()):
-            own = slice(int(offsets[k]), int(offsets[k + 1]))
+        ends = np.cumsum(sizes).tolist()
+        for k, (size, end) in enumerate(zip(sizes.tolist(), ends) if each_client else ()):
+            own = slice(end - size, end)
             clients[k], why = metric.evaluate(outputs[own], targets[own], np.ones(size))
             if why:
                 undefined[k] = why
         return _Values(metric.evaluate(outputs, targets, weights)[0], clients, undefined)
 
-    def _by_outputs(self, model: nn.Module) -> tuple[FloatArray, Tensor, Tensor, IntArray]:
-        """Client means of the metrics; and, if set metrics need them, outputs, targets and where
-        those of each client begin. The model runs once per batch.
-        """
-        offsets = self.data.offsets
-        sums = np.zeros((len(self._means), 2, len(self.data)))
-        parts: list[tuple[Tensor, Tensor, IntArray]] = []
-        for begin in range(0, int(offsets[-1]), self.batch_size) if len(sums) or self._sets else ():
-            batch = self._batch(model, begin, min(begin + self.batch_size, int(offsets[-1])))
-            outputs, targets = predict(model, batch)
-            own, found = segment_sums(self._sums(outputs, targets), offsets, begin)
-            sums[..., own] += found
-            if self._sets:
-                parts.append(flatten(outputs, targets))
-        for k, client in np.argwhere(sums[:, 1] == 0).tolist():
-            raise self._nothing_counts(client, self._means[k].name)
-        means = sums[:, 0] / sums[:, 1]
-        if not parts:
-            return means, torch.empty(0), torch.empty(0), offsets
-        all_outputs, all_targets, counts = zip(*parts, strict=True)
-        offsets = np.concatenate([[0], *counts]).cumsum()[offsets]
-        for client in np.flatnonzero(np.diff(offsets) == 0).tolist():
-            raise self._nothing_counts(client, self._sets[0].name)
-        return means, torch.cat(all_outputs), torch.cat(all_targets), offsets
-
-    def _sums(self, outputs: Tensor, targets: Tensor) -> FloatArray:
-        """For each metric and example: the sum of its values, and their number."""
-        sums = [_example_sums(metric, outputs, targets) for metric in self._means]
-        return np.stack(sums) if sums else np.zeros((0, 2, len(targets)))
-
-    def _by_loss(self, model: nn.Module, over_clients: bool) -> tuple[FloatArray, FloatArray]:
-        """Weights, and means of a loss that gives only the mean over a batch.
+    def _of_loss(self, metric: Metric, model: nn.Module, each_client: bool) -> _Values:
+        """A loss that gives only the mean over a batch.
 
         No batch then holds examples of two clients, unless only the mean over all examples is
         asked for and all examples have the same weight.
         """
         offsets, weights = self.data.offsets, self.data.weights
-        means = np.zeros_like(weights)
-        if self._opaque_loss is None:
-            return weights, means
         by_size = np.allclose(weights, self.data.sizes / offsets[-1], rtol=1e-12, atol=0)
-        if by_size and not over_clients and not tells_counts(self._opaque_loss):
-            offsets, weights, means = offsets[[0, -1]], np.ones(1), np.zeros(1)
-        counts = np.zeros_like(means)
-        for k, (first, last) in enumerate(itertools.pairwise(offsets.tolist())):
-            for begin in range(first, last, self.batch_size):
-                batch = self._batch(model, begin, min(begin + self.batch_size, last))
-                if times := counted(self._opaque_loss, model, batch):
-                    means[k] += times * _one_number(self._opaque_loss(model, *batch))
+        if by_size and not each_client and not tells_counts(self.loss):
+            offsets, weights = offsets[[0, -1]], np.ones(1)
+        sums, counts = np.zeros((2, len(weights)))
+        for k, (first, last) in enumerate(pairwise(offsets.tolist())):
+            for batch in self._batches(model, first, last):
+                if times := counted(self.loss, model, batch):
+                    sums[k] += times * _mean_loss(self.loss, model, batch)
                     counts[k] += times
-        for client in np.flatnonzero(counts == 0).tolist():
-            raise self._nothing_counts(client, "loss")
-        return weights, means / counts
+        return self._of_sums(metric, sums, counts, weights)
 
-    def _nothing_counts(self, client: int, metric: str) -> FedShuffleError:
-        return FedShuffleError(
-            f"client {self.data.ids[client]!r} has no target that counts for metric {metric!r}."
-            " Leave that client out of the evaluation."
-        )
+    def _of_sums(
+        self, metric: Metric, sums: FloatArray, counts: FloatArray, weights: FloatArray
+    ) -> _Values:
+        self._check_counts(counts, metric.name)
+        means = sums / counts
+        overall = metric.finish((weights @ means)[None]).tolist()[0]
+        return _Values(overall, metric.finish(means), {})
+
+    def _check_counts(self, counts: Any, metric: str) -> None:
+        for client in np.flatnonzero(counts == 0).tolist():
+            raise FedShuffleError(
+                f"client {self.data.ids[client]!r} has no target that counts for metric {metric!r}."
+                " Leave that client out of the evaluation."
+            )
+
+    def _batches(self, model: nn.Module, first: int, last: int) -> Iterator[list[Tensor]]:
+        for begin in range(first, last, self.batch_size):
+            yield self._batch(model, begin, min(begin + self.batch_size, last))
 
     def _batch(self, model: nn.Module, begin: int, end: int) -> list[Tensor]:
         """Copies of examples on the model's device, floating-point ones in its precision."""
@@ -305,20 +290,17 @@ class Evaluations:
 
     def __init__(self, *parts: Evaluation) -> None:
         self.parts = parts
-        _refuse_duplicates(
-            [name for part in parts for name in part.names], "evaluations", "give one a prefix"
-        )
         self.per_client = any(part.per_client for part in parts)
+        self.higher_is_better: dict[str, bool] = {}
+        """For every number they give, whether higher is better."""
+        for part in parts:
+            for name, high in part.higher_is_better.items():
+                _add_name(self.higher_is_better, name, high, "evaluations", "give one a prefix")
 
     @property
     def names(self) -> list[str]:
         """The names of all numbers they give."""
         return list(self.higher_is_better)
-
-    @property
-    def higher_is_better(self) -> dict[str, bool]:
-        """For every number they give, whether higher is better."""
-        return {name: high for part in self.parts for name, high in part.higher_is_better.items()}
 
     def with_loss(self, loss: Loss) -> Evaluations:
         """The same evaluations, with this loss where they have none."""
@@ -340,10 +322,10 @@ class Evaluations:
         return numbers, next((table for _, table in parts if table is not None), None)
 
 
-def _refuse_duplicates(names: Sequence[str], what: str, remedy: str) -> None:
-    for k, name in enumerate(names):
-        if name in names[:k]:
-            raise FedShuffleError(f"two {what} give {name!r}: {remedy}.")
+def _add_name(known: dict[str, bool], name: str, high: bool, what: str, remedy: str) -> None:
+    if name in known:
+        raise FedShuffleError(f"two {what} give {name!r}: {remedy}.")
+    known[name] = high
 
 
 @contextmanager
@@ -359,39 +341,11 @@ def evaluation_mode(model: nn.Module) -> Iterator[None]:
             module.training = training
 
 
-def segment_sums(values: FloatArray, offsets: IntArray, begin: int) -> tuple[slice, FloatArray]:
-    """The clients with examples in a batch, and the sums over the examples of each.
-
-    The batch starts with example ``begin``; client i has ``offsets[i]:offsets[i + 1]``.
-
-        >>> segment_sums(np.array([1.0, 2.0, 4.0, 8.0]), np.array([0, 2, 3, 9]), begin=1)
-        (slice(0, 3, None), array([ 1.,  2., 12.]))
-    """
-    first = int(np.searchsorted(offsets, begin, side="right")) - 1
-    last = int(np.searchsorted(offsets, begin + values.shape[-1]))
-    starts = np.maximum(offsets[first:last] - begin, 0)
-    return slice(first, last), np.add.reduceat(values, starts, axis=-1)
-
-
-def _example_sums(metric: Metric, outputs: Tensor, targets: Tensor) -> FloatArray:
-    """Per example the sum of its values, and their number."""
-    result, examples = metric.each(outputs, targets), len(targets)
-    values, counts = result if isinstance(result, tuple) else (result, None)
-    if not isinstance(values, Tensor) or values.ndim == 0 or len(values) != examples:
+def _mean_loss(loss: Any, model: nn.Module, batch: Sequence[Tensor]) -> float:
+    mean = loss(model, *batch)
+    if not isinstance(mean, Tensor) or mean.ndim != 0:
         raise FedShuffleError(
-            f"metric {metric.name!r} gave {shape(values)} for {examples} examples: return one value"
-            " for each of them, not their mean."
-        )
-    table = values.cpu().double().reshape(examples, -1)
-    times = torch.ones_like(table) if counts is None else counts.cpu().double().reshape(table.shape)
-    sums = (table * times).where(times != 0, 0.0).sum(1)
-    return torch.stack([sums, times.sum(1)]).numpy()
-
-
-def _one_number(loss: Any) -> float:
-    if not isinstance(loss, Tensor) or loss.ndim != 0:
-        raise FedShuffleError(
-            f"the loss gave {shape(loss)}, but it must be one number: return the mean over the"
+            f"the loss gave {shape(mean)}, but it must be one number: return the mean over the"
             " minibatch."
         )
-    return float(loss)
+    return float(mean)

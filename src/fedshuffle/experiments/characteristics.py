@@ -2,8 +2,8 @@
 
 docs/characteristics.md defines each and says where the paper differs; ``python -m
 fedshuffle.experiments.characteristics`` prints its table. All clients have parabolas (see
-:mod:`fedshuffle.testing.problems`) and weights by size; the server optimiser is left out where it is
-not in question, and a diagonal that rescales coordinates is divided out.
+:mod:`fedshuffle.testing.problems`) and weights by size; the server optimiser is left out where it
+is not in question, and a diagonal that rescales coordinates is divided out.
 """
 
 from __future__ import annotations

@@ -12,29 +12,22 @@ import hashlib
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
+import torch
 from safetensors.torch import load, save
 from torch import Tensor
 
 from fedshuffle import _files
-from fedshuffle.errors import FedShuffleError, one_line
+from fedshuffle.errors import one_line
 from fedshuffle.state import State
 
 _FORMAT = 2
-"""The layout of checkpoints; others are refused."""
-
-
-class Checkpoint(NamedTuple):
-    """A state, the id of its run, and the index of the clients' rows in their own file, if any."""
-
-    run: str
-    state: State
-    clients: dict[str, Tensor]
+"""The layout of checkpoints; others are not read."""
 
 
 class DamagedError(Exception):
-    """A checkpoint that cannot be read."""
+    """A checkpoint that cannot be read, or is not one of this run."""
 
 
 def list_checkpoints(folder: Path) -> list[Path]:
@@ -49,9 +42,8 @@ def round_of(path: Path) -> int:
     return int(path.stem) if ours and path.stem == f"{int(path.stem):08d}" else -1
 
 
-def write_checkpoint(folder: Path, checkpoint: Checkpoint) -> None:
+def write_checkpoint(folder: Path, run: str, state: State, clients: Mapping[str, Tensor]) -> None:
     """Write both files, each completely or not at all."""
-    run, state, clients = checkpoint
     parts = {"direction": state.method_state, "server": state.optimiser_state, "clients": clients}
     tensors = {f"{part}.{name}": t for part, named in parts.items() for name, t in named.items()}
     tensors["x"] = state.x
@@ -63,32 +55,29 @@ def write_checkpoint(folder: Path, checkpoint: Checkpoint) -> None:
     _files.atomic_write(name.with_suffix(".json"), text.encode())
 
 
-def read_checkpoint(path: Path) -> Checkpoint:
-    """The checkpoint of a ``.json`` file, or why it is damaged."""
+def read_checkpoint(
+    path: Path, run: str, device: torch.device | str = "cpu"
+) -> tuple[State, dict[str, Tensor]]:
+    """The state in a ``.json`` file, on a device, and the index of the clients' rows, if any."""
     try:
         facts = json.loads(path.read_text(encoding="utf-8"))
         data = path.with_suffix(".safetensors").read_bytes()
         if facts.pop("sha256") != _checksum(facts, data):
             raise ValueError("its checksum does not fit")
-        run, round, format = facts["run"], facts["round"], facts.get("format")
-        if round_of(path) != round:
-            raise ValueError(f"it is of round {round}")
+        for name, value in {"format": _FORMAT, "run": run, "round": round_of(path)}.items():
+            if facts[name] != value:
+                raise ValueError(f"its {name} is {facts[name]!r}, not {value!r}")
         tensors = load(data)
-        x = tensors.pop("x")
+        x = tensors.pop("x").to(device)
     except Exception as error:  # of any type: nothing was done with the contents yet
-        raise DamagedError(
-            one_line(error) if type(error) is ValueError else f"{error!r:.80}"
-        ) from error
-    if format != _FORMAT:
-        raise FedShuffleError(
-            f"checkpoint {str(path)!r} has format {format}, and this version of fedshuffle reads"
-            f" format {_FORMAT}. Resume with the version that wrote it, or start a new run."
-        )
-    direction, server, clients = (
-        {name.removeprefix(part): t for name, t in tensors.items() if name.startswith(part)}
-        for part in ("direction.", "server.", "clients.")
-    )
-    return Checkpoint(run, State(x, direction, server, round), clients)
+        known = type(error) is ValueError
+        raise DamagedError(one_line(error) if known else f"{error!r:.80}") from error
+    parts: dict[str, dict[str, Tensor]] = {"direction": {}, "server": {}, "clients": {}}
+    for key, tensor in tensors.items():
+        part, _, name = key.partition(".")
+        parts[part][name] = tensor if part == "clients" else tensor.to(device)
+    state = State(x, parts["direction"], parts["server"], round_of(path))
+    return state, parts["clients"]
 
 
 def _checksum(facts: Mapping[str, Any], data: bytes) -> str:

@@ -18,7 +18,6 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from io import FileIO
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -26,14 +25,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from fedshuffle import _files
-from fedshuffle._arrays import IntArray, count, expect, frozen
+from fedshuffle._arrays import IntArray, frozen
 from fedshuffle.errors import FedShuffleError, error_context
 
-_MAGIC = b"fedshuffle client rows 1\n"
 _HEADER = 128
 """Bytes before the first row: the magic number, and the size and dtype of rows."""
-_GROWTH = 2**30
-"""The file doubles when it is full, but grows by at most this number of bytes at once."""
 _REMEDY = "Put back a copy of it, or start a new run in another folder"
 
 
@@ -46,31 +42,18 @@ class ClientStateStore:
     """
 
     def __init__(self, width: int, dtype: torch.dtype, path: Path | None = None) -> None:
-        expect(dtype, torch.dtype, "dtype")
-        if not dtype.is_floating_point:
-            raise FedShuffleError(f"client state is of floating point numbers, not {dtype}.")
-        self.width = count(width, "width")
+        self.width = width
         self.dtype = dtype
         self.path = path
-        self.row_bytes = self.width * dtype.itemsize
-        self._file: FileIO | None = None
-        self._free: IntArray = np.empty(0, dtype=np.int64)
-        self._pins: dict[int, IntArray] = {}
+        self.row_bytes = width * dtype.itemsize
+        self.pins: dict[int, IntArray] = {}
+        """Slots that are protected under a key, such as the round of a checkpoint on disk."""
         self._living: weakref.WeakSet[ClientState] = weakref.WeakSet()
-
-    @property
-    def pins(self) -> frozenset[int]:
-        """The keys under which slots are pinned."""
-        return frozenset(self._pins)
+        self._file: FileIO | None = None
 
     def pin(self, key: int, slots: IntArray) -> None:
-        """Also protect these slots (-1 is none) under this key until it is unpinned."""
-        self._pins[key] = np.union1d(self._pins.get(key, slots[:0]), slots[slots >= 0])
-        self._free = self._free[:0]  # these slots may be among them: search again
-
-    def unpin(self, key: int) -> None:
-        """Release the slots of a key."""
-        self._pins.pop(key, None)
+        """Also protect these slots (-1 is none) under this key."""
+        self.pins[key] = np.union1d(self.pins.get(key, slots[:0]), slots[slots >= 0])
 
     def sync(self) -> None:
         """Wait until all rows are on the disk."""
@@ -78,52 +61,11 @@ class ClientStateStore:
             with self._disk_errors("write"):
                 os.fsync(self._file.fileno())
 
-    def __reduce__(self) -> Any:
-        raise TypeError("a ClientStateStore is a file of this process: it cannot be pickled")
-
-    def _write(self, rows: NDArray[np.uint8]) -> IntArray:
-        file, slots = self._open(), self._take(len(rows))
-        with self._disk_errors("write"):
-            for slot, row in zip(slots.tolist(), rows, strict=True):
-                file.seek(_HEADER + slot * self.row_bytes)
-                rest = row.data
-                while rest:  # an unbuffered file may write a part
-                    rest = rest[file.write(rest) :]
-        return slots
-
-    def _read(self, slot: int, into: NDArray[np.uint8]) -> None:
-        """Read a row; bytes beyond the end of the file stay as they are."""
-        file = self._open()
-        with self._disk_errors("read"):
-            file.seek(_HEADER + slot * self.row_bytes)
-            rest = into.data
-            while rest and (got := file.readinto(rest)):
-                rest = rest[got:]
-
-    def _take(self, number: int) -> IntArray:
-        """Free slots; searches for more if the known ones do not suffice."""
-        if len(self._free) < number:
-            needed = self._needed()
-            used = int(needed.sum())
-            room = max(number, min(used, _GROWTH // self.row_bytes))
-            free = np.ones(max(len(needed), used + room), dtype=np.bool_)
-            free[: len(needed)] = ~needed
-            self._free = np.flatnonzero(free)
-        taken, self._free = self._free[:number], self._free[number:]
-        return taken
-
-    def _needed(self) -> NDArray[np.bool_]:
-        """Whether a slot is needed, up to the last that is."""
-        referred = [*self._pins.values(), *(state.slots for state in self._living)]
-        needed = np.zeros(max((int(s.max(initial=-1)) + 1 for s in referred), default=0), np.bool_)
-        for slots in referred:
-            needed[slots[slots >= 0]] = True
-        return needed
-
-    def _open(self) -> FileIO:
+    def open(self) -> FileIO:
+        """The file, which must hold every slot that is referred to."""
         if self._file is None:
             if self.path is not None:
-                self._check(self.path, len(self._needed()))
+                self._check(self.path)
             with self._disk_errors("write"):
                 if self.path is None:
                     self._file = tempfile.TemporaryFile(buffering=0)  # noqa: SIM115
@@ -132,30 +74,54 @@ class ClientStateStore:
             weakref.finalize(self, self._file.close)
         return self._file
 
-    def _check(self, path: Path, slots: int) -> None:
-        """Refuse a file that does not hold this number of slots; for none create a new file."""
-        header = _MAGIC + f"{self.width} values of {self.dtype}\n".encode()
-        found, size, problem = b"", path.stat().st_size if path.exists() else -1, ""
-        if size >= 0:
-            with self._disk_errors("read"), path.open("rb") as file:
-                found = file.read(_HEADER)
-        if slots and size < 0:
-            problem = "is missing"
-        elif not found.startswith(_MAGIC) and (found or slots):
-            problem = "does not hold client state, or is damaged"
-        elif slots and len(found) == _HEADER and not found.startswith(header):
-            rows = found[len(_MAGIC) :].split(b"\n")[0].decode(errors="replace")
-            raise FedShuffleError(
-                f"{str(path)!r} has rows of {rows}, but the model needs {self.width} values of"
-                f" {self.dtype}. Use the model that the run was started with."
-            )
-        elif slots and size < (whole := _HEADER + slots * self.row_bytes):
-            problem = f"has {size} bytes of {whole}: it was cut off"
-        if problem:
-            raise FedShuffleError(f"the client state {str(path)!r} {problem}. {_REMEDY}.")
-        if not slots:
+    def write(self, rows: NDArray[np.uint8]) -> IntArray:
+        """Write rows to the first free slots, which are returned."""
+        file, needed = self.open(), self._needed()
+        free = np.append(~needed, np.ones(len(rows), np.bool_))
+        slots = np.flatnonzero(free)[: len(rows)]
+        with self._disk_errors("write"):
+            for slot, row in zip(slots.tolist(), rows, strict=True):
+                file.seek(_HEADER + slot * self.row_bytes)
+                rest = row.data
+                while rest:  # an unbuffered file may write a part
+                    rest = rest[file.write(rest) :]
+        return slots
+
+    def read(self, slot: int, into: NDArray[np.uint8]) -> None:
+        """Read a row; bytes beyond the end of the file stay as they are."""
+        file = self.open()
+        with self._disk_errors("read"):
+            file.seek(_HEADER + slot * self.row_bytes)
+            rest = into.data
+            while rest and (got := file.readinto(rest)):
+                rest = rest[got:]
+
+    def _needed(self) -> NDArray[np.bool_]:
+        """Whether a slot is needed, up to the last that is."""
+        referred = [*self.pins.values(), *(state.slots for state in self._living)]
+        needed = np.zeros(max((int(s.max(initial=-1)) + 1 for s in referred), default=0), np.bool_)
+        for slots in referred:
+            needed[slots[slots >= 0]] = True
+        return needed
+
+    def _check(self, path: Path) -> None:
+        """Refuse a file that lacks a slot that is needed; if none is, create a new file."""
+        rows = f"{self.width} values of {self.dtype}"
+        header = f"fedshuffle client rows 1\n{rows}\n".encode().ljust(_HEADER, b"\0")
+        if not (slots := len(self._needed())):
             with self._disk_errors("write"):
-                _files.atomic_write(path, header.ljust(_HEADER, b"\0"))
+                _files.atomic_write(path, header)
+            return
+        if not path.exists():
+            raise FedShuffleError(f"the client state {str(path)!r} is missing. {_REMEDY}.")
+        with self._disk_errors("read"), path.open("rb") as file:
+            found, size = file.read(_HEADER), path.stat().st_size
+        whole = _HEADER + slots * self.row_bytes
+        if found != header or size < whole:
+            problem = f"has {size} bytes of {whole}: it was cut off"
+            if found != header:
+                problem = f"does not hold client state of {rows}, or is damaged"
+            raise FedShuffleError(f"the client state {str(path)!r} {problem}. {_REMEDY}.")
 
     def _disk_errors(self, what: str) -> AbstractContextManager[None]:
         where, other = "a temporary file", "set TMPDIR to another folder"
@@ -193,27 +159,20 @@ class ClientState:
     @classmethod
     def empty(cls, n: int, store: ClientStateStore) -> ClientState:
         """The state of n clients before any update."""
-        n = count(n, "the number of clients")
         return cls(store, np.full(n, -1, dtype=np.int64), np.zeros(n, dtype=np.uint32))
 
     @classmethod
     def restore(cls, store: ClientStateStore, index: Mapping[str, Tensor]) -> ClientState:
         """The state of an :meth:`index`; rows are read when they are asked for."""
-        slots, crc = (index[name].numpy(force=True).astype(np.int64) for name in ("slots", "crc"))
-        if slots.ndim != 1 or slots.shape != crc.shape or not len(slots) or slots.min() < -1:
-            raise FedShuffleError("the index of the client state is damaged: use another copy.")
-        state = cls(store, slots, crc.astype(np.uint32))
-        if slots.max() >= 0:
-            store._free = store._free[:0]  # as after a pin
-            store._open()  # now that it is known which slots must be there
+        state = cls(store, index["slots"].numpy().copy(), index["crc"].numpy().astype(np.uint32))
+        if state.slots.max() >= 0:
+            store.open()  # now that it is known which slots must be there
         return state
 
     def index(self) -> dict[str, Tensor]:
         """The part of the client state that a checkpoint holds."""
-        return {
-            "slots": torch.from_numpy(self.slots.copy()),
-            "crc": torch.from_numpy(self.crc.astype(np.int64)),
-        }
+        crc = torch.from_numpy(self.crc.astype(np.int64))
+        return {"slots": torch.from_numpy(self.slots.copy()), "crc": crc}
 
     def __len__(self) -> int:
         """The number of clients, updated or not."""
@@ -221,12 +180,11 @@ class ClientState:
 
     def rows(self, clients: IntArray, device: torch.device | str | None = None) -> Tensor:
         """The vectors of some clients, one row each; zero for a client that was never updated."""
-        clients = self._checked(clients)
         raw = torch.zeros((len(clients), self.store.row_bytes), dtype=torch.uint8)
         for client, row in zip(clients.tolist(), raw.numpy(), strict=True):
             if (slot := int(self.slots[client])) < 0:
                 continue
-            self.store._read(slot, row)
+            self.store.read(slot, row)
             if zlib.crc32(row) != self.crc[client]:
                 path = self.store.path
                 raise FedShuffleError(
@@ -238,20 +196,17 @@ class ClientState:
 
     def updated(self, clients: IntArray, rows: Tensor) -> ClientState:
         """A state in which some clients have new vectors; this one stays as it is."""
-        clients = self._checked(clients)
         shape, dtype = (len(clients), self.store.width), self.store.dtype
         if tuple(rows.shape) != shape or rows.dtype != dtype:
             raise FedShuffleError(
                 f"the state of {shape[0]} clients is {shape[1]} values of {dtype} each, but got"
                 f" {tuple(rows.shape)} of {rows.dtype}."
             )
-        if len(np.unique(clients)) < len(clients):
-            raise FedShuffleError("a client has one row only: name every client once.")
         if not len(clients):
             return self
         raw = rows.detach().cpu().contiguous().view(torch.uint8).numpy()
         slots, crc = self.slots.copy(), self.crc.copy()
-        slots[clients] = self.store._write(raw)
+        slots[clients] = self.store.write(raw)
         crc[clients] = [zlib.crc32(row) for row in raw]
         return ClientState(self.store, slots, crc)
 
@@ -260,13 +215,3 @@ class ClientState:
 
     def __copy__(self) -> ClientState:
         return self
-
-    def _checked(self, clients: IntArray) -> IntArray:
-        clients = np.asarray(clients, dtype=np.int64)
-        bad = clients[(clients < 0) | (clients >= len(self))]
-        if clients.ndim != 1 or bad.size:
-            what = f"client {bad[0]}" if bad.size else f"an array of shape {clients.shape}"
-            raise FedShuffleError(
-                f"clients are a list of numbers from 0 to {len(self) - 1}, got {what}."
-            )
-        return clients

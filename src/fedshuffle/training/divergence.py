@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 FACTOR = 10.0
@@ -37,15 +37,20 @@ class DivergenceMonitor:
     The start is the name and value of the loss before training, or else the first loss recorded.
     """
 
-    def __init__(self, start: tuple[str, float] | None) -> None:
+    def __init__(
+        self, start: tuple[str, float] | None, history: Sequence[Mapping[str, Any]] = ()
+    ) -> None:
         self.name: str | None
         self.name, self._first = start or (None, math.nan)
         self._when = "at the start"
-        self._warned = False
+        self._warned = True  # about the rounds before a run was resumed
         self.diverged: str | None = None
         """Why the run counts as diverged; None otherwise."""
+        for record in history:
+            self.add(record)
+        self._warned = False
 
-    def add(self, record: Mapping[str, Any], warn: bool = True) -> None:
+    def add(self, record: Mapping[str, Any]) -> None:
         """Check the record of one round."""
         name = self.name or monitored_loss(record)
         if name is None or name not in record:
@@ -57,6 +62,6 @@ class DivergenceMonitor:
         if has_diverged(loss, self._first):
             was = f"was {self._first:.4g} {self._when}"
             self.diverged = f"the {name} is {loss:.4g} {when}, and {was}"
-        if self.diverged and warn and not self._warned:
+        if self.diverged and not self._warned:
             warnings.warn(f"training diverges: {self.diverged}. Lower the step size.", stacklevel=3)
             self._warned = True

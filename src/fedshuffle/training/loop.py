@@ -9,7 +9,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack, closing
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from fedshuffle import devices, engines, fingerprint, schedules
 from fedshuffle._arrays import count, number
-from fedshuffle._terminal import Console, interrupted_once
+from fedshuffle._terminal import Console
 from fedshuffle.engines import Engine, Loss, Problem, Ray
 from fedshuffle.engines.base import model_randomness
 from fedshuffle.engines.cpu_tuning import threads_for
@@ -31,13 +31,13 @@ from fedshuffle.sampling import Sampling
 from fedshuffle.schedules import Schedule
 from fedshuffle.state import State
 from fedshuffle.training.divergence import DivergenceMonitor, monitored_loss
-from fedshuffle.training.history import RECORD_KEYS
-from fedshuffle.training.progress import TensorBoardLogger, TrainingProgress
-from fedshuffle.training.result import Result
+from fedshuffle.training.progress import summary_writer, tensorboard_log, training_progress
+from fedshuffle.training.result import RECORD_KEYS, Result
 from fedshuffle.training.rounds import Run, simulate
-from fedshuffle.training.run_folder import RunFolder
+from fedshuffle.training.run_folder import NoFolder, RunFolder
 
 Evaluate = Evaluation | Evaluations | Callable[[nn.Module], Mapping[str, float]]
+_OURS = (Evaluation, Evaluations)
 
 _SAMPLE = 256
 """Number of training examples for the loss where no evaluation gives one."""
@@ -116,49 +116,43 @@ def train(
     rounds = count(rounds, "rounds")
     evaluate_every = count(evaluate_every, "evaluate_every")
     checkpoint_every = count(checkpoint_every, "checkpoint_every")
-    keep = count(keep, "keep")
-    for name, wanted in {"resume": resume, "tensorboard": tensorboard}.items():
-        if wanted and out is None:
-            raise FedShuffleError(f"{name}=True needs the folder of the run: give it as out.")
     engines.check(engine)
+    folder = _folder(out, keep)
+    if tensorboard and out is None:
+        raise FedShuffleError("tensorboard=True needs the folder of the run: give it as out.")
     if tensorboard:
-        TensorBoardLogger.writer_class()  # fail before training if TensorBoard is missing
-    console = Console(stderr=True, markup=False, highlight=False, soft_wrap=True)
-    if not (out is None or isinstance(out, RunFolder)):
-        out = RunFolder(os.fspath(out), keep)
-    folder = out
-    first_rounds = folder.settings()["rounds"] if folder and resume else rounds
-    step_size = schedules.resolve(step_size, first_rounds)
-    server_step_size = schedules.resolve(server_step_size, first_rounds)
+        summary_writer()  # fail before training if TensorBoard is missing
+    begun = folder.settings() if resume else {"rounds": rounds}
+    step_size = schedules.resolve(step_size, begun["rounds"])
+    server_step_size = schedules.resolve(server_step_size, begun["rounds"])
     run = Run(federation, method, sampling, work, step_size, server_step_size, seed)
     if (place := devices.check(device)) is not None:
         model = copy.deepcopy(model).to(place)
     problem = Problem(model, loss, run.federation)
     _warn_of_evaluation_mode(model)
-    evaluator = None if evaluate is None else _evaluator(evaluate, loss)
-    if evaluator:
+    evaluation = evaluate.with_loss(loss) if isinstance(evaluate, _OURS) else None
+    if evaluation:
         with error_context("evaluation before training"):
-            _check_names(evaluator.names)
-            evaluator.check(problem.copy(problem.start))
+            _check_names(evaluation.names)
+            evaluation.check(problem.copy(problem.start))
+    elif not (evaluate is None or callable(evaluate)):
+        raise FedShuffleError(
+            f"evaluate is {evaluate!r:.60}, but must be a function or Evaluation."
+        )
 
-    with ExitStack() as stack:
-        if folder:
-            folder.check(resume)
-            stack.enter_context(interrupted_once())
-            stack.enter_context(folder.locked())
-            if resume:
-                engine = engines.resumed(engine, str(folder.settings().get("engine", "sequential")))
+    with folder.opened(resume), ExitStack() as stack:
+        if resume:
+            engine = engines.resumed(engine, str(begun.get("engine", "sequential")))
         runner, why = _engine(engine, problem, run)
         stack.enter_context(closing(runner))
         if progress and why:
+            console = Console(stderr=True, markup=False, highlight=False, soft_wrap=True)
             console.print(f"engine {runner.name} ({why})")
-        store = folder.client_store(len(problem.start), problem.dtype) if folder else None
-        state = run.start(problem.start, store)
-        history: list[dict[str, Any]] = []
-        clients: ClientTable | None = None
-        if folder:
+        state = run.start(problem.start, folder.client_store(len(problem.start), problem.dtype))
+        settings: dict[str, Any] = {}
+        if folder.path:
             settings = {
-                **run.settings(first_rounds),
+                **run.settings(begun["rounds"]),
                 "engine": runner.name,  # another engine rounds differently
                 "loss": fingerprint.function(loss),
                 "parameters": len(problem.start),
@@ -167,92 +161,60 @@ def train(
                 "frozen_sha256": fingerprint.frozen(model),
                 "rounds": rounds,
             }
-            state = _to_device(problem, folder.begin(settings, state, resume))
+        state = folder.begin(settings, state, resume)
+        history = folder.metrics()
+        clients: ClientTable | None = None
 
-        try:
-            start_known = not resume  # whether the given model is the initial one
-            if folder:
-                start_known = fingerprint.tensor(problem.start) == folder.settings()["start_sha256"]
-                history = folder.metrics()
-            monitor = DivergenceMonitor(_initial_loss(evaluator, problem) if start_known else None)
-            for record in history:
-                monitor.add(record, warn=False)
-            board = None
-            if folder and tensorboard:
-                board = TensorBoardLogger(folder.path / "tensorboard", history)
-                stack.enter_context(closing(board))
-            with TrainingProgress(progress, rounds, history) as bar:
-                begun = time.perf_counter()
-                for (after,) in simulate(runner, [run], max(0, rounds - state.round), [state]):
-                    last = after.round == rounds
-                    record = _costs(run, after, record_cohorts)
-                    record["seconds"] = time.perf_counter() - begun
-                    if evaluator and (last or after.round % evaluate_every == 0):
-                        metrics, clients = _metrics(evaluator, problem.copy(after.x), after.round)
-                        record |= metrics
-                    history.append(record)
-                    if folder:
-                        folder.record(record)
-                        if last or after.round % checkpoint_every == 0:
-                            folder.save(after)
-                    if board:
-                        board.add(record)
-                    bar.add(record)
-                    monitor.add(record)
-                    state = after
-                    begun = time.perf_counter()
-                if monitor.name is None and start_known:  # no loss was evaluated
-                    monitor = DivergenceMonitor(("loss", _sampled_loss(problem, problem.start)))
-                    monitor.add({"round": state.round, "loss": _sampled_loss(problem, state.x)})
-        except (KeyboardInterrupt, SystemExit, Exception) as error:
-            if folder:  # the unfinished round is abandoned; the state before it is intact
-                folder.save(state)
-                console.print(
-                    f"Stopped after round {state.round}, which is saved. To resume,"
-                    f" {folder.resume_hint}."
-                )
-            if isinstance(error, SystemExit):  # raised by the user's code
-                raise FedShuffleError(f"round {state.round}: {user_error(error)}.") from error
-            raise
-    if folder and clients is not None:
+        stack.enter_context(folder.saved_when_stopped())
+        stopped = error_context(lambda e: f"round {len(history)}: {user_error(e)}.", SystemExit)
+        stack.enter_context(stopped)  # or the program would end without a word
+        # Whether the given model is the initial one.
+        start_known = not resume or fingerprint.tensor(problem.start) == begun["start_sha256"]
+        start_loss = _initial_loss(evaluation, problem) if start_known else None
+        monitor = DivergenceMonitor(start_loss, history)
+        shown = [stack.enter_context(training_progress(progress, rounds, history))]
+        if folder.path and tensorboard:
+            board = tensorboard_log(folder.path / "tensorboard", history)
+            shown.append(stack.enter_context(board))
+        begin = time.perf_counter()
+        remaining = simulate(runner, [run], max(0, rounds - state.round), [state])
+        for (state,) in remaining:
+            last = state.round == rounds
+            record = _costs(run, state, record_cohorts)
+            record["seconds"] = time.perf_counter() - begin
+            if evaluate and (last or state.round % evaluate_every == 0):
+                measured = evaluation or evaluate
+                metrics, clients = _metrics(measured, problem.copy(state.x), state.round)
+                record |= metrics
+            history.append(record)
+            folder.add(record, state, save=last or state.round % checkpoint_every == 0)
+            for show in shown:
+                show(record)
+            monitor.add(record)
+            begin = time.perf_counter()
+        if monitor.name is None and start_known:  # no loss was evaluated
+            monitor = DivergenceMonitor(("loss", _sampled_loss(problem, problem.start)))
+            monitor.add({"round": state.round, "loss": _sampled_loss(problem, state.x)})
+    if folder.path and clients is not None:
         clients.to_csv(folder.path / "clients.csv")
-    path = folder.path if folder else None
-    return Result(problem.copy(state.x), history, path, runner.name, clients, monitor.diverged)
+    trained = problem.copy(state.x)
+    return Result(trained, history, folder.path, runner.name, clients, monitor.diverged)
 
 
-@dataclass(frozen=True)
-class _CustomEvaluation:
-    """A user's function with the interface of an :class:`Evaluation`."""
-
-    function: Callable[[nn.Module], Mapping[str, float]]
-    names = ()
-
-    def check(self, model: nn.Module) -> None:
-        """Do nothing: the function is called only after rounds."""
-
-    def evaluate(self, model: nn.Module) -> tuple[Mapping[str, float], None]:
-        return self.function(model), None
+def _folder(out: str | os.PathLike[str] | RunFolder | None, keep: int) -> RunFolder | NoFolder:
+    if out is None:
+        return NoFolder()
+    return out if isinstance(out, RunFolder) else RunFolder(os.fspath(out), keep)
 
 
-_Evaluator = Evaluation | Evaluations | _CustomEvaluation
-
-
-def _evaluator(evaluate: Evaluate, loss: Loss) -> _Evaluator:
-    if isinstance(evaluate, Evaluation | Evaluations):
-        return evaluate.with_loss(loss)
-    if not callable(evaluate):
-        raise FedShuffleError(
-            f"evaluate is {evaluate!r:.60}, but must be a function or Evaluation."
-        )
-    return _CustomEvaluation(evaluate)
-
-
-def _initial_loss(evaluator: _Evaluator | None, problem: Problem) -> tuple[str, float] | None:
-    name = monitored_loss(evaluator.names) if evaluator else None
-    if evaluator is None or name is None:
+def _initial_loss(
+    evaluation: Evaluation | Evaluations | None, problem: Problem
+) -> tuple[str, float] | None:
+    name = monitored_loss(evaluation.names) if evaluation else None
+    if evaluation is None or name is None:
         return None
     with error_context("evaluation before training"):
-        return name, evaluator.evaluate(problem.copy(problem.start))[0][name]
+        return name, evaluation(problem.copy(problem.start))[name]
 
 
 def _sampled_loss(problem: Problem, x: Tensor) -> float:
@@ -261,21 +223,6 @@ def _sampled_loss(problem: Problem, x: Tensor) -> float:
     one_thread = threads_for(problem, len(rows))
     with error_context("loss after training"), one_thread, model_randomness(problem, seed=0):
         return float(problem.loss(problem.copy(x), *problem.batch(rows)).detach())
-
-
-def _to_device(problem: Problem, state: State) -> State:
-    """The state on the model's device: a checkpoint does not record one."""
-    if (state.x.shape, state.x.dtype) != (problem.start.shape, problem.dtype):
-        raise FedShuffleError(
-            f"the checkpoint holds {len(state.x)} parameters of {state.x.dtype}, but the model has"
-            f" {len(problem.start)} of {problem.dtype}. Use the model that the run started with."
-        )
-    shared, optimiser = (
-        {name: tensor.to(problem.device) for name, tensor in tensors.items()}
-        for tensors in (state.method_state, state.optimiser_state)
-    )
-    x = state.x.to(problem.device)
-    return replace(state, x=x, method_state=shared, optimiser_state=optimiser)
 
 
 def _warn_of_evaluation_mode(model: nn.Module) -> None:
@@ -324,12 +271,17 @@ def _costs(run: Run, state: State, record_cohorts: bool) -> dict[str, Any]:
 
 
 def _metrics(
-    evaluator: _Evaluator, model: nn.Module, round: int
+    evaluate: Evaluate, model: nn.Module, round: int
 ) -> tuple[dict[str, float], ClientTable | None]:
     """The metrics, where all that is not finite is NaN, the time, and the table of clients."""
     begun = time.perf_counter()
     with error_context(f"evaluation after round {round}"), evaluation_mode(model):
-        values, clients = evaluator.evaluate(model)
+        values: Mapping[str, float]
+        clients = None
+        if isinstance(evaluate, _OURS):
+            values, clients = evaluate.evaluate(model)
+        else:
+            values = evaluate(model)
         metrics = {name: number(value, f"metric {name!r}") for name, value in values.items()}
         _check_names(metrics)
     record = {name: v if math.isfinite(v) else math.nan for name, v in metrics.items()}

@@ -3,64 +3,64 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
 from html import escape
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 from rich.progress import Progress, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Column
 
 from fedshuffle._terminal import Console, progress_bar
 from fedshuffle.errors import optional_import
-from fedshuffle.training.history import metrics_of
+from fedshuffle.training.result import metrics_of
+
+Record = Mapping[str, Any]
 
 
-class TrainingProgress:
-    """Rounds done, the last known loss, local steps per second, time elapsed and remaining.
+@contextmanager
+def training_progress(
+    visible: bool, rounds: int, history: Sequence[Record]
+) -> Iterator[Callable[[Record], None]]:
+    """A bar with rounds done, the last known loss, local steps per second, and times.
 
-    In a notebook it is a bar below the cell. Where the error stream is neither a notebook nor a
-    terminal, it is one line at the end.
+    Gives a function that shows another round. In a notebook it is a bar below the cell. Where the
+    error stream is neither a notebook nor a terminal, it is one line at the end.
     """
+    bar: Progress | _NotebookBar
+    if visible and Console(stderr=True).is_jupyter:
+        bar = _NotebookBar()
+    else:
+        whole = Column(no_wrap=True)
+        columns = TimeElapsedColumn(whole), "+", TimeRemainingColumn(table_column=whole)
+        bar = progress_bar(visible, "{task.fields[note]}", *columns, wide=True)
+    done = len(history)
+    task = bar.add_task(f"{done}/{rounds} rounds", total=rounds, completed=done, note="")
+    known: dict[str, float] = {}
+    for record in history:
+        known = metrics_of(record) or known
+    steps, seconds = 0, 0.0
 
-    def __init__(self, visible: bool, rounds: int, history: Sequence[Mapping[str, Any]]) -> None:
-        self._rounds, self._metric = rounds, ""
-        self._steps, self._seconds = 0, 0.0
-        self._bar: Progress | _NotebookBar
-        if visible and Console(stderr=True).is_jupyter:
-            self._bar = _NotebookBar()
-        else:
-            whole = Column(no_wrap=True)
-            columns = TimeElapsedColumn(whole), "+", TimeRemainingColumn(table_column=whole)
-            self._bar = progress_bar(visible, "{task.fields[note]}", *columns, wide=True)
-        done = f"{len(history)}/{rounds} rounds"
-        self._task = self._bar.add_task(done, total=rounds, completed=len(history), note="")
-        for record in history:
-            self._note(record)
-
-    def __enter__(self) -> Self:
-        self._bar.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._bar.stop()
-
-    def add(self, record: Mapping[str, Any]) -> None:
-        """Show another round."""
-        self._note(record)
-        self._steps += record["steps"]
-        self._seconds += record["seconds"]
-        self._bar.update(
-            self._task,
+    def show(record: Record) -> None:
+        nonlocal known, steps, seconds
+        known = metrics_of(record) or known
+        steps += record["steps"]
+        seconds += record["seconds"]
+        name = "loss" if "loss" in known else next(iter(known), None)
+        metric = "" if name is None else f"{name} {known[name]:.4g}  "
+        bar.update(
+            task,
             completed=record["round"],
-            description=f"{record['round']}/{self._rounds} rounds",
-            note=f"{self._metric}{self._steps / max(self._seconds, 1e-9):,.0f} steps/s",
+            description=f"{record['round']}/{rounds} rounds",
+            note=f"{metric}{steps / max(seconds, 1e-9):,.0f} steps/s",
         )
 
-    def _note(self, record: Mapping[str, Any]) -> None:
-        if metrics := metrics_of(record):
-            name = "loss" if "loss" in metrics else next(iter(metrics))
-            self._metric = f"{name} {metrics[name]:.4g}  "
+    bar.start()
+    try:
+        yield show
+    finally:
+        bar.stop()
 
 
 class _NotebookBar:
@@ -94,32 +94,29 @@ class _NotebookBar:
         )
 
 
-class TensorBoardLogger:
-    """Writes records as scalars to a folder for TensorBoard.
+def summary_writer() -> Any:
+    """Torch's ``SummaryWriter``, or how to install TensorBoard."""
+    module = optional_import("torch.utils.tensorboard", "tensorboard=True", "tensorboard")
+    return module.SummaryWriter
+
+
+@contextmanager
+def tensorboard_log(folder: Path, history: Sequence[Record]) -> Iterator[Callable[[Record], None]]:
+    """A function that writes a record as scalars to a folder for TensorBoard.
 
     A resumed run writes the folder again from its metrics, so that no round is there twice.
     """
+    for old in folder.glob("events.out.tfevents.*"):
+        old.unlink()
+    # With purge_step a running TensorBoard forgets what it has read.
+    writer = summary_writer()(str(folder), purge_step=0)
 
-    def __init__(self, folder: Path, history: Sequence[Mapping[str, Any]]) -> None:
-        for old in folder.glob("events.out.tfevents.*"):
-            old.unlink()
-        # With purge_step a running TensorBoard forgets what it has read.
-        self._writer = self.writer_class()(str(folder), purge_step=0)
-        for record in history:
-            self.add(record)
-
-    @staticmethod
-    def writer_class() -> Any:
-        """Torch's ``SummaryWriter``, or how to install TensorBoard."""
-        module = optional_import("torch.utils.tensorboard", "tensorboard=True", "tensorboard")
-        return module.SummaryWriter
-
-    def close(self) -> None:
-        """Write the remaining records."""
-        self._writer.close()
-
-    def add(self, record: Mapping[str, Any]) -> None:
-        """Write another round."""
+    def add(record: Record) -> None:
         for name, value in record.items():
             if name not in ("round", "cohort"):
-                self._writer.add_scalar(name, value, record["round"])
+                writer.add_scalar(name, value, record["round"])
+
+    with closing(writer):
+        for record in history:
+            add(record)
+        yield add

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -10,7 +11,6 @@ from torch import nn
 
 from fedshuffle import _html
 from fedshuffle.errors import FedShuffleError, optional_import, unknown
-from fedshuffle.training.history import metrics_of
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -18,7 +18,19 @@ if TYPE_CHECKING:
 
     from fedshuffle.evaluation import ClientTable
 
+_COSTS = ("clients", "steps", "bytes_down", "bytes_up")
+RECORD_KEYS = ("round", *_COSTS, "cohort", "seconds", "evaluation_seconds")
+"""Keys of a record that are not metrics."""
 _OVER_CLIENTS = ("_mean", "_worst_decile", "_undefined")
+
+
+def metrics_of(record: Mapping[str, Any]) -> dict[str, Any]:
+    """The metrics in a record.
+
+    >>> metrics_of({"round": 3, "steps": 20, "loss": 0.5})
+    {'loss': 0.5}
+    """
+    return {name: value for name, value in record.items() if name not in RECORD_KEYS}
 
 
 @dataclass(frozen=True, repr=False)

@@ -19,12 +19,12 @@ the checkpoints on disk are never overwritten.
 from __future__ import annotations
 
 import json
+import math
 import os
 import uuid
 import warnings
-from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
-from contextvars import ContextVar
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -33,11 +33,11 @@ from typing import Any
 import torch
 
 from fedshuffle import _files, fingerprint
-from fedshuffle._arrays import count
-from fedshuffle.errors import FedShuffleError, error_context
+from fedshuffle._arrays import count, jsonable
+from fedshuffle._terminal import Console, interrupted_once
+from fedshuffle.errors import FedShuffleError, error_context, one_line
 from fedshuffle.state import State
 from fedshuffle.training.checkpoint import (
-    Checkpoint,
     DamagedError,
     list_checkpoints,
     read_checkpoint,
@@ -45,230 +45,300 @@ from fedshuffle.training.checkpoint import (
     write_checkpoint,
 )
 from fedshuffle.training.client_state import ClientState, ClientStateStore
-from fedshuffle.training.history import MetricsFile
-from fedshuffle.training.resume import check_same_settings
 
-_LOCKED: ContextVar[frozenset[str]] = ContextVar("locked run folders", default=frozenset())
-"""The folders that this thread has locked."""
-_OUTPUTS = ("metrics.jsonl", "model.safetensors", "clients.csv", "tensorboard")
+_OUTPUTS = ("metrics.jsonl", "model.safetensors", "clients.csv", "clients.rows", "tensorboard")
 """What a run overwrites; a run killed before it started may leave an empty file."""
 _TYPES: dict[str, type] = {"run": str, "start_sha256": str, "rounds": int, "versions": dict}
 """Entries of ``run.json`` that the resume check does not compare."""
+_DIGESTS = {
+    "clients_sha256": "client sizes, weights or sampling",
+    "data_sha256": "data (the same examples in the same order are needed)",
+    "response_probability_sha256": "response probabilities",
+    "model_sha256": "names, shapes or dtypes of the model's parameters",
+    "frozen_sha256": "values in the model's frozen parameters or buffers, which checkpoints do not"
+    " hold (seed the model's construction)",
+}
+"""Settings of which only a digest is stored."""
 
 
 class RunFolder:
-    """Reads and writes the folder of one run, with this number of checkpoints.
+    """Reads and writes the folder of one run.
 
-    The hint ends the sentence "To resume, ..."; by default it says how to call ``train``.
+    Args:
+        path: the folder.
+        keep: the number of checkpoints to keep.
+        resume_hint: ends the sentence "To resume, ..."; by default how to call ``train``.
+        write_config: is called when the run begins or is resumed.
     """
 
-    def __init__(self, path: Path | str, keep: int = 3, resume_hint: str | None = None) -> None:
+    def __init__(
+        self,
+        path: Path | str,
+        keep: int = 3,
+        resume_hint: str | None = None,
+        write_config: Callable[[], None] | None = None,
+    ) -> None:
         self.path = Path(path)
         self.keep = count(keep, "keep")
-        call = f"call train again with out={str(path)!r}, resume=True"
-        self.resume_hint = call if resume_hint is None else resume_hint
+        self.resume_hint = resume_hint or f"call train again with out={str(path)!r}, resume=True"
         self._file = self.path / "run.json"
         self._checkpoints = self.path / "checkpoints"
-        self._metrics = MetricsFile(self.path / "metrics.jsonl")
+        self._metrics = self.path / "metrics.jsonl"
+        self._write_config = write_config or (lambda: None)
         self._store: ClientStateStore | None = None
+        self._locked = False
+        self._last: State | None = None
+
+    @property
+    def begun(self) -> bool:
+        """Whether the folder holds a run that can be resumed."""
+        return self._file.exists()
+
+    @contextmanager
+    def opened(self, resume: bool) -> Iterator[None]:
+        """The folder for :func:`fedshuffle.train`, which the first Ctrl-C stops."""
+        self.check(resume)
+        with interrupted_once(), self.locked():
+            yield
 
     @contextmanager
     def locked(self) -> Iterator[None]:
-        """Keep other writers out of the folder; within one thread this may be nested."""
-        place, held = os.path.realpath(self.path), _LOCKED.get()
-        if place in held:
+        """Keep other writers out of the folder; this may be nested."""
+        if self._locked:
             yield
             return
         with ExitStack() as lock:
             with self._writing():
                 lock.enter_context(_files.one_writer(self.path))
-            token = _LOCKED.set(held | {place})
+            self._locked = True
             try:
                 yield
             finally:
-                _LOCKED.reset(token)
-
-    def begin(self, settings: Mapping[str, Any], start: State, resume: bool) -> State:
-        """Start a run, or resume the one in the folder: the state to continue from."""
-        if not resume:
-            self.check(resume=False)
-            self._id = uuid.uuid4().hex
-            identity = {"run": self._id, "start_sha256": fingerprint.tensor(start.x)}
-            facts = {**settings, **identity, "versions": fingerprint.versions()}
-            with self._writing():
-                self._checkpoints.mkdir(parents=True, exist_ok=True)
-                self._metrics.path.write_bytes(b"")
-                self.save(start)
-                _files.atomic_write(self._file, json.dumps(facts, indent=2).encode())  # last
-            return start
-        begun = self.settings()
-        check_same_settings(begun, settings, self.path)
-        self.check_rounds(settings["rounds"])
-        state, done = self.latest(), self.rounds_done()
-        if state is None and done:
-            raise FedShuffleError(
-                f"{str(self.path)!r} has metrics of {done} rounds, but no valid checkpoint. Put one"
-                f" back into {str(self._checkpoints)!r}, or start a new run in another folder."
-            )
-        if state is None:  # nothing is lost yet
-            if fingerprint.tensor(start.x) != begun["start_sha256"]:
-                raise FedShuffleError(
-                    f"{str(self.path)!r} lost the model it started with, and the model given has"
-                    " other parameters. Give the same model, or start a new run in another folder."
-                )
-            with self._writing():
-                self._checkpoints.mkdir(exist_ok=True)
-            self.save(state := start)
-        with self._writing():
-            self._metrics.truncate(state.round)
-            for path in list(self._checkpoints.glob("*")):
-                if round_of(path) > state.round:  # or it would be kept, and new ones be dropped
-                    path.replace(path.with_name(path.name + ".damaged"))
-        return state
+                self._locked = False
 
     def check(self, resume: bool) -> None:
         """Refuse to resume where no run is, and to start one where it would overwrite something."""
         if resume:
             self.settings()
             return
-        if self._file.exists():
+        if self.begun:
             raise FedShuffleError(
                 f"{str(self.path)!r} already holds a run. To resume, {self.resume_hint}; for a new"
                 " run choose another folder."
             )
-        if any(round_of(path) > 0 for path in self._checkpoints.glob("*")):
+        paths = [self.path / name for name in _OUTPUTS]
+        paths = [path for path in paths if path.is_dir() or (path.exists() and path.stat().st_size)]
+        paths += [path for path in self._checkpoints.glob("*") if round_of(path) > 0]
+        for path in paths:
             raise FedShuffleError(
-                f"{str(self._checkpoints)!r} holds checkpoints of a run without its run.json. Put"
-                " that file back, or choose another folder."
+                f"{str(self.path)!r} has no run.json, but {path.name}, which a run would overwrite."
+                " Put run.json back, or choose another folder."
             )
-        for name in _OUTPUTS:
-            path = self.path / name
-            if path.exists() and (path.is_dir() or path.stat().st_size):
-                raise FedShuffleError(
-                    f"{str(self.path)!r} holds no run, but a {name} that a run would overwrite."
-                    " Choose another folder."
-                )
+
+    def settings(self) -> dict[str, Any]:
+        """The settings that the run in this folder was started with."""
+        if not self.begun:
+            raise FedShuffleError(f"{str(self.path)!r} holds no run to resume.")
+        with self._reading(self._file):
+            begun = dict(json.loads(self._file.read_text(encoding="utf-8")))
+            for name, kind in _TYPES.items():
+                if not isinstance(begun.get(name), kind):
+                    raise ValueError(f"its {name} is {begun.get(name)!r:.40}")
+            count(begun["rounds"], "rounds")
+        return begun
+
+    def begin(self, settings: Mapping[str, Any], start: State, resume: bool) -> State:
+        """Start a run, or resume the one in the folder: the state to continue from."""
+        if resume:
+            self._last = self._resumed(settings, start)
+            self._write_config()
+            return self._last
+        self.check(resume=False)
+        self._id = uuid.uuid4().hex
+        identity = {"run": self._id, "start_sha256": fingerprint.tensor(start.x)}
+        facts = {**settings, **identity, "versions": fingerprint.versions()}
+        with self._writing():
+            self._checkpoints.mkdir(parents=True, exist_ok=True)
+            self._metrics.write_bytes(b"")
+            self.save(start)
+            self._write_config()
+            _files.atomic_write(self._file, json.dumps(facts, indent=2).encode())  # last
+        self._last = start
+        return start
+
+    def _resumed(self, settings: Mapping[str, Any], start: State) -> State:
+        """The newest state; what is newer, and not complete, is put aside."""
+        self._check_same(settings)
+        self.check_rounds(settings["rounds"])
+        state = self.latest(start.x.device)
+        if state is None:
+            raise FedShuffleError(
+                f"{str(self.path)!r} has no valid checkpoint. Put one back into"
+                f" {str(self._checkpoints)!r}, or start a new run in another folder."
+            )
+        kept = [record for record in self._records() if record["round"] <= state.round]
+        with self._writing():
+            _files.atomic_write(self._metrics, "".join(map(_line, kept)).encode())
+            for path in list(self._checkpoints.glob("*")):
+                if round_of(path) > state.round:  # or it would be kept, and new ones be dropped
+                    path.replace(path.with_name(path.name + ".damaged"))
+        return state
+
+    def _check_same(self, settings: Mapping[str, Any]) -> None:
+        """Refuse settings that differ from those of the run; ``rounds`` may differ."""
+        begun, where = self.settings(), f"the run in {str(self.path)!r}"
+        for name, now in settings.items():
+            old = begun.get(name)
+            if name == "rounds" or old == now:
+                continue
+            before, after = f"{name} {old!r}", repr(now)
+            if name in _DIGESTS:
+                before, after = f"other {_DIGESTS[name]}", "these"
+            elif isinstance(old, Mapping) and isinstance(now, Mapping):  # schedules
+                at = next(r for r in {**old, **now} if old.get(r) != now.get(r))
+                before, after = f"{name} {old.get(at)!r} in round {at}", repr(now.get(at))
+            raise FedShuffleError(
+                f"{where} was started with {before}, not {after}. Use the same to resume, or choose"
+                " another folder for a new run."
+            )
+
+    def check_rounds(self, rounds: int) -> None:
+        """Refuse fewer rounds than are done."""
+        recorded = [record["round"] for record in self._records()]
+        done = max([0, *recorded, *map(round_of, list_checkpoints(self._checkpoints))])
+        if rounds < done:
+            raise FedShuffleError(
+                f"rounds is {rounds}, but the run in {str(self.path)!r} has done {done} already."
+                f" Give at least {done}, or start a new run in another folder."
+            )
+
+    # While the run trains -------------------------------------------------------------------------
+
+    def add(self, record: Mapping[str, Any], state: State, save: bool) -> None:
+        """Add the record of a round, and if asked, save the state after it."""
+        self.record(record)
+        self._last = state
+        if save:
+            self.save(state)
+
+    @contextmanager
+    def saved_when_stopped(self) -> Iterator[None]:
+        """Save the last complete round if the run stops within, and say how to resume it."""
+        try:
+            yield
+        except (KeyboardInterrupt, Exception):
+            assert self._last is not None
+            self.save(self._last)
+            Console(stderr=True, markup=False, highlight=False, soft_wrap=True).print(
+                f"Stopped after round {self._last.round}, which is saved. To resume,"
+                f" {self.resume_hint}."
+            )
+            raise
+
+    def record(self, record: Mapping[str, Any]) -> None:
+        """Add the record of a round; it reaches the disk before the next checkpoint."""
+        with self._writing(), self._metrics.open("a", encoding="utf-8") as file:
+            file.write(_line(record))
+
+    def metrics(self) -> list[dict[str, Any]]:
+        """All records. JSON has no NaN: it is null in the file, and NaN here."""
+        return [
+            {name: math.nan if value is None else value for name, value in record.items()}
+            for record in self._records()
+        ]
+
+    def save(self, state: State) -> None:
+        """Write a checkpoint and drop the oldest ones."""
+        clients: dict[str, torch.Tensor] = {}
+        if isinstance(state.clients, ClientState):
+            assert state.clients.store is self._store
+            self._store.pin(state.round, state.clients.slots)
+            clients = state.clients.index()
+        with self._writing():
+            with self._metrics.open("ab") as file:
+                os.fsync(file.fileno())  # metrics are on disk before their checkpoint
+            if self._store is not None:
+                self._store.sync()
+            write_checkpoint(self._checkpoints, self._id, state, clients)
+        for old in list_checkpoints(self._checkpoints)[: -self.keep]:
+            with suppress(OSError):  # costs space, nothing else
+                old.unlink()
+                old.with_suffix(".safetensors").unlink()
+        if self._store is not None:
+            kept = set(map(round_of, list_checkpoints(self._checkpoints)))
+            self._store.pins = {k: slots for k, slots in self._store.pins.items() if k in kept}
+
+    # Reading --------------------------------------------------------------------------------------
 
     def client_store(self, width: int, dtype: torch.dtype) -> ClientStateStore:
         """The file of client state, with the rows of all checkpoints pinned.
 
         The file is created with the first row, so this changes nothing in the folder.
         """
-        store = self._store
-        if store is None or (store.width, store.dtype) != (width, dtype):
-            self._store = store = ClientStateStore(width, dtype, self.path / "clients.rows")
-            for path in list_checkpoints(self._checkpoints):
+        if self._store is None:
+            self._store = ClientStateStore(width, dtype, self.path / "clients.rows")
+            for path in list_checkpoints(self._checkpoints) if self.begun else ():
                 with suppress(DamagedError):  # it cannot be resumed from
-                    checkpoint = read_checkpoint(path)
-                    if checkpoint.clients:
-                        store.pin(checkpoint.state.round, checkpoint.clients["slots"].numpy())
-        return store
+                    state, clients = read_checkpoint(path, self._id)
+                    if clients:
+                        self._store.pin(state.round, clients["slots"].numpy())
+        return self._store
 
-    def rounds_done(self) -> int:
-        """The last round in the metrics or the checkpoints."""
-        saved = map(round_of, list_checkpoints(self._checkpoints))
-        return max([0, *self._metrics.rounds(), *saved])
-
-    def check_rounds(self, rounds: int) -> None:
-        """Refuse fewer rounds than are done."""
-        if rounds < (done := self.rounds_done()):
-            raise FedShuffleError(
-                f"rounds is {rounds}, but the run in {str(self.path)!r} has done {done} already."
-                f" Give at least {done}, or start a new run in another folder."
-            )
-
-    def settings(self) -> dict[str, Any]:
-        """The settings that the run in this folder was started with."""
-        if not self._file.exists():
-            raise FedShuffleError(f"{str(self.path)!r} holds no run to resume.")
-        file, remedy = str(self._file), "Put back a copy of it, or start a new run elsewhere"
-        with error_context(
-            lambda error: f"{file!r} cannot be read: {error}. {remedy}.",
-            (OSError, ValueError, RecursionError),
-        ):
-            begun: dict[str, Any] = json.loads(self._file.read_text(encoding="utf-8"))
-        for name, kind in _TYPES.items():
-            value = begun.get(name) if isinstance(begun, dict) else None
-            if not isinstance(value, kind):
-                raise FedShuffleError(
-                    f"{file!r} is damaged, or of another version of fedshuffle: its {name} is"
-                    f" {value!r:.40}. {remedy}."
-                )
-        count(begun["rounds"], f"rounds in {file!r}")
-        return begun
-
-    def record(self, record: Mapping[str, Any]) -> None:
-        """Add the record of a round."""
-        with self._writing():
-            self._metrics.append(record)
-
-    def metrics(self) -> list[dict[str, Any]]:
-        """All records."""
-        return self._metrics.read()
-
-    def save(self, state: State) -> None:
-        """Write a checkpoint and drop the oldest ones."""
-        clients: dict[str, torch.Tensor] = {}
-        if isinstance(state.clients, ClientState):
-            if state.clients.store is not self._store:
-                raise FedShuffleError(
-                    f"the client state is not stored in {str(self.path)!r}, so it cannot be saved"
-                    " there. Take the store from RunFolder.client_store."
-                )
-            self._store.pin(state.round, state.clients.slots)
-            clients = state.clients.index()
-        with self._writing():
-            self._metrics.sync()  # metrics are on disk before their checkpoint
-            if self._store is not None:
-                self._store.sync()
-            write_checkpoint(self._checkpoints, Checkpoint(self._id, state, clients))
-        for old in list_checkpoints(self._checkpoints)[: -self.keep]:
-            with suppress(OSError):  # costs space, nothing else
-                old.unlink()
-                old.with_suffix(".safetensors").unlink()
-        if self._store is not None:
-            for dropped in self._store.pins - {*map(round_of, list_checkpoints(self._checkpoints))}:
-                self._store.unpin(dropped)
-
-    def latest(self) -> State | None:
+    def latest(self, device: torch.device | str = "cpu") -> State | None:
         """The newest valid checkpoint with complete metrics before it, or None.
 
         Damaged ones are skipped with a warning; a checkpoint of another run is refused.
         """
-        rounds = self._metrics.rounds()
+        rounds = [record["round"] for record in self._records()]
         complete = next((r for r, round in enumerate(rounds) if round != r + 1), len(rounds))
-        states = self._states()
+        states = self._states(device)
         newest = next(states, None)
         if newest is None or newest.round <= complete:
             return newest
         older = next((state for state in states if state.round <= complete), None)
         fate = "lost" if older is None else f"written again, resuming from round {older.round}"
         warnings.warn(
-            f"{str(self._metrics.path)!r} has no record of round {complete + 1}, though round"
+            f"{str(self._metrics)!r} has no record of round {complete + 1}, though round"
             f" {newest.round} was saved: it is {fate}.",
             stacklevel=2,
         )
         return older or newest
 
-    def _states(self) -> Iterator[State]:
+    def _states(self, device: torch.device | str) -> Iterator[State]:
         """The states of all valid checkpoints, the newest first."""
         for path in reversed(list_checkpoints(self._checkpoints)):
             try:
-                run, state, clients = read_checkpoint(path)
+                state, clients = read_checkpoint(path, self._id, device)
             except DamagedError as error:
-                warnings.warn(
-                    f"checkpoint {path.name} is damaged ({error}) and skipped.", stacklevel=3
-                )
+                warnings.warn(f"{path.name} is damaged ({error}) and skipped.", stacklevel=3)
                 continue
-            if run != self._id:
-                raise FedShuffleError(
-                    f"checkpoint {str(path)!r} belongs to another run than {str(self._file)!r}. Put"
-                    " back those of this run, or move it away to resume from the one before it."
-                )
             if clients:
                 store = self.client_store(len(state.x), state.x.dtype)
                 state = replace(state, clients=ClientState.restore(store, clients))
             yield state
+
+    def _records(self) -> list[dict[str, Any]]:
+        """All complete lines of the metrics, which must be of ascending rounds."""
+        with self._reading(self._metrics):
+            lines = self._metrics.read_bytes().split(b"\n")[:-1]  # the last is empty or cut off
+            records: list[dict[str, Any]] = json.loads(b"[" + b",\n".join(lines) + b"]")
+            last = 0
+            for line, record in enumerate(records, 1):
+                if type(record) is not dict or type(record.get("round")) is not int:
+                    raise ValueError(f"line {line} has no round")
+                if record["round"] <= last:
+                    raise ValueError(f"line {line} is of round {record['round']}, after {last}")
+                last = record["round"]
+        return records
+
+    def _reading(self, path: Path) -> AbstractContextManager[None]:
+        return error_context(
+            lambda error: (
+                f"{str(path)!r} cannot be read: {one_line(error)}. Put back a copy of it, or start"
+                " a new run in another folder."
+            ),
+            (OSError, ValueError, TypeError, RecursionError),
+        )
 
     @cached_property
     def _id(self) -> str:
@@ -277,8 +347,39 @@ class RunFolder:
     def _writing(self) -> AbstractContextManager[None]:
         def message(error: OSError) -> str:
             advice = "No run has started there; make room or choose another folder, and try again."
-            if self._file.exists():
+            if self.begun:
                 advice = f"What was saved is intact; make room. To resume, {self.resume_hint}."
             return f"cannot write to {str(self.path)!r}: {error.strerror}. {advice}"
 
         return error_context(message, OSError)
+
+
+class NoFolder:
+    """In the place of a :class:`RunFolder` for a run that is not saved."""
+
+    path = None
+
+    def settings(self) -> dict[str, Any]:
+        raise FedShuffleError("resume=True needs the folder of the run: give it as out.")
+
+    def opened(self, resume: bool) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def client_store(self, width: int, dtype: torch.dtype) -> ClientStateStore:
+        return ClientStateStore(width, dtype)
+
+    def begin(self, settings: Mapping[str, Any], start: State, resume: bool) -> State:
+        return start
+
+    def metrics(self) -> list[dict[str, Any]]:
+        return []
+
+    def saved_when_stopped(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def add(self, record: Mapping[str, Any], state: State, save: bool) -> None:
+        pass
+
+
+def _line(record: Mapping[str, Any]) -> str:
+    return json.dumps(jsonable(record), allow_nan=False) + "\n"
