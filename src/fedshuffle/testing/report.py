@@ -94,4 +94,5 @@ def short(values: ArrayLike) -> str:
     '[0.1, 0.333333]'
     """
     array = np.asarray(values, dtype=np.float64)
-    return np.array2string(array, precision=6, separator=", ", threshold=8, edgeitems=4)
+    shown = {"float_kind": "{:.6g}".format}
+    return np.array2string(array, separator=", ", threshold=8, edgeitems=4, formatter=shown)
