@@ -45,10 +45,9 @@ from fedshuffle.theory import (
     sampling_advice,
     step_advice,
 )
-from fedshuffle.theory.advice import SOURCES
+from fedshuffle.theory.advice import MAX_STEPS_EACH_WAY, SOURCES, StepSizeSearch, search_step_sizes
 from fedshuffle.theory.method_advice import KINDS, sampling_variance
 from fedshuffle.theory.problem import find_problem, recognise
-from fedshuffle.theory.step_size_search import MAX_STEPS_EACH_WAY, StepSizeSearch, search_step_sizes
 from tests.problems import Point, half_squared_distance
 from tests.theory.test_constants_and_step_sizes import is_valid_s
 

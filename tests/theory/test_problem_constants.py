@@ -32,8 +32,9 @@ from fedshuffle.theory import (
     problem_constants,
     quadratic_constants,
 )
+from fedshuffle.theory.derivatives import spectrum_ends
 from fedshuffle.theory.exact import ConstantsRequest
-from fedshuffle.theory.quadratic_forms import QuadraticForm, max_on_ball
+from fedshuffle.theory.quadratic import QuadraticForm, max_on_ball, smallest_bound
 from tests.brute import Floats
 
 SIZES = [1, 2, 4, 3]
@@ -695,3 +696,19 @@ def test_the_largest_value_of_a_form_without_a_linear_term() -> None:
     assert max_on_ball(curved, 2.0) == pytest.approx(7.0)
     flat = QuadraticForm(np.zeros((2, 2)), np.array([0.0, 1.0]), 0.0)  # 2 z_2
     assert max_on_ball(flat, 2.0) == pytest.approx(4.0)
+    concave = QuadraticForm(-np.eye(1), np.array([2.0]), 0.0)  # 4z - z^2
+    assert max_on_ball(concave, 1.0) == pytest.approx(3.0)
+
+
+def test_the_smallest_bound_of_a_shifted_square() -> None:
+    shifted = QuadraticForm(np.eye(1), np.ones(1), 1.0)  # (z + 1)^2 <= a + b z^2
+    for b, a in ((None, 2.0), (3.0, 1.5), (1.0, math.inf)):
+        found = smallest_bound(lambda axes: shifted, np.eye(1), np.zeros(1), b=b)
+        assert found == (a, b or 2.0)
+
+
+def test_the_ends_of_a_spectrum() -> None:
+    spectrum = torch.tensor([3.0, -1.0, 0.5])
+    low, high = spectrum_ends(lambda v: spectrum * v, torch.ones(3), 9, 1e-6)
+    assert (low.value, high.value) == pytest.approx((-1.0, 3.0), rel=1e-5)
+    assert torch.allclose(high.vector.abs(), torch.tensor([1.0, 0.0, 0.0]), atol=1e-5)

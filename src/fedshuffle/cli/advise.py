@@ -18,9 +18,8 @@ from fedshuffle.cli.shared import AsJson, Settings, alone, console, overrides
 
 if TYPE_CHECKING:
     from fedshuffle.config.schema import Config
-    from fedshuffle.theory.advice import Advice
+    from fedshuffle.theory.advice import Advice, StepSizeSearch
     from fedshuffle.theory.problem import AdvisedRun
-    from fedshuffle.theory.step_size_search import StepSizeSearch
 
 _MANY = 10**7
 """Larger counts are shown as a power of ten."""

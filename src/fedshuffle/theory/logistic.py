@@ -20,7 +20,7 @@ from fedshuffle.theory.exact import (
     Validity,
     normalised_weights,
 )
-from fedshuffle.theory.quadratic_forms import nonzero_axes
+from fedshuffle.theory.quadratic import nonzero_axes
 
 _MAX_PARAMETERS = 2000
 """Largest number of parameters for which a Hessian is built."""
@@ -108,11 +108,7 @@ def logistic_regression_constants(
         f_star=f_star,
         w_hat=w,
         validity={
-            "L": request.step_validity(
-                federation.sizes,
-                "curvature max_ij |a_ij|^2 + l2",
-                "of a minibatch, at most the mean of its examples'",
-            ),
+            "L": request.step_validity(federation.sizes, "curvature max_ij |a_ij|^2 + l2"),
             "mu": Validity("exact", "l2: far away the losses are almost linear"),
             "G": Validity(status, "the variance of clients' gradients (docs/theory.md)"),
             "B": Validity(status, "see G"),
