@@ -309,7 +309,8 @@ def test_no_minimum() -> None:
     for classes in (None, 2):
         with pytest.raises(FedShuffleError, match="l2"):
             logistic_regression_constants(data, classes=classes)
-        logistic_regression_constants(data, l2=1e-6, classes=classes)
+        for l2 in (1e-6, 1e-10):
+            logistic_regression_constants(data, l2=l2, classes=classes)
     # Separated in one direction, not in the other.
     table = [[1.0, 1.0], [2.0, 1.0], [-1.0, 0.0], [1.5, 0.0]]
     with pytest.raises(FedShuffleError, match="l2"):
@@ -320,6 +321,12 @@ def test_no_minimum() -> None:
     found = logistic_regression_constants(overlapping, classes=2)
     assert np.allclose(found.x_star, 0)
     assert math.isclose(found.f_star, math.log(2))
+    # Of many minima, the one nearest to zero.
+    rng = np.random.default_rng(0)
+    table = rng.normal(size=(40, 2)) @ np.array([[1.0, 2.0, 0.0], [0.0, 1.0, 1.0]])
+    flat = Federation.from_arrays(table, rng.integers(2, size=40), sizes=[20, 20])
+    found = logistic_regression_constants(flat)
+    assert abs(found.x_star @ [2.0, -1.0, 1.0]) < 1e-12
 
 
 def linear_model(d: int, out: int, bias: bool, x: Floats | None = None) -> nn.Linear:
