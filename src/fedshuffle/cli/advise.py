@@ -129,8 +129,8 @@ def _print_advice(advice: Advice) -> None:
 
     columns = ["by the", "largest step_size", f"step_size {rounds}", "a for these"]
     bounds = [
-        (bound, one.limit.step_size, one.tuned.step_size, one.tuned.a)
-        for bound, one in advice.mvr.items()
+        (bound, step["limit"].step_size, step["tuned"].step_size, step["tuned"].a)
+        for bound, step in advice.mvr.items()
     ]
     _section("FedShuffleMVR", ["mvr.proof"], columns, bounds, advice.mvr_notes)
     _print_sampling(advice)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 
@@ -39,12 +39,9 @@ SOURCES = {
     "problem": ("docs/theory.md#the-constants-of-a-problem", "assumptions on the losses"),
     "steps.constants": ("docs/theory.md#the-constants", "general theorem, definitions"),
     "steps.theorem": ("docs/theory.md#the-step-size-limit", "general theorem"),
-    "steps.proof": ("docs/theory.md#the-step-size-limit", "general theorem, lemmas of its proof"),
-    "steps.tuned": ("docs/theory.md#over-many-rounds", "general theorem, recursion of its proof"),
-    "steps.target": (
-        "docs/theory.md#rounds-to-a-target",
-        "general theorem, recursion of its proof",
-    ),
+    "steps.proof": ("docs/theory.md#the-step-size-limit", "general theorem, lemmas of proof"),
+    "steps.tuned": ("docs/theory.md#over-many-rounds", "general theorem, recursion of proof"),
+    "steps.target": ("docs/theory.md#rounds-to-a-target", "general theorem, recursion of proof"),
     "step_ratios": ("docs/theory.md#how-much-larger-are-fedshuffles-steps", "steps.proof"),
     "mvr.theorem": ("docs/theory.md#fedshufflemvr", "theorem on FedShuffleMVR"),
     "mvr.proof": ("docs/theory.md#fedshufflemvr", "theorem on FedShuffleMVR, its proof redone"),
@@ -62,7 +59,6 @@ _RADIUS = 2.0
 
 _DRAWS = 4000
 """Cohorts to draw in a Monte Carlo audit."""
-
 
 MAX_STEPS_EACH_WAY = 6
 """Largest number of step sizes to try above the first one, and below it."""
@@ -93,14 +89,6 @@ class StepSizeSearch:
     """The stable step size with the lowest loss."""
 
 
-@dataclass(frozen=True)
-class MVRSteps:
-    """The largest step of FedShuffleMVR, and the best for the run's rounds."""
-
-    limit: MVRStep
-    tuned: MVRStep
-
-
 @dataclass(frozen=True, eq=False)
 class Advice:
     """The results of short runs and of the theory for a run; :data:`SOURCES` derives each part."""
@@ -116,8 +104,9 @@ class Advice:
     """How many times as large FedShuffle's steps may be as each other method's."""
     not_covered: dict[str, str]
     """The methods without step sizes, each with the reason."""
-    mvr: dict[Bound, MVRSteps]
-    """Step sizes and momentum for FedShuffleMVR; empty if its theorem does not cover the run."""
+    mvr: dict[Bound, dict[str, MVRStep]]
+    """By each bound the ``limit`` of FedShuffleMVR's steps and the one ``tuned`` to the rounds;
+    empty if the theorem does not cover the run."""
     mvr_notes: tuple[str, ...]
     largest_proven: float | None
     """The largest step size that is proven for the run's method."""
@@ -185,7 +174,7 @@ def advise(
     mvr, mvr_notes = _mvr(run, problem)
     limits = list[float]()
     if isinstance(run.method.direction, MVR):
-        limits = [mvr["proof"].limit.step_size] if mvr else []
+        limits = [mvr["proof"]["limit"].step_size] if mvr else []
     elif run.method.momentum == "none":
         limits = [row.proof.step_size for row in steps if row.method == run.method.name]
     consistent = total_variation = None
@@ -265,14 +254,15 @@ def _step_sizes(
     return steps, not_covered
 
 
-def _mvr(run: AdvisedRun, problem: AdvisedProblem) -> tuple[dict[Bound, MVRSteps], list[str]]:
+def _mvr(
+    run: AdvisedRun, problem: AdvisedProblem
+) -> tuple[dict[Bound, dict[str, MVRStep]], list[str]]:
     """The steps of FedShuffleMVR by each bound, and notes."""
     notes = ["proven for one client per round, drawn with the probabilities w, and eta_g = 1"]
     work, start = run.work, problem.start
     if isinstance(work.epochs, EpochRange):
         notes.append(f"epochs change: taken as {work.epochs.high}")
         work = dataclasses.replace(work, epochs=work.epochs.high)
-    bounds: tuple[Bound, ...] = ("theorem", "proof")
     try:
         known = problem.of("non-convex")
         if known.problem.B > 1 or np.any(known.problem.P):
@@ -284,8 +274,13 @@ def _mvr(run: AdvisedRun, problem: AdvisedProblem) -> tuple[dict[Bound, MVRSteps
             notes.append("E < L / delta: no gain over momentum without local steps is shown")
         if start.gap == 0:
             raise FedShuffleError(_AT_OPTIMUM)
-        tuned = {b: rate.tune(run.rounds, start=start.gap, bound=b) for b in bounds}
-        return {b: MVRSteps(rate.limit(bound=b), tuned[b]) for b in bounds}, notes
+        return {
+            bound: {
+                "limit": rate.limit(bound=bound),
+                "tuned": rate.tune(run.rounds, start=start.gap, bound=bound),
+            }
+            for bound in get_args(Bound)
+        }, notes
     except FedShuffleError as error:
         return {}, [*notes, str(error)]
 

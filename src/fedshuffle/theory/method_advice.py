@@ -7,6 +7,7 @@ For methods that weight by inclusion probability the sampling enters the bound o
 from __future__ import annotations
 
 import dataclasses
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -352,11 +353,9 @@ def sampling_advice(
             return sizes[0][k].rounds >= 0.5 * found.cohort * found.rounds
 
         last = max(j for j, row in enumerate(sizes) if pays(row[k]))
-        low, high = ladder[last], [*ladder, n + 1][last + 1]
-        while high - low > 1:
-            middle = (low + high) // 2
-            low, high = (middle, high) if pays(option(kind, middle)) else (low, middle)
-        return low
+        between = range(ladder[last] + 1, [*ladder, n + 1][last + 1])
+        more = bisect_left(between, True, key=lambda size: not pays(option(kind, size)))
+        return ladder[last] + more
 
     options = tuple(option(kind, b) for kind in KINDS)
     longest = {kind: pays_until(k, kind) for k, kind in enumerate(KINDS)}
