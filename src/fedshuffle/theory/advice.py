@@ -219,7 +219,9 @@ def _known_start(
     problem: AdvisedProblem, regime: Regime, start: StartingPoint
 ) -> tuple[float, float] | None:
     """What the bound on an objective starts from, and the intended quantity at the start."""
-    before, quantity = start.of(regime)[0], problem.start.of(regime)[1]
+    before, quantity = start.distance, problem.start.gap
+    if regime == "non-convex":
+        before, quantity = start.gap, problem.start.gradient
     return (before, quantity) if 0 < before < math.inf and quantity > 0 else None
 
 
@@ -235,7 +237,7 @@ def _step_sizes(
         try:
             nearest = nearest_constants(run.federation, subject, run.sampling, run.work, run.seed)
             for regime in problem.regimes:
-                known = problem.of(regime, nearest.constants.w_hat)
+                known = problem.of(regime, nearest.w_hat)
                 start = _known_start(problem, regime, known.start)
                 steps.append(
                     step_advice(
@@ -299,7 +301,7 @@ def _sampling(
     before, quantity = start
     nearest = nearest_constants(run.federation, "fedshuffle", run.sampling, run.work, run.seed)
     rate = ConvergenceRate(
-        nearest.constants,
+        nearest,
         problem.of(regimes[0]).problem,
         regime=regimes[0],
         server_step_size=run.first_step_sizes[1],
