@@ -710,8 +710,9 @@ def test_the_largest_value_of_a_form_without_a_linear_term() -> None:
 def test_the_smallest_bound_of_a_shifted_square() -> None:
     shifted = QuadraticForm(np.eye(1), np.ones(1), 1.0)  # (z + 1)^2 <= a + b z^2
     for b, a in ((None, 2.0), (3.0, 1.5), (1.0, math.inf)):
-        found = smallest_bound(lambda axes: shifted, np.eye(1), np.zeros(1), b=b)
-        assert found == (a, b or 2.0)
+        given = None if b is None else math.sqrt(b)
+        found = smallest_bound(lambda axes: shifted, np.eye(1), np.zeros(1), given)
+        assert found == pytest.approx((math.sqrt(a), math.sqrt(b or 2.0)))
 
 
 def test_the_ends_of_a_spectrum() -> None:

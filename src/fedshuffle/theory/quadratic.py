@@ -244,17 +244,11 @@ def _constants(
         L_steps[i] = request.batch_smoothness(each, float(own[-1]))
         mu[i] = max(0.0, own[0]) if len(each) <= request.batch_size else flattest
         delta[i] = np.abs(np.linalg.eigvalsh(losses.hessian - hessian)).max()
-        factor = request.variance_factor(len(each))
-        P[i] = request.P or 0.0
+        factor, P[i] = request.variance_factor(len(each)), request.P or 0.0
         if factor > 0.0:
-            variance, p2 = smallest_bound(
-                partial(losses.variance, x, factor),
-                losses.hessian,
-                gradient,
-                b=None if request.P is None else request.P**2,
-                radius=request.radius,
-            )
-            sigma[i], P[i] = math.sqrt(variance), math.sqrt(p2)
+            form = partial(losses.variance, x, factor)
+            bound = smallest_bound(form, losses.hessian, gradient, request.P, request.radius)
+            sigma[i], P[i] = bound
         if math.isinf(sigma[i]):
             raise FedShuffleError(
                 f"no sigma is enough for client {i} with P = {P[i]:g}: the variance among its"
@@ -275,18 +269,13 @@ def _constants(
     root = hessian
     if request.form == "convex":
         root = vectors * np.sqrt(L * values) @ vectors.T
-    g2, b2 = smallest_bound(
-        similarity,
-        root,
-        np.zeros(d),
-        b=None if request.B is None else request.B**2,
-        least=1.0,
-        radius=request.radius,
+    G, B = smallest_bound(  # noqa: N806
+        similarity, root, np.zeros(d), request.B, request.radius, least=1.0
     )
-    if math.isinf(g2):
+    if math.isinf(G):
         raise FedShuffleError(
-            f"no G is enough with B = {math.sqrt(b2):g}: the gradients of clients grow faster than"
-            " the objective's. Use a larger B, or a radius."
+            f"no G is enough with B = {B:g}: the gradients of clients grow faster than the"
+            " objective's. Use a larger B, or a radius."
         )
     where = Validity("exact", "the smallest for this B (P_i): the maximum of a quadratic")
     if request.radius is not None:
@@ -295,8 +284,8 @@ def _constants(
         L=L,
         mu=min(L, float(mu.min())),
         mu_objective=float(values.min()) if len(values) == d else 0.0,
-        G=math.sqrt(g2),
-        B=math.sqrt(b2),
+        G=G,
+        B=B,
         sigma=sigma,
         P=P,
         delta=float(delta.max()),
@@ -323,12 +312,12 @@ def smallest_bound(
     form: Callable[[FloatArray], QuadraticForm],
     R: FloatArray,  # noqa: N803
     g: FloatArray,
-    *,
-    b: float | None,
-    least: float = 0.0,
+    given: float | None,
     radius: float | None = None,
+    least: float = 0.0,
 ) -> tuple[float, float]:
-    """The smallest a with ``t(z) <= a + b |R z + g|^2`` for all z or on a ball, and b.
+    """The roots of the smallest a with ``t(z) <= a + b |R z + g|^2`` for all z or on a ball, and of
+    b, the latter if it is not given.
 
     R is symmetric, ``form(axes)`` is t at ``z = axes y`` as a form in y, and a is infinite if there
     is none. Without a ball, write ``|y + V'g|`` for the length on the right. With the eigenvalues
@@ -338,10 +327,10 @@ def smallest_bound(
     least ``least``, which is the default on a ball.
     """
     if radius is not None:
-        b = least if b is None else b
+        b = least if given is None else given**2
         Q, c, s = form(np.eye(len(R)))  # noqa: N806
         rest = QuadraticForm(Q - b * R @ R, c - b * R @ g, s - b * float(g @ g))
-        return max(0.0, max_on_ball(rest, radius)), b
+        return math.sqrt(max(0.0, max_on_ball(rest, radius))), math.sqrt(b)
     values, vectors = nonzero_axes(R)
     Q, c, s = form(vectors / values)  # noqa: N806
     shift = vectors.T @ g
@@ -350,12 +339,11 @@ def smallest_bound(
     s = max(0.0, s - 2.0 * float(c @ shift) + float(shift @ Q @ shift))
     limit = float(theta.max(initial=0.0))
     matters = gamma2 > _NOTHING * limit * s
-    if b is None:
-        b = max(least, limit * (2.0 if matters.any() else 1.0))
+    b = max(least, limit * (2.0 if matters.any() else 1.0)) if given is None else given**2
     gap = b - theta[matters]
     if b < limit * (1.0 - _RANK) or (gap <= _RANK * limit).any():
-        return math.inf, b
-    return s + float((gamma2[matters] / gap).sum()), b
+        return math.inf, math.sqrt(b)
+    return math.sqrt(s + float((gamma2[matters] / gap).sum())), math.sqrt(b)
 
 
 def max_on_ball(form: QuadraticForm, radius: float) -> float:
