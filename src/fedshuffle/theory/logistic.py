@@ -238,9 +238,9 @@ class _LogisticModel:
             length, slope, size = float(np.linalg.norm(step)), float(gradient @ step), 1.0
             if length <= 1e-7 * (1.0 + float(np.linalg.norm(x))) and length >= 0.5 * last:
                 return x, value, hessian  # steps no longer shrink: this is rounding
-            there = self.objective(x - step)
+            there, visible = self.objective(x - step), slope > 1e-13 * (1.0 + value)
             # Near the optimum values agree to the last digit, and whole steps are right.
-            while there[0] > value - 0.1 * size * slope and length > 1e-5 and size > 1e-9:
+            while visible and there[0] > value - 0.1 * size * slope and size > 1e-9:
                 size *= 0.5
                 there = self.objective(x - size * step)
             x, last, (value, gradient, hessian) = x - size * step, length, there
