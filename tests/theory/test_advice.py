@@ -45,10 +45,9 @@ from fedshuffle.theory import (
     sampling_advice,
     step_advice,
 )
-from fedshuffle.theory.advice import SOURCES
+from fedshuffle.theory.advice import MAX_STEPS_EACH_WAY, SOURCES, StepSizeSearch, search_step_sizes
 from fedshuffle.theory.method_advice import KINDS, sampling_variance
 from fedshuffle.theory.problem import find_problem, recognise
-from fedshuffle.theory.step_size_search import MAX_STEPS_EACH_WAY, StepSizeSearch, search_step_sizes
 from tests.problems import Point, half_squared_distance
 from tests.theory.test_constants_and_step_sizes import is_valid_s
 
@@ -85,7 +84,7 @@ def test_methods_are_compared_by_the_same_variance() -> None:
     """
     federation = Federation.from_sizes([10, 40, 200])
     found = [
-        nearest_constants(federation, name, "uniform:2").constants
+        nearest_constants(federation, name, "uniform:2")
         for name in ("fedshuffle", "fednova-rr", "fedshuffle-capped:rho=1")
     ]
     assert [one.how for one in found] == ["eigenvalue", "enumeration", "eigenvalue"]
@@ -98,18 +97,18 @@ def test_settings_near_those_of_the_theorem() -> None:
     federation = Federation.from_sizes([1, 2, 3, 9], weights=[1, 1, 2, 3])
     changing = LocalWork(epochs=EpochRange(2, 5))
     ours = nearest_constants(federation, "fedshuffle", "uniform:2", changing)
-    fixed = nearest_constants(federation, "fedshuffle", "uniform:2", LocalWork(epochs=2)).constants
+    fixed = nearest_constants(federation, "fedshuffle", "uniform:2", LocalWork(epochs=2))
     assert ours.covered
-    assert (ours.constants.M_1, ours.constants.W) == (fixed.M_1, fixed.W)
-    assert ours.constants.longest == 45  # step_size is still that of the client with most steps
+    assert (ours.M_1, ours.W) == (fixed.M_1, fixed.W)
+    assert ours.longest == 45  # step_size is still that of the client with most steps
     limits = [
         largest_step_size(found, ProblemConstants(L=1.0, P=3.0), bound="proof")
-        for found in (ours.constants, fixed)
+        for found in (ours, fixed)
     ]
     assert limits[0].eta_l == limits[1].eta_l
     average = nearest_constants(federation, "fedavg-rr", "uniform:2", changing)
     assert not average.covered
-    assert average.constants.tau.tolist() == [5, 10, 15, 45]
+    assert average.tau.tolist() == [5, 10, 15, 45]
 
     many = Federation.from_sizes(np.arange(1, 21))
     drawn = nearest_constants(many, "fedavg-rr", "uniform:5")
@@ -119,10 +118,10 @@ def test_settings_near_those_of_the_theorem() -> None:
     assert not nearest_constants(many, "fedshuffle", "uniform:5").notes
     few = nearest_constants(many, "fedavg-rr", "uniform:3")  # 1140 cohorts are listed
     assert few.covered
-    assert 0.3 < drawn.constants.M_1 / few.constants.M_1 < 1
+    assert 0.3 < drawn.M_1 / few.M_1 < 1
 
     asked = nearest_constants(federation, "fedshuffle", "optimal:2")
-    assert pytest.approx(sampling_variance("best", federation, 2)) == asked.constants.M_1
+    assert pytest.approx(sampling_variance("best", federation, 2)) == asked.M_1
     for sampling, method in (("optimal:1:of:uniform:2", "fedshuffle"), ("optimal:2", "fedavg-rr")):
         with pytest.raises(FedShuffleError, match="optimal"):
             nearest_constants(federation, method, sampling)

@@ -32,8 +32,9 @@ from fedshuffle.theory import (
     problem_constants,
     quadratic_constants,
 )
+from fedshuffle.theory.derivatives import spectrum_ends
 from fedshuffle.theory.exact import ConstantsRequest
-from fedshuffle.theory.quadratic_forms import QuadraticForm, max_on_ball
+from fedshuffle.theory.quadratic import QuadraticForm, max_on_ball, smallest_bound
 from tests.brute import Floats
 
 SIZES = [1, 2, 4, 3]
@@ -308,7 +309,8 @@ def test_no_minimum() -> None:
     for classes in (None, 2):
         with pytest.raises(FedShuffleError, match="l2"):
             logistic_regression_constants(data, classes=classes)
-        logistic_regression_constants(data, l2=1e-6, classes=classes)
+        for l2 in (1e-6, 1e-10):
+            logistic_regression_constants(data, l2=l2, classes=classes)
     # Separated in one direction, not in the other.
     table = [[1.0, 1.0], [2.0, 1.0], [-1.0, 0.0], [1.5, 0.0]]
     with pytest.raises(FedShuffleError, match="l2"):
@@ -319,6 +321,12 @@ def test_no_minimum() -> None:
     found = logistic_regression_constants(overlapping, classes=2)
     assert np.allclose(found.x_star, 0)
     assert math.isclose(found.f_star, math.log(2))
+    # Of many minima, the one nearest to zero.
+    rng = np.random.default_rng(0)
+    table = rng.normal(size=(40, 2)) @ np.array([[1.0, 2.0, 0.0], [0.0, 1.0, 1.0]])
+    flat = Federation.from_arrays(table, rng.integers(2, size=40), sizes=[20, 20])
+    found = logistic_regression_constants(flat)
+    assert abs(found.x_star @ [2.0, -1.0, 1.0]) < 1e-12
 
 
 def linear_model(d: int, out: int, bias: bool, x: Floats | None = None) -> nn.Linear:
@@ -695,3 +703,20 @@ def test_the_largest_value_of_a_form_without_a_linear_term() -> None:
     assert max_on_ball(curved, 2.0) == pytest.approx(7.0)
     flat = QuadraticForm(np.zeros((2, 2)), np.array([0.0, 1.0]), 0.0)  # 2 z_2
     assert max_on_ball(flat, 2.0) == pytest.approx(4.0)
+    concave = QuadraticForm(-np.eye(1), np.array([2.0]), 0.0)  # 4z - z^2
+    assert max_on_ball(concave, 1.0) == pytest.approx(3.0)
+
+
+def test_the_smallest_bound_of_a_shifted_square() -> None:
+    shifted = QuadraticForm(np.eye(1), np.ones(1), 1.0)  # (z + 1)^2 <= a + b z^2
+    for b, a in ((None, 2.0), (3.0, 1.5), (1.0, math.inf)):
+        given = None if b is None else math.sqrt(b)
+        found = smallest_bound(lambda axes: shifted, np.eye(1), np.zeros(1), given)
+        assert found == pytest.approx((math.sqrt(a), math.sqrt(b or 2.0)))
+
+
+def test_the_ends_of_a_spectrum() -> None:
+    spectrum = torch.tensor([3.0, -1.0, 0.5])
+    low, high = spectrum_ends(lambda v: spectrum * v, torch.ones(3), 9, 1e-6)
+    assert (low.value, high.value) == pytest.approx((-1.0, 3.0), rel=1e-5)
+    assert torch.allclose(high.vector.abs(), torch.tensor([1.0, 0.0, 0.0]), atol=1e-5)

@@ -272,7 +272,7 @@ def test_advice_that_is_followed_converges_and_twenty_times_it_does_not() -> Non
         nearest, problem, method="fedshuffle", regime="strongly-convex", rounds=40, start=1.0,
         epsilon=1e-3,
     )  # fmt: skip
-    rate = ConvergenceRate(nearest.constants, problem, regime="strongly-convex")
+    rate = ConvergenceRate(nearest, problem, regime="strongly-convex")
     assert advice.tuned is not None
     for step in (advice.proof.step_size, advice.tuned.step_size):
         away = np.abs(end(federation, step, 40) - 1)[:, 0]

@@ -18,9 +18,8 @@ from fedshuffle.cli.shared import AsJson, Settings, alone, console, overrides
 
 if TYPE_CHECKING:
     from fedshuffle.config.schema import Config
-    from fedshuffle.theory.advice import Advice
+    from fedshuffle.theory.advice import Advice, StepSizeSearch
     from fedshuffle.theory.problem import AdvisedRun
-    from fedshuffle.theory.step_size_search import StepSizeSearch
 
 _MANY = 10**7
 """Larger counts are shown as a power of ten."""
@@ -131,8 +130,8 @@ def _print_advice(advice: Advice) -> None:
 
     columns = ["by the", "largest step_size", f"step_size {rounds}", "a for these"]
     bounds = [
-        (bound, one.limit.step_size, one.tuned.step_size, one.tuned.a)
-        for bound, one in advice.mvr.items()
+        (bound, step["limit"].step_size, step["tuned"].step_size, step["tuned"].a)
+        for bound, step in advice.mvr.items()
     ]
     _section("FedShuffleMVR", ["mvr.proof"], columns, bounds, advice.mvr_notes)
     _print_sampling(advice)

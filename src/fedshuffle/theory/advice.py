@@ -5,13 +5,15 @@ from __future__ import annotations
 import dataclasses
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 
 from fedshuffle._arrays import count, jsonable, number
 from fedshuffle.auditing import audit
-from fedshuffle.errors import FedShuffleError, error_context
+from fedshuffle.engines import Problem
+from fedshuffle.errors import DivergedError, FedShuffleError, error_context
+from fedshuffle.evaluation import Evaluation
 from fedshuffle.local_work import EpochRange
 from fedshuffle.methods import MVR, Method
 from fedshuffle.theory.method_advice import (
@@ -26,7 +28,8 @@ from fedshuffle.theory.method_advice import (
 from fedshuffle.theory.mvr import MVRRate, MVRStep
 from fedshuffle.theory.problem import AdvisedProblem, AdvisedRun, StartingPoint, find_problem
 from fedshuffle.theory.rates import Bound, ConvergenceRate, Regime
-from fedshuffle.theory.step_size_search import StepSizeSearch, search_step_sizes
+from fedshuffle.training.divergence import has_diverged
+from fedshuffle.training.rounds import simulate
 
 METHODS = ("fedavg-rr", "fednova-rr", "fedshuffle")
 """The methods to advise on for every run, besides FedShuffleMVR."""
@@ -36,12 +39,9 @@ SOURCES = {
     "problem": ("docs/theory.md#the-constants-of-a-problem", "assumptions on the losses"),
     "steps.constants": ("docs/theory.md#the-constants", "general theorem, definitions"),
     "steps.theorem": ("docs/theory.md#the-step-size-limit", "general theorem"),
-    "steps.proof": ("docs/theory.md#the-step-size-limit", "general theorem, lemmas of its proof"),
-    "steps.tuned": ("docs/theory.md#over-many-rounds", "general theorem, recursion of its proof"),
-    "steps.target": (
-        "docs/theory.md#rounds-to-a-target",
-        "general theorem, recursion of its proof",
-    ),
+    "steps.proof": ("docs/theory.md#the-step-size-limit", "general theorem, lemmas of proof"),
+    "steps.tuned": ("docs/theory.md#over-many-rounds", "general theorem, recursion of proof"),
+    "steps.target": ("docs/theory.md#rounds-to-a-target", "general theorem, recursion of proof"),
     "step_ratios": ("docs/theory.md#how-much-larger-are-fedshuffles-steps", "steps.proof"),
     "mvr.theorem": ("docs/theory.md#fedshufflemvr", "theorem on FedShuffleMVR"),
     "mvr.proof": ("docs/theory.md#fedshufflemvr", "theorem on FedShuffleMVR, its proof redone"),
@@ -60,13 +60,33 @@ _RADIUS = 2.0
 _DRAWS = 4000
 """Cohorts to draw in a Monte Carlo audit."""
 
+MAX_STEPS_EACH_WAY = 6
+"""Largest number of step sizes to try above the first one, and below it."""
+
+_SPACING = math.sqrt(10)
+"""The factor from one step size to the next."""
+
 
 @dataclass(frozen=True)
-class MVRSteps:
-    """The largest step of FedShuffleMVR, and the best for the run's rounds."""
+class StepSizeSearch:
+    """The outcome of short runs with constant step sizes.
 
-    limit: MVRStep
-    tuned: MVRStep
+    A step size is stable if the loss after its run is no higher than before.
+    """
+
+    rounds: int
+    clients: int
+    """The number of clients whose training data give the loss."""
+    local_steps: int
+    """The total cost."""
+    start: float
+    """The loss before training."""
+    tried: tuple[tuple[float, float], ...]
+    """Each step size with the loss after its last round, which is infinite if it diverged."""
+    largest_stable: float | None
+    """The largest stable step size below all unstable ones; None if the smallest is unstable."""
+    best: float | None
+    """The stable step size with the lowest loss."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -84,8 +104,9 @@ class Advice:
     """How many times as large FedShuffle's steps may be as each other method's."""
     not_covered: dict[str, str]
     """The methods without step sizes, each with the reason."""
-    mvr: dict[Bound, MVRSteps]
-    """Step sizes and momentum for FedShuffleMVR; empty if its theorem does not cover the run."""
+    mvr: dict[Bound, dict[str, MVRStep]]
+    """By each bound the ``limit`` of FedShuffleMVR's steps and the one ``tuned`` to the rounds;
+    empty if the theorem does not cover the run."""
     mvr_notes: tuple[str, ...]
     largest_proven: float | None
     """The largest step size that is proven for the run's method."""
@@ -153,7 +174,7 @@ def advise(
     mvr, mvr_notes = _mvr(run, problem)
     limits = list[float]()
     if isinstance(run.method.direction, MVR):
-        limits = [mvr["proof"].limit.step_size] if mvr else []
+        limits = [mvr["proof"]["limit"].step_size] if mvr else []
     elif run.method.momentum == "none":
         limits = [row.proof.step_size for row in steps if row.method == run.method.name]
     consistent = total_variation = None
@@ -198,7 +219,9 @@ def _known_start(
     problem: AdvisedProblem, regime: Regime, start: StartingPoint
 ) -> tuple[float, float] | None:
     """What the bound on an objective starts from, and the intended quantity at the start."""
-    before, quantity = start.of(regime)[0], problem.start.of(regime)[1]
+    before, quantity = start.distance, problem.start.gap
+    if regime == "non-convex":
+        before, quantity = start.gap, problem.start.gradient
     return (before, quantity) if 0 < before < math.inf and quantity > 0 else None
 
 
@@ -214,7 +237,7 @@ def _step_sizes(
         try:
             nearest = nearest_constants(run.federation, subject, run.sampling, run.work, run.seed)
             for regime in problem.regimes:
-                known = problem.of(regime, nearest.constants.w_hat)
+                known = problem.of(regime, nearest.w_hat)
                 start = _known_start(problem, regime, known.start)
                 steps.append(
                     step_advice(
@@ -233,14 +256,15 @@ def _step_sizes(
     return steps, not_covered
 
 
-def _mvr(run: AdvisedRun, problem: AdvisedProblem) -> tuple[dict[Bound, MVRSteps], list[str]]:
+def _mvr(
+    run: AdvisedRun, problem: AdvisedProblem
+) -> tuple[dict[Bound, dict[str, MVRStep]], list[str]]:
     """The steps of FedShuffleMVR by each bound, and notes."""
     notes = ["proven for one client per round, drawn with the probabilities w, and eta_g = 1"]
     work, start = run.work, problem.start
     if isinstance(work.epochs, EpochRange):
         notes.append(f"epochs change: taken as {work.epochs.high}")
         work = dataclasses.replace(work, epochs=work.epochs.high)
-    bounds: tuple[Bound, ...] = ("theorem", "proof")
     try:
         known = problem.of("non-convex")
         if known.problem.B > 1 or np.any(known.problem.P):
@@ -252,8 +276,13 @@ def _mvr(run: AdvisedRun, problem: AdvisedProblem) -> tuple[dict[Bound, MVRSteps
             notes.append("E < L / delta: no gain over momentum without local steps is shown")
         if start.gap == 0:
             raise FedShuffleError(_AT_OPTIMUM)
-        tuned = {b: rate.tune(run.rounds, start=start.gap, bound=b) for b in bounds}
-        return {b: MVRSteps(rate.limit(bound=b), tuned[b]) for b in bounds}, notes
+        return {
+            bound: {
+                "limit": rate.limit(bound=bound),
+                "tuned": rate.tune(run.rounds, start=start.gap, bound=bound),
+            }
+            for bound in get_args(Bound)
+        }, notes
     except FedShuffleError as error:
         return {}, [*notes, str(error)]
 
@@ -272,10 +301,62 @@ def _sampling(
     before, quantity = start
     nearest = nearest_constants(run.federation, "fedshuffle", run.sampling, run.work, run.seed)
     rate = ConvergenceRate(
-        nearest.constants,
+        nearest,
         problem.of(regimes[0]).problem,
         regime=regimes[0],
         server_step_size=run.first_step_sizes[1],
     )
     cohort = max(1, round(run.sampling.expected_updates))
     return sampling_advice(run.federation, rate, cohort, epsilon=target * quantity, start=before)
+
+
+def search_step_sizes(run: AdvisedRun, *, rounds: int = 10, clients: int = 50) -> StepSizeSearch:
+    """Try step sizes in short runs, up and down from the run's first one.
+
+    It goes up until one is unstable, and down until one is stable and not the best, by a factor of
+    sqrt(10) at a time and at most :data:`MAX_STEPS_EACH_WAY` times each way. All runs share the
+    seed, so the result is a pure function of the arguments. The loss is that on the training data
+    of at most this many clients.
+    """
+    sample = run.federation.sample(clients)
+    evaluate = Evaluation(sample, ["loss"], loss=run.loss, per_client=False)
+    problem = Problem(run.model, run.loss, run.method.clients(run.federation))
+    start, steps = evaluate(problem.load(problem.start))["loss"], 0
+    first, server_step_size = run.first_step_sizes
+
+    def after(size: float) -> float:
+        nonlocal steps
+        (engine, training), loss = run.training(problem, size, server_step_size), start
+        try:
+            for (state,) in simulate(engine, [training], rounds):
+                steps += int(training.cohort(state.round - 1).done.sum())
+                loss = evaluate(problem.load(state.x))["loss"]
+                if has_diverged(loss, start):
+                    return math.inf
+        except DivergedError:
+            return math.inf
+        return loss
+
+    losses: dict[float, float] = {}
+    for k in range(MAX_STEPS_EACH_WAY + 1):
+        size = _spaced(first, k)
+        losses[size] = after(size)
+        if not losses[size] <= start:
+            break
+    for k in range(1, MAX_STEPS_EACH_WAY + 1):
+        smallest = min(losses)
+        if losses[smallest] <= start and smallest != min(losses, key=losses.__getitem__):
+            break
+        size = _spaced(first, -k)
+        losses[size] = after(size)
+    stable = [size for size, loss in losses.items() if loss <= start]
+    unstable = min((size for size in losses if size not in stable), default=math.inf)
+    largest_stable = max((size for size in stable if size < unstable), default=None)
+    best = min(sorted(stable), key=losses.__getitem__, default=None)
+    tried = tuple(sorted(losses.items()))
+    return StepSizeSearch(rounds, len(sample), steps, start, tried, largest_stable, best)
+
+
+def _spaced(size: float, k: int) -> float:
+    """The step size k spacings away, with two significant digits."""
+    return size if k == 0 else float(f"{size * _SPACING**k:.2g}")

@@ -106,6 +106,10 @@ class MethodConstants:
     """closed form, enumeration, or (in advice) eigenvalue."""
     obstacle: str
     """Why the theorem does not cover this local work; empty if it does."""
+    notes: tuple[str, ...] = ()
+    """In advice, how the case differs from the one that was asked for."""
+    covered: bool = True
+    """Whether the theorem covers the one that was asked for."""
 
     @property
     def shares(self) -> FloatArray:

@@ -186,8 +186,9 @@ def problem_constants(
     apart, squares, variances, errors = np.moveaxis(first, 2, 0)
     share, factor = estimator.share, _variance_correction(estimator.share, weights)
     variance = factor * apart @ share
-    worst, largest, where = variance.argmax(), variances.max(axis=0), variances.argmax(axis=0)
-    local = float(np.linalg.norm(share * errors[where, np.arange(len(where))]))
+    worst, where = variance.argmax(), variances.argmax(axis=0)[None]
+    largest = np.take_along_axis(variances, where, 0)[0]
+    local = float(np.linalg.norm(share * np.take_along_axis(errors, where, 0)))
     return EstimatedConstants(
         L=_largest(at["L"] for at in second),
         L_objective=_largest(at["L_objective"] for at in second),
@@ -234,12 +235,8 @@ def _minibatches(
 
 
 def _variance_correction(share: FloatArray, w_hat: FloatArray) -> float:
-    """The factor from a variance over some clients to that over all.
-
-    For equal weights it is ``(n - 1) m / (n (m - 1))``; in general with effective numbers.
-
-        >>> _variance_correction(np.full(2, 0.5), np.full(4, 0.25))
-        1.5
+    """The factor from a variance over some clients to that over all: ``(n - 1) m / (n (m - 1))``
+    for equal weights, and in general with effective numbers.
     """
     m, n = 1.0 / float(share @ share), 1.0 / float(w_hat @ w_hat)
     return max(1.0, (n - 1.0) * m / (n * (m - 1.0))) if m > 1.0 + 1e-9 else 1.0
@@ -370,7 +367,7 @@ class _Estimator:
     ) -> tuple[SpectrumEnd, SpectrumEnd]:
         x = self.losses.problem.start
         start = torch.from_numpy(rng.normal(size=len(x))).to(x)
-        return spectrum_ends(product, start, iterations=self.iterations, tolerance=self.tolerance)
+        return spectrum_ends(product, start, self.iterations, self.tolerance)
 
 
 def _square(vector: Tensor) -> float:

@@ -132,11 +132,11 @@ class ConstantsRequest:
         smallest = m % self.batch_size or self.batch_size
         return float(np.sort(smoothness)[-smallest:].mean())
 
-    def step_validity(self, sizes: IntArray, reason: str, minibatches: str) -> Validity:
+    def step_validity(self, sizes: IntArray, reason: str) -> Validity:
         """Exact for steps of single examples or whole clients, else a bound for minibatches."""
         if ((self.batch_size == 1) | (sizes <= self.batch_size)).all():
             return Validity("exact", reason)
-        return Validity("bound", f"{reason}; {minibatches}")
+        return Validity("bound", f"{reason}; of a minibatch by those of its examples")
 
 
 def normalised_weights(default: FloatArray, w_hat: ArrayLike | None) -> FloatArray:

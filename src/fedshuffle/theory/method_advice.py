@@ -7,9 +7,9 @@ For methods that weight by inclusion probability the sampling enters the bound o
 from __future__ import annotations
 
 import dataclasses
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -47,16 +47,6 @@ optimal client sampling."""
 
 MAX_EIGENVALUE_CLIENTS = 400
 """Largest number of clients for which M of uniform sampling is an eigenvalue, not a formula."""
-
-
-class NearestConstants(NamedTuple):
-    """The constants of a method, in the nearest case that the theorem covers."""
-
-    constants: MethodConstants
-    covered: bool
-    """Whether the theorem covers the case itself."""
-    notes: tuple[str, ...]
-    """How the cases differ."""
 
 
 @dataclass(frozen=True)
@@ -100,7 +90,7 @@ def nearest_constants(
     sampling: str | Sampling = "full",
     work: LocalWork | None = None,
     seed: int = 0,
-) -> NearestConstants:
+) -> MethodConstants:
     """The constants of a method, also where :func:`method_constants` only covers a near case.
 
     Epochs may change from round to round: if neither the objective nor W depends on them, the proof
@@ -112,7 +102,7 @@ def nearest_constants(
         >>> clients = Federation.from_sizes([1, 2, 3])
         >>> work = LocalWork(epochs=EpochRange(1, 4))
         >>> found = nearest_constants(clients, "fedshuffle", work=work)
-        >>> found.covered, found.constants.longest
+        >>> found.covered, found.longest
         (True, 12)
     """
     expect(federation, Federation, "federation")
@@ -156,11 +146,11 @@ def nearest_constants(
     wrong = 0.5 * float(np.abs(found.w_hat - federation.weights).sum())
     if wrong > 1e-9:
         notes.append(f"about its own objective, {wrong:.1%} of which is not what you meant")
-    return NearestConstants(found, covered, tuple(notes))
+    return dataclasses.replace(found, notes=tuple(notes), covered=covered)
 
 
 def step_advice(
-    nearest: NearestConstants,
+    constants: MethodConstants,
     problem: ProblemConstants,
     *,
     method: str,
@@ -184,8 +174,7 @@ def step_advice(
     >>> round(advice.theorem.eta_l, 6), advice.proof.eta_l
     (0.083333, 0.25)
     """
-    constants, eta_g = nearest.constants, server_step_size
-    theorem = None
+    eta_g, theorem = server_step_size, None
     if (constants.shares <= 1.0 + 1e-12).all():
         theorem = largest_step_size(constants, problem, server_step_size=eta_g)
     rate = ConvergenceRate(constants, problem, regime=regime, server_step_size=eta_g)
@@ -197,8 +186,8 @@ def step_advice(
     return StepAdvice(
         method=method,
         regime=regime,
-        covered=nearest.covered,
-        notes=nearest.notes,
+        covered=constants.covered,
+        notes=constants.notes,
         constants={name: getattr(constants, name) for name in ("W", "M_1", "M_2", "how")},
         theorem=theorem,
         proof=largest_step_size(constants, problem, server_step_size=eta_g, bound="proof"),
@@ -239,17 +228,14 @@ def _smallest_variance(constants: MethodConstants, sampling: Sampling) -> Method
 
 def _drawn_cohorts(sampling: Sampling, seed: int) -> Sampling:
     """Some cohorts drawn from a sampling with too many to enumerate."""
-    n, drawn, fault = len(sampling), list[tuple[int, ...]](), ""
+    n, why = len(sampling), "weights that are normalised over the cohort have no formula, and"
     if n > MAX_MATRIX_CLIENTS:
-        fault = f"{n} clients are too many to estimate it (at most {MAX_MATRIX_CLIENTS})"
-    else:
-        drawn = [tuple(sampling.draw(seed, k).tolist()) for k in range(MAX_COHORTS)]
-        if len({i for cohort in drawn for i in cohort}) < n:
-            fault = f"some client was in none of {MAX_COHORTS} drawn cohorts"
-    if fault:
         raise FedShuffleError(
-            f"weights that are normalised over the cohort have no formula, and {fault}."
+            f"{why} {n} clients are too many to estimate it (at most {MAX_MATRIX_CLIENTS})."
         )
+    drawn = [tuple(sampling.draw(seed, k).tolist()) for k in range(MAX_COHORTS)]
+    if len({i for cohort in drawn for i in cohort}) < n:
+        raise FedShuffleError(f"{why} some client was in none of {MAX_COHORTS} drawn cohorts.")
     return Listed(n, [(cohort, 1.0 / MAX_COHORTS) for cohort in drawn])
 
 
@@ -352,11 +338,9 @@ def sampling_advice(
             return sizes[0][k].rounds >= 0.5 * found.cohort * found.rounds
 
         last = max(j for j, row in enumerate(sizes) if pays(row[k]))
-        low, high = ladder[last], [*ladder, n + 1][last + 1]
-        while high - low > 1:
-            middle = (low + high) // 2
-            low, high = (middle, high) if pays(option(kind, middle)) else (low, middle)
-        return low
+        between = range(ladder[last] + 1, [*ladder, n + 1][last + 1])
+        more = bisect_left(between, True, key=lambda size: not pays(option(kind, size)))
+        return ladder[last] + more
 
     options = tuple(option(kind, b) for kind in KINDS)
     longest = {kind: pays_until(k, kind) for k, kind in enumerate(KINDS)}

@@ -173,17 +173,14 @@ class MVRRate:
         start_error: float | None = None,
         bound: Bound = "theorem",
     ) -> MVRStep:
-        r"""The step size and the a for a number of rounds.
+        """The step size and the a for a number of rounds.
 
-        By the theorem, with :math:`F = f(x^0) - f^\star` (``start``),
-
-        .. math:: \eta_l = \min\Big\{ \frac{1}{4L}, \frac{1}{40 \delta E}, \Big( \frac{F}{E^3 R
-                  (58752\, \delta^2 G^2 + 5 \sigma^2 L^2 / E^2)} \Big)^{1/3} \Big\}, \qquad
-                  a = \max\Big\{ 1152\, E^2 \delta^2 \eta_l^2, \frac1R \Big\}.
-
-        With ``bound="proof"``, those with the smallest bound. ``start_error`` is
-        ``E |m^0 - grad f(x^0)|^2``; by default that of this library, which starts with the gradient
-        of the first client. The theorem supposes ``G^2 / R``, from R rounds that only measure.
+        By the theorem, with ``start = f(x^0) - f*``, the limit or, if that is smaller, the cube
+        root of ``start / (E^3 R (58752 delta^2 G^2 + 5 sigma^2 L^2 / E^2))``; and
+        ``a = max(1152 (E delta eta_l)^2, 1 / R)``. With ``bound="proof"``, those with the smallest
+        bound. ``start_error`` is ``E |m^0 - grad f(x^0)|^2``; by default that of this library,
+        which starts with the gradient of the first client. The theorem supposes ``G^2 / R``, from R
+        rounds that only measure.
         """
         rounds, error = count(rounds, "rounds"), self._start_error(start, start_error)
         largest = self.limit(bound=bound).eta_l

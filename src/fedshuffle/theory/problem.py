@@ -83,12 +83,6 @@ class StartingPoint:
     gradient: float
     """``|grad f(x^0)|^2``."""
 
-    def of(self, regime: Regime) -> tuple[float, float]:
-        """What a bound starts from, and the bounded quantity at the start."""
-        if regime == "non-convex":
-            return self.gap, self.gradient
-        return self.distance, self.gap
-
 
 class ObjectiveConstants(NamedTuple):
     """What is known of the objective with some weights."""

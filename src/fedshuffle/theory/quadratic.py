@@ -3,7 +3,7 @@
 With ``grad f_ij(x) = A_ij x - b_ij`` gradient similarity and bounded variance bound one quadratic
 function by another, so for every B (P_i) that is large enough the smallest G (sigma_i) is the
 maximum of a quadratic function (docs/theory.md). On a ball B is 1 by default and P_i is 0;
-everywhere they are as small as :func:`~fedshuffle.theory.quadratic_forms.smallest_bound` allows.
+everywhere they are as small as :func:`smallest_bound` allows.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Unpack
+from typing import NamedTuple, Unpack
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -27,7 +27,12 @@ from fedshuffle.theory.exact import (
     Validity,
     normalised_weights,
 )
-from fedshuffle.theory.quadratic_forms import QuadraticForm, nonzero_axes, smallest_bound
+
+_RANK = 1e-12
+"""Eigenvalues below this share of the largest count as zero."""
+
+_NOTHING = 1e-20
+"""A squared linear term below this share of its largest possible value counts as zero."""
 
 _EXACT = 1e-9
 """How far below zero rounding may push an eigenvalue, as a share of the largest."""
@@ -122,6 +127,14 @@ def linear_regression_constants(
         "mu": "the smallest eigenvalue of any a_ij a_ij' + l2 I: l2, in more than one dimension",
     }
     return _constants(client, federation.sizes, data.width, w_hat, request, reasons)
+
+
+class QuadraticForm(NamedTuple):
+    """The function ``z -> z'Qz + 2 c'z + s``."""
+
+    Q: FloatArray
+    c: FloatArray
+    s: float
 
 
 class _Quadratics:
@@ -231,17 +244,11 @@ def _constants(
         L_steps[i] = request.batch_smoothness(each, float(own[-1]))
         mu[i] = max(0.0, own[0]) if len(each) <= request.batch_size else flattest
         delta[i] = np.abs(np.linalg.eigvalsh(losses.hessian - hessian)).max()
-        factor = request.variance_factor(len(each))
-        P[i] = request.P or 0.0
+        factor, P[i] = request.variance_factor(len(each)), request.P or 0.0
         if factor > 0.0:
-            variance, p2 = smallest_bound(
-                partial(losses.variance, x, factor),
-                losses.hessian,
-                gradient,
-                b=None if request.P is None else request.P**2,
-                radius=request.radius,
-            )
-            sigma[i], P[i] = math.sqrt(variance), math.sqrt(p2)
+            form = partial(losses.variance, x, factor)
+            bound = smallest_bound(form, losses.hessian, gradient, request.P, request.radius)
+            sigma[i], P[i] = bound
         if math.isinf(sigma[i]):
             raise FedShuffleError(
                 f"no sigma is enough for client {i} with P = {P[i]:g}: the variance among its"
@@ -262,32 +269,23 @@ def _constants(
     root = hessian
     if request.form == "convex":
         root = vectors * np.sqrt(L * values) @ vectors.T
-    g2, b2 = smallest_bound(
-        similarity,
-        root,
-        np.zeros(d),
-        b=None if request.B is None else request.B**2,
-        least=1.0,
-        radius=request.radius,
+    G, B = smallest_bound(  # noqa: N806
+        similarity, root, np.zeros(d), request.B, request.radius, least=1.0
     )
-    if math.isinf(g2):
+    if math.isinf(G):
         raise FedShuffleError(
-            f"no G is enough with B = {math.sqrt(b2):g}: the gradients of clients grow faster than"
-            " the objective's. Use a larger B, or a radius."
+            f"no G is enough with B = {B:g}: the gradients of clients grow faster than the"
+            " objective's. Use a larger B, or a radius."
         )
     where = Validity("exact", "the smallest for this B (P_i): the maximum of a quadratic")
     if request.radius is not None:
         where = Validity("on the ball", "the maximum of a quadratic on a ball")
-    minibatches = {
-        "L": "of a minibatch, at most the mean of its examples'",
-        "mu": "of a minibatch, at least that of its examples",
-    }
     return ExactConstants(
         L=L,
         mu=min(L, float(mu.min())),
         mu_objective=float(values.min()) if len(values) == d else 0.0,
-        G=math.sqrt(g2),
-        B=math.sqrt(b2),
+        G=G,
+        B=B,
         sigma=sigma,
         P=P,
         delta=float(delta.max()),
@@ -295,7 +293,7 @@ def _constants(
         f_star=f_star,
         w_hat=w_hat,
         validity={
-            **{k: request.step_validity(sizes, reasons[k], minibatches[k]) for k in reasons},
+            **{name: request.step_validity(sizes, why) for name, why in reasons.items()},
             **dict.fromkeys(("G", "B", "sigma", "P"), where),
             "delta": Validity("exact", "max_i |A_i - A|: the Hessians are the same everywhere"),
         },
@@ -308,3 +306,72 @@ def _finite(values: ArrayLike, what: str) -> FloatArray:
     if not np.isfinite(array).all():
         raise FedShuffleError(f"{what} must be finite.")
     return array
+
+
+def smallest_bound(
+    form: Callable[[FloatArray], QuadraticForm],
+    R: FloatArray,  # noqa: N803
+    g: FloatArray,
+    given: float | None,
+    radius: float | None = None,
+    least: float = 0.0,
+) -> tuple[float, float]:
+    """The roots of the smallest a with ``t(z) <= a + b |R z + g|^2`` for all z or on a ball, and of
+    b, the latter if it is not given.
+
+    R is symmetric, ``form(axes)`` is t at ``z = axes y`` as a form in y, and a is infinite if there
+    is none. Without a ball, write ``|y + V'g|`` for the length on the right. With the eigenvalues
+    ``theta_k`` of Q and the parts ``gamma_k`` of c along its eigenvectors, around ``-V'g``, the
+    smallest a is ``s + sum_k gamma_k^2 / (b - theta_k)``. The default b is ``theta_max`` if it has
+    a finite a for lack of a linear term; otherwise twice that, for which ``a <= 2 s``. It is at
+    least ``least``, which is the default on a ball.
+    """
+    if radius is not None:
+        b = least if given is None else given**2
+        Q, c, s = form(np.eye(len(R)))  # noqa: N806
+        rest = QuadraticForm(Q - b * R @ R, c - b * R @ g, s - b * float(g @ g))
+        return math.sqrt(max(0.0, max_on_ball(rest, radius))), math.sqrt(b)
+    values, vectors = nonzero_axes(R)
+    Q, c, s = form(vectors / values)  # noqa: N806
+    shift = vectors.T @ g
+    theta, axes = np.linalg.eigh(Q)
+    theta, gamma2 = np.maximum(theta, 0.0), (axes.T @ (c - Q @ shift)) ** 2
+    s = max(0.0, s - 2.0 * float(c @ shift) + float(shift @ Q @ shift))
+    limit = float(theta.max(initial=0.0))
+    matters = gamma2 > _NOTHING * limit * s
+    b = max(least, limit * (2.0 if matters.any() else 1.0)) if given is None else given**2
+    gap = b - theta[matters]
+    if b < limit * (1.0 - _RANK) or (gap <= _RANK * limit).any():
+        return math.inf, math.sqrt(b)
+    return math.sqrt(s + float((gamma2[matters] / gap).sum())), math.sqrt(b)
+
+
+def max_on_ball(form: QuadraticForm, radius: float) -> float:
+    """The largest value on a ball around zero, up to rounding.
+
+    It is the smallest ``s + l r^2 + c' (l I - Q)^-1 c`` with ``l >= lambda_max(Q)^+`` (the dual of
+    the trust-region problem has no gap).
+    """
+    if radius == 0.0:
+        return form.s
+    q, vectors = np.linalg.eigh(form.Q)
+    gamma2 = (vectors.T @ form.c) ** 2
+    low = max(float(q[-1]), 0.0)
+    q, gamma2 = q[gamma2 > 0.0], gamma2[gamma2 > 0.0]  # the rest would be zero by zero
+    high = low + math.sqrt(float(gamma2.sum())) / radius
+    step = 1e-14 * max(high, float(np.finfo(float).tiny))
+
+    def inverse(multiplier: float, power: int) -> float:
+        return float((gamma2 / np.maximum(multiplier - q, step) ** power).sum())
+
+    for _ in range(100):
+        middle = 0.5 * (low + high)
+        low, high = (middle, high) if inverse(middle, 2) > radius**2 else (low, middle)
+    return form.s + high * radius**2 + inverse(high, 1)
+
+
+def nonzero_axes(matrix: FloatArray) -> tuple[FloatArray, FloatArray]:
+    """The nonzero eigenvalues, and their eigenvectors."""
+    values, vectors = np.linalg.eigh(matrix)
+    kept = np.abs(values) > _RANK * max(float(np.abs(values).max()), np.finfo(float).tiny)
+    return values[kept], vectors[:, kept]

@@ -58,18 +58,14 @@ def largest_step_size(
     server_step_size: float = 1.0,
     bound: Bound = "theorem",
 ) -> StepLimit:
-    r"""The largest local step size for a server step size.
+    """The largest local step size for a server step size.
 
-    ``bound="theorem"``, with :math:`\beta = 1 + M_2 + (1 + P) B + M_1 B^2`, is the paper's limit
-    (with the W that it omits: docs/differences.md); ``bound="proof"``, never smaller, is what its
-    proof needs for the progress of a round and against the drift of the clients:
-
-    .. math:: \eta_l \max(1, W \eta_g) \le \frac{1}{4 \beta L}; \qquad
-              4 L \tilde\eta\, (1 + M_1 B^2) \le 1, \quad
-              \frac{12 L^2 \eta_l^2 B^2 A}{1 - 2 L^2 \eta_l^2 r^2} \le \frac{9}{10},
-
-    with :math:`r = \max_i \tau_i / c_i` and :math:`A = \max_i (\tau_i / c_i)^2 (1 + P_i^2 /
-    (3 k_i E_i^2))`.
+    With ``bound="theorem"`` it is the paper's ``eta_l max(1, W eta_g) <= 1 / (4 beta L)``, where
+    ``beta = 1 + M_2 + (1 + P) B + M_1 B^2`` (the paper omits W: docs/differences.md). With
+    ``bound="proof"``, which is never smaller, it is what the proof needs for the progress of a
+    round, ``4 L eta (1 + M_1 B^2) <= 1``, and against the drift of clients, ``12 L^2 eta_l^2 B^2 A
+    <= 9/10 (1 - 2 L^2 eta_l^2 r^2)``, where ``r = max_i tau_i / c_i`` and
+    ``A = max_i (tau_i / c_i)^2 (1 + P_i^2 / (3 k_i E_i^2))``.
 
     >>> from fedshuffle import Federation
     >>> from fedshuffle.theory import method_constants
