@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import lru_cache
-from itertools import chain
 
 import torch
 from torch import Tensor
@@ -158,18 +157,16 @@ class SequentialEngine(base.OneWorker):
 
     def _batches(self, task: ClientTask) -> Iterator[tuple[int, tuple[Tensor, ...]]]:
         """The minibatches of a client, with the seeds for the model's own randomness."""
-        seed = task.minibatches.model_seed() if self._random else 0
-        for k, batch in enumerate(chain.from_iterable(self._portions(task)), seed):
-            if self.stop:
-                raise base.Stopped
-            yield k, batch
-
-    def _portions(self, task: ClientTask) -> Iterator[Iterator[tuple[Tensor, ...]]]:
         stream = task.minibatches
+        seed = stream.model_seed() if self._random else 0
         for positions, lengths in stream.portions(_GATHERED_ROWS, self._draw):
             rows = self.problem.rows(stream.client, positions)
             fields = self._here.ready(self.problem.batch(rows))
-            yield zip(*(field.split_with_sizes(lengths) for field in fields), strict=True)
+            for batch in zip(*(field.split_with_sizes(lengths) for field in fields), strict=True):
+                if self.stop:
+                    raise base.Stopped
+                yield seed, batch
+                seed += 1
 
     def _full_gradient(self, request: FullGradient) -> Tensor:
         here, layout = self._here, self._here.layout
