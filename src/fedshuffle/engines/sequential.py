@@ -6,8 +6,8 @@ gathered at once, and nothing is allocated per step but what the gradient needs.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from functools import lru_cache
 
 import torch
@@ -52,19 +52,6 @@ class SequentialEngine(base.OneWorker):
             return [self._full_gradient(request) for request in requests]
 
     def _train(self, request: LocalTraining) -> Tensor:
-        largest = max((task.minibatches.batch_size for task in request.tasks), default=1)
-        with threads_for(self.problem, largest):
-            sums = self._sums(request)
-        if torch.isfinite(sums).all():
-            return self._here.layout.restore(sums)
-        for task in request.tasks:  # train again, one by one, to see whose update it is
-            weights = [weight for _, weight in base.nonzero_weights(task.weights)] or [0.0]
-            alone = LocalTraining(request.start, [replace(task, weights=weights)], len(weights))
-            if not torch.isfinite(self._sums(alone)).all():
-                raise base.not_finite(self.problem, task)
-        raise base.not_finite(self.problem, request.tasks[-1])
-
-    def _sums(self, request: LocalTraining) -> Tensor:
         layout = self._here.layout
         x = layout.arrange(request.start)
         arrange = lru_cache(maxsize=4)(layout.arrange)  # clients often share their v and scale
@@ -74,8 +61,10 @@ class SequentialEngine(base.OneWorker):
         if any(map(_needs_direction, request.tasks)):  # not in inference mode: others use it, too
             self._collected = self._collected or self._replica()
         sums = x.new_zeros(request.sums, len(x))
-        # Without autograd, its bookkeeping would only cost.
-        with torch.inference_mode(self._here.stack is not None):
+        largest = max((task.minibatches.batch_size for task in request.tasks), default=1)
+        # Where no autograd is needed, its bookkeeping would only cost.
+        by_hand = self._here.stack is not None
+        with threads_for(self.problem, largest), torch.inference_mode(by_hand):
             for task in request.tasks:
                 stream, coefficients = task.minibatches, task.coefficients
                 v = None if coefficients.v is None else arrange(coefficients.v)
@@ -90,10 +79,11 @@ class SequentialEngine(base.OneWorker):
                     else:
                         self._step_without_gradients(x, task, v, scale)
                 update = self._here.flat.sub_(x)
-                # An update that contributes nowhere must be finite, too.
-                for k, weight in base.nonzero_weights(task.weights) or [(0, 0.0)]:
+                if not math.isfinite(update.sum()):
+                    raise base.not_finite(self.problem, task)
+                for k, weight in base.nonzero_weights(task.weights):
                     sums[k].add_(update, alpha=weight)
-        return sums
+        return layout.restore(sums)
 
     def _step(self, x: Tensor, task: ClientTask, v: Tensor | None) -> None:
         """The kernel, in place: y <- y - gamma (alpha g(y) - beta g(x) + v + mu (y - x))."""

@@ -222,6 +222,7 @@ class RayEngine(Workers):
             except self._ray.exceptions.RayError as error:
                 if share is None:  # it cannot even start: Ray has given it up
                     failure = _last_line(error)
+                    _LOG.warning("Ray: a worker cannot start: %s", failure)
                     continue
                 losses[share] += 1
                 waiting.insert(0, share)
