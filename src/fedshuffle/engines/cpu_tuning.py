@@ -20,9 +20,7 @@ from torch import nn
 if TYPE_CHECKING:
     from fedshuffle.engines.problem import Problem
 
-_SMALL = 1e9
-"""A gradient step of fewer operations is computed on one thread."""
-
+_SMALL = 1e9  # a gradient step of fewer operations is computed on one thread
 _TRIM_THRESHOLD, _TOP_PAD, _MMAP_MAX = -1, -2, -4  # the names of glibc's malloc.h
 
 

@@ -79,7 +79,7 @@ class LinearStack:
         output, outputs = inputs.flatten(2 if many else 1), []
         for layer in self._layers:
             outputs.append(output)
-            weight = at[layer.weight].transpose(-2, -1)
+            weight = at[layer.weight].mT
             if layer.bias is None:
                 output = output @ weight
             elif many:
@@ -104,7 +104,7 @@ class LinearStack:
             below = slope @ at[layer.weight] if outputs else slope
             if shrinks:
                 into[layer.weight].mul_(of_weight)
-            add_product(into[layer.weight], slope.transpose(-2, -1), output, alpha=alpha)
+            add_product(into[layer.weight], slope.mT, output, alpha=alpha)
             if layer.bias is not None:
                 bias = into[layer.bias]
                 if shrinks:

@@ -20,8 +20,7 @@ from fedshuffle._arrays import IntArray, expect
 from fedshuffle.errors import FedShuffleError, error_context
 from fedshuffle.federation import Federation
 
-GRADIENT_ROWS = 1024
-"""Full gradients are computed in pieces of at most this many examples."""
+GRADIENT_ROWS = 1024  # full gradients are computed in pieces of at most this many examples
 
 Loss = Callable[..., Tensor]
 """``loss(model, *fields)``: the mean loss over the examples of a minibatch, a scalar tensor."""
@@ -221,20 +220,21 @@ def _check_loss(loss: Loss) -> None:
 def _check_model(model: nn.Module) -> None:
     """Refuse a model that has no values yet, cannot be copied, or is not averaged as a whole."""
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
-        faults = {
-            "is lazy and has no shape yet. Run the model on an example before you train it.": (
-                is_lazy(tensor)
-            ),
-            "is on the meta device and has no values. Move the model with to_empty and initialise"
-            " it before you train it.": tensor.device.type == "meta",
-            "has a gradient hook (register_hook), which copies of the model do not have. Do the"
-            " same in the model's forward or in the loss, and remove it.": (
-                tensor._backward_hooks or tensor._post_accumulate_grad_hooks
-            ),
-        }
-        for fault, found in faults.items():
-            if found:
-                raise FedShuffleError(f"parameter {name!r} {fault}")
+        fault = ""
+        if is_lazy(tensor):
+            fault = "is lazy and has no shape yet. Run the model on an example before you train it"
+        elif tensor.device.type == "meta":
+            fault = (
+                "is on the meta device and has no values. Move the model with to_empty and"
+                " initialise it before you train it"
+            )
+        elif tensor._backward_hooks or tensor._post_accumulate_grad_hooks:
+            fault = (
+                "has a gradient hook (register_hook), which copies of the model do not have. Do the"
+                " same in the model's forward or in the loss, and remove it"
+            )
+        if fault:
+            raise FedShuffleError(f"parameter {name!r} {fault}.")
     for name, module in model.named_modules():
         if any(isinstance(hook, WeightNorm) for hook in module._forward_pre_hooks.values()):
             raise FedShuffleError(

@@ -131,10 +131,7 @@ class Replica:
         torch._foreach_add_(into._views, found, alpha=by)
 
     def _by_autograd(self, batch: tuple[Tensor, ...], seed: int) -> tuple[Tensor, ...]:
-        if self.problem.random:
-            with model_randomness(self.problem, seed):
-                loss = self.problem.loss(self._model, *batch)
-        else:
+        with model_randomness(self.problem, seed):
             loss = self.problem.loss(self._model, *batch)
         return gradients(loss, self._parameters)
 

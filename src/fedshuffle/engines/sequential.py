@@ -6,10 +6,9 @@ gathered at once, and nothing is allocated per step but what the gradient needs.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from functools import lru_cache
-from itertools import chain
 
 import torch
 from torch import Tensor
@@ -53,19 +52,6 @@ class SequentialEngine(base.OneWorker):
             return [self._full_gradient(request) for request in requests]
 
     def _train(self, request: LocalTraining) -> Tensor:
-        largest = max((task.minibatches.batch_size for task in request.tasks), default=1)
-        with threads_for(self.problem, largest):
-            sums = self._sums(request)
-        if torch.isfinite(sums).all():
-            return self._here.layout.restore(sums)
-        for task in request.tasks:  # train again, one by one, to see whose update it is
-            weights = [weight for _, weight in base.nonzero_weights(task.weights)] or [0.0]
-            alone = LocalTraining(request.start, [replace(task, weights=weights)], len(weights))
-            if not torch.isfinite(self._sums(alone)).all():
-                raise base.not_finite(self.problem, task)
-        raise base.not_finite(self.problem, request.tasks[-1])
-
-    def _sums(self, request: LocalTraining) -> Tensor:
         layout = self._here.layout
         x = layout.arrange(request.start)
         arrange = lru_cache(maxsize=4)(layout.arrange)  # clients often share their v and scale
@@ -75,8 +61,10 @@ class SequentialEngine(base.OneWorker):
         if any(map(_needs_direction, request.tasks)):  # not in inference mode: others use it, too
             self._collected = self._collected or self._replica()
         sums = x.new_zeros(request.sums, len(x))
-        # Without autograd, its bookkeeping would only cost.
-        with torch.inference_mode(self._here.stack is not None):
+        largest = max((task.minibatches.batch_size for task in request.tasks), default=1)
+        # Where no autograd is needed, its bookkeeping would only cost.
+        by_hand = self._here.stack is not None
+        with threads_for(self.problem, largest), torch.inference_mode(by_hand):
             for task in request.tasks:
                 stream, coefficients = task.minibatches, task.coefficients
                 v = None if coefficients.v is None else arrange(coefficients.v)
@@ -91,10 +79,11 @@ class SequentialEngine(base.OneWorker):
                     else:
                         self._step_without_gradients(x, task, v, scale)
                 update = self._here.flat.sub_(x)
-                # An update that contributes nowhere must be finite, too.
-                for k, weight in base.nonzero_weights(task.weights) or [(0, 0.0)]:
+                if not math.isfinite(update.sum()):
+                    raise base.not_finite(self.problem, task)
+                for k, weight in base.nonzero_weights(task.weights):
                     sums[k].add_(update, alpha=weight)
-        return sums
+        return layout.restore(sums)
 
     def _step(self, x: Tensor, task: ClientTask, v: Tensor | None) -> None:
         """The kernel, in place: y <- y - gamma (alpha g(y) - beta g(x) + v + mu (y - x))."""
@@ -158,18 +147,16 @@ class SequentialEngine(base.OneWorker):
 
     def _batches(self, task: ClientTask) -> Iterator[tuple[int, tuple[Tensor, ...]]]:
         """The minibatches of a client, with the seeds for the model's own randomness."""
-        seed = task.minibatches.model_seed() if self._random else 0
-        for k, batch in enumerate(chain.from_iterable(self._portions(task)), seed):
-            if self.stop:
-                raise base.Stopped
-            yield k, batch
-
-    def _portions(self, task: ClientTask) -> Iterator[Iterator[tuple[Tensor, ...]]]:
         stream = task.minibatches
+        seed = stream.model_seed() if self._random else 0
         for positions, lengths in stream.portions(_GATHERED_ROWS, self._draw):
             rows = self.problem.rows(stream.client, positions)
             fields = self._here.ready(self.problem.batch(rows))
-            yield zip(*(field.split_with_sizes(lengths) for field in fields), strict=True)
+            for batch in zip(*(field.split_with_sizes(lengths) for field in fields), strict=True):
+                if self.stop:
+                    raise base.Stopped
+                yield seed, batch
+                seed += 1
 
     def _full_gradient(self, request: FullGradient) -> Tensor:
         here, layout = self._here, self._here.layout

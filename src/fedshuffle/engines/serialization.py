@@ -162,31 +162,30 @@ def pack(requests: Sequence[Any]) -> tuple[Tensors, list[Packed]]:
     >>> one.unpack(shared, torch.device("cpu"))
     {'start': tensor([0., 0.]), 'v': tensor([1., 1., 1.])}
     """
-    pickled = []
-    for request in requests:
-        buffer, tensors = io.BytesIO(), dict[int, Tensor]()
-        _Pickler(buffer, tensors).dump(request)
-        pickled.append((buffer.getvalue(), tensors))
+    pickled = [_without_tensors(request) for request in requests]
     common = set.intersection(*(set(tensors) for _, tensors in pickled))
     shared = {k: Flat.of(pickled[0][1][k]) for k in common}
     return shared, [
-        Packed(text, {k: Flat.of(t) for k, t in tensors.items() if k not in common})
+        Packed(text, {k: Flat.of(tensor) for k, tensor in tensors.items() if k not in common})
         for text, tensors in pickled
     ]
 
 
-class _Pickler(pickle.Pickler):
-    """Leaves tensors out, and puts them into a dictionary."""
+def _without_tensors(request: Any) -> tuple[bytes, dict[int, Tensor]]:
+    """A pickled request in which numbers stand for its tensors, and these."""
+    tensors: dict[int, Tensor] = {}
 
-    def __init__(self, buffer: io.BytesIO, tensors: dict[int, Tensor]) -> None:
-        super().__init__(buffer, protocol=5)
-        self._tensors = tensors
-
-    def persistent_id(self, thing: Any) -> int | None:
+    def number(thing: Any) -> int | None:
         if not isinstance(thing, Tensor):
             return None
-        self._tensors[id(thing)] = thing  # referenced, so that its id stays unique
+        tensors[id(thing)] = thing  # referenced, so that its id stays unique
         return id(thing)
+
+    buffer = io.BytesIO()
+    pickler: Any = pickle.Pickler(buffer, protocol=5)
+    pickler.persistent_id = number
+    pickler.dump(request)
+    return buffer.getvalue(), tensors
 
 
 def answer(engine: Engine, what: str, packed: Packed, shared: Tensors) -> tuple[bool, Any]:

@@ -9,7 +9,6 @@ import secrets
 import signal
 import socket
 import sys
-import threading
 import warnings
 from pathlib import Path
 from typing import Any
@@ -25,10 +24,6 @@ _BEFORE_IMPORT = {
     "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # listen on the loopback address only
     "RAY_AUTH_MODE": "token",
 }
-
-_joined: str | None = None  # the cluster that was started or joined here, not by the program
-_users = 0  # the engines that use it
-_lock = threading.RLock()
 
 
 def library(local: bool = False) -> Any:
@@ -49,45 +44,39 @@ def current() -> str | None:
     return f"{context.gcs_address} {context.get_job_id()}"
 
 
-def join(address: str | None, cpus: float) -> str | None:
-    """Use a cluster; :func:`leave` it with what this returns.
+def join(address: str | None, cpus: float) -> bool:
+    """Use a cluster; whether it was joined here, and is to be left by :func:`leave`.
 
     If the program has initialised Ray, that cluster is used and stays. Otherwise the one at the
     address (or ``RAY_ADDRESS``), or else a new one on this machine with at least this many CPUs.
     """
-    global _joined, _users
     wanted = address or os.environ.get("RAY_ADDRESS") or "local"
-    with _lock:
-        ray = library(local=wanted == "local")
-        if ray.is_initialized():
-            _refuse_another(ray, address)
-        else:
-            options: dict[str, Any] = {}
-            if wanted == "local":
-                _create_token()
-                cores = max(available_cores(), math.ceil(cpus))
-                options = {"num_cpus": cores, "include_dashboard": False}
-            else:
-                _check(wanted)
-            _initialise(ray, wanted, options)
-            _joined, _users = current(), 0
-        if current() != _joined:  # it is the program's own
-            return None
-        _users += 1
-        return _joined
+    ray = library(local=wanted == "local")
+    if ray.is_initialized():
+        here = ray.get_runtime_context().gcs_address
+        if address not in (None, "auto", here):
+            raise FedShuffleError(
+                f"this program is connected to a Ray cluster at {here!r} already, and address is"
+                f" {address!r}. Leave the address out, or call ray.shutdown() first."
+            )
+        return False
+    if wanted == "local":
+        _create_token()
+        cores = max(available_cores(), math.ceil(cpus))
+        _initialise(ray, wanted, num_cpus=cores, include_dashboard=False)
+    else:
+        _check(wanted)
+        _initialise(ray, wanted)
+    return True
 
 
 def leave(cluster: str | None) -> None:
-    """Shut down what :func:`join` started when its last user leaves."""
-    global _users
-    with _lock:
-        if cluster is not None and cluster == _joined:
-            _users -= 1
-            if not _users and current() == cluster:  # or else the program has joined another
-                library().shutdown()
+    """Leave a cluster, and shut it down if it is a local one, unless the program has done so."""
+    if current() == cluster:
+        library().shutdown()
 
 
-def _initialise(ray: Any, address: str, options: dict[str, Any]) -> None:
+def _initialise(ray: Any, address: str, **options: Any) -> None:
     try:
         with signals(None, signal.SIGTERM, signal.SIGINT), warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)
@@ -117,15 +106,6 @@ def _create_token() -> None:
         handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         with open(handle, "w") as file:
             file.write(secrets.token_hex(32))
-
-
-def _refuse_another(ray: Any, address: str | None) -> None:
-    here = ray.get_runtime_context().gcs_address
-    if address not in (None, "auto", here):
-        raise FedShuffleError(
-            f"this program is connected to a Ray cluster at {here!r} already, and address is"
-            f" {address!r}. Leave the address out, or call ray.shutdown() first."
-        )
 
 
 def _check(address: str) -> None:

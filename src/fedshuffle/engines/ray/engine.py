@@ -42,8 +42,6 @@ KINDS: dict[str, type[OneWorker]] = {
 }
 
 _LOG = logging.getLogger("fedshuffle")
-_of_parent: list[Any] = []
-"""What belongs to the process that this one was forked from; deleting it would wait for ever."""
 
 
 @dataclass(frozen=True)
@@ -128,16 +126,16 @@ class RayEngine(Workers):
         KINDS[wanted.kind](problem)  # reports what is wrong with the model here, not in a worker
         dumped = serialization.dump_problem(problem)
         joined = cluster.join(wanted.address, (wanted.workers or 1) * wanted.cpus)
-        self._ray = cluster.library()
-        self._cluster = cluster.current()
+        self._ray, self._cluster = cluster.library(), cluster.current()
         self._ready: dict[Any, str] = {}
         """Workers that can be given a share, and where they are."""
         self._pending: dict[Any, tuple[Any, int | None]] = {}
         """What is waited for: a worker's share, or (None) a sign that it is ready."""
         self._held: list[Any] = []
         """What stays in the cluster's memory as long as this engine, for workers that restart."""
-        mine = self._ready, self._pending, self._held
-        self._close = weakref.finalize(self, _close, os.getpid(), self._ray, joined, *mine)
+        leaves = self._cluster if joined else None
+        mine = leaves, self._ready, self._pending, self._held
+        self._close = weakref.finalize(self, _close, os.getpid(), self._ray, *mine)
         try:
             room = _room(self._ray, wanted)
             self.wanted = replace(wanted, workers=wanted.workers or room)
@@ -224,6 +222,7 @@ class RayEngine(Workers):
             except self._ray.exceptions.RayError as error:
                 if share is None:  # it cannot even start: Ray has given it up
                     failure = _last_line(error)
+                    _LOG.warning("Ray: a worker cannot start: %s", failure)
                     continue
                 losses[share] += 1
                 waiting.insert(0, share)
@@ -355,12 +354,12 @@ def _kill(ray: Any, ready: dict[Any, str], pending: dict[Any, Any]) -> None:
     pending.clear()
 
 
-def _close(pid: int, ray: Any, joined: str | None, *mine: Any) -> None:
-    ready, pending, held = mine
-    if os.getpid() != pid:  # a fork, in which Ray has no threads and would wait for them for ever
-        _of_parent.append(mine)
+def _close(owner: int, ray: Any, cluster_to_leave: str | None, *mine: Any) -> None:
+    if os.getpid() != owner:  # a fork, in which Ray has no threads and would wait for ever
         return
+    ready, pending, held = mine
     _kill(ray, ready, pending)
     held.clear()
-    with contextlib.suppress(ImportError):  # of a program that ends; its cluster ends with it
-        cluster.leave(joined)
+    if cluster_to_leave:
+        with contextlib.suppress(ImportError):  # the program ends, and its cluster with it
+            cluster.leave(cluster_to_leave)
