@@ -14,7 +14,7 @@ import re
 import sys
 import textwrap
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -51,8 +51,8 @@ class PlottedMethod:
     """A method in a picture. ``step`` is a factor on its step size."""
 
     name: str
-    paint: str = field(default="", compare=False)
-    title: str = field(default="", compare=False)
+    paint: str = ""
+    title: str = ""
     step: float = 1.0
     server_step_size: float = 1.0
     momentum: str = ""
