@@ -14,7 +14,7 @@ import re
 import sys
 import textwrap
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +31,6 @@ from fedshuffle.errors import FedShuffleError
 from fedshuffle.experiments.quadratic.experiment import DISTANCE, SEEDS, TITLES, distances
 from fedshuffle.experiments.quadratics import toy
 from fedshuffle.local_work import LocalWork
-from fedshuffle.methods import Method
 from fedshuffle.reports.drawing import clean
 from fedshuffle.reports.methods import markdown
 from fedshuffle.reports.page import joined
@@ -52,18 +51,11 @@ class PlottedMethod:
     """A method in a picture. ``step`` is a factor on its step size."""
 
     name: str
-    paint: str = field(default="", compare=False)
-    title: str = field(default="", compare=False)
+    paint: str = ""
+    title: str = ""
     step: float = 1.0
     server_step_size: float = 1.0
     momentum: str = ""
-
-    @property
-    def method(self) -> Method:
-        """The method itself, with its momentum."""
-        found = methods.get(self.name)
-        momentum = self.momentum and methods.parse_momentum(self.momentum)
-        return found.with_momentum(momentum) if momentum else found
 
     @property
     def label(self) -> str:
@@ -155,7 +147,10 @@ PICTURES: dict[str, Picture] = {
 
 def run(curve: PlottedMethod, picture: Picture, sampling: str, seed: int) -> Run | None:
     """A method's run; None where the method is not defined under the sampling."""
-    clients, work, method = toy(picture.sizes).problem.federation, LocalWork(), curve.method
+    clients, work = toy(picture.sizes).problem.federation, LocalWork()
+    method = methods.get(curve.name)
+    if curve.momentum:
+        method = method.with_momentum(methods.parse_momentum(curve.momentum))
     everyone = Run(clients, method, "full", work).cohort(round=0)
     step_size = curve.step * picture.pace / float(contributions(method, everyone).sum())
     try:

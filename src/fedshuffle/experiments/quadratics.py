@@ -79,6 +79,8 @@ def trajectory(engine: Engine, runs: Sequence[Run], rounds: int) -> Iterator[Ten
 
 _DIMENSIONS = 16
 """Errors are sums over this many directions, which is cheaper than as many seeds."""
+_SIZES, _ROWS = (2, 4, 6), np.split(np.arange(12), [2, 6])
+"""Of three clients: how many examples, and which."""
 
 
 def toy(sizes: Sequence[int]) -> Quadratics:
@@ -98,25 +100,23 @@ def alike() -> Quadratics:
     optima on the other. Curvature and optimum are correlated, as in the worst case of the theorem;
     with equal curvatures reshuffling would leave even less, eta^3.
     """
-    sizes = (2, 4, 6)
     side = np.tile([1.0, -1.0], 6)[:, None]
     curvatures = np.where(side > 0, 1.0, 0.5)
     optima = side / curvatures * _normal((1, _DIMENSIONS), 0) + _normal((12, _DIMENSIONS), 1)
-    for mine in _clients(sizes):
+    for mine in _ROWS:
         a = curvatures[mine]
         optima[mine] -= (a * optima[mine]).sum(axis=0) / a.sum()
-    return Quadratics(sizes, curvatures, optima, start=np.zeros(_DIMENSIONS))
+    return Quadratics(_SIZES, curvatures, optima, start=np.zeros(_DIMENSIONS))
 
 
 def apart() -> Quadratics:
     """Three clients that differ in their optima and curvatures: they drift."""
-    sizes = (2, 4, 6)
     curvatures = np.array([1, 1, 1, 0.5, 1, 0.5, *[0.5] * 6])[:, None]
     optima = 0.5 * _normal((12, _DIMENSIONS), 2)
-    for mine, own in zip(_clients(sizes), _normal((3, _DIMENSIONS), 3), strict=True):
+    for mine, own in zip(_ROWS, _normal((3, _DIMENSIONS), 3), strict=True):
         optima[mine] += own
     optima -= (curvatures * optima).sum(axis=0) / curvatures.sum()
-    return Quadratics(sizes, curvatures, optima, start=np.zeros(_DIMENSIONS))
+    return Quadratics(_SIZES, curvatures, optima, start=np.zeros(_DIMENSIONS))
 
 
 def many() -> Quadratics:
@@ -144,9 +144,3 @@ def similar(delta: float) -> Quadratics:
     gradients = 0.1 * (gradients - gradients.mean(axis=0))
     curvatures = np.repeat(steepness + sign[:, None] * apart, sizes, axis=0)
     return Quadratics(sizes, curvatures, gradients / curvatures, start=1 / np.sqrt(steepness))
-
-
-def _clients(sizes: Sequence[int]) -> Iterator[slice]:
-    """The rows of each client."""
-    ends = np.cumsum(sizes).tolist()
-    return (slice(end - size, end) for end, size in zip(ends, sizes, strict=True))

@@ -25,13 +25,8 @@ FEDAVG_MEAN = replace(methods.get("fedavg-mean"), work={"steps": "mean"})
 
 
 def load(experiment: str, scale: str, out: Path, data: Path | None = None) -> comparison.Comparison:
-    """An experiment at a scale, to be run into a folder.
-
-    Args:
-        experiment: ``"shakespeare"`` or ``"cifar100"``.
-        scale: ``"paper"``, ``"laptop"`` or ``"smoke"``.
-        out: the folder for the results.
-        data: the folder of data sets, if not that of FEDSHUFFLE_DATA or the cache.
+    """``shakespeare`` or ``cifar100`` at the scale ``paper``, ``laptop`` or ``smoke``, to be run
+    into ``out``; with data sets from ``data``, if not from FEDSHUFFLE_DATA or the cache.
     """
     keys = ("data.folder", "evaluation.data.folder")
     places = dict.fromkeys(keys, str(data.resolve())) if data else {}

@@ -221,8 +221,7 @@ class DemoResult:
             },
             "methods": [vars(m) | {"audit": m.audit.to_dict()} for m in self.methods],
         }
-        plain: dict[str, Any] = jsonable(data)
-        return plain
+        return dict(jsonable(data))
 
 
 def seeds(seed: int) -> tuple[list[int], list[int]]:

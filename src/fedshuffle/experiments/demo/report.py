@@ -34,8 +34,6 @@ from fedshuffle.reports.style import DARK, LIGHT, Theme
 
 FILES = {"page": "report.html", "picture": "picture.png", "results": "results.json"}
 """What the demo writes."""
-SAME = {True: "yes", False: "no", None: "cannot tell"}
-"""Whether a method minimises the intended objective, by what the audit calls consistent."""
 
 
 def demo(
@@ -140,7 +138,6 @@ def render_page(result: DemoResult, out: Path) -> str:
         digits=result.digits,
         settings=experiment,
         sentences={tell.__name__: tell(result) for tell in (headline, reason, answer, who_pays)},
-        same=SAME,
         # each for light and for dark pages
         pictures={name: [embedded(name, result, t) for t in (LIGHT, DARK)] for name in PICTURES},
         night=DARK,
@@ -158,11 +155,10 @@ def print_summary(console: Console, result: DemoResult, out: Path) -> None:
         no_wrap=True,
     )
     for method in result.methods:
-        same = method.audit.consistent
         table.add_row(
             method.label,
             percent(method.audit.total_variation),
-            Text(SAME[same], style={True: "green", False: "red", None: "yellow"}[same]),
+            "[green]yes[/]" if method.audit.consistent else "[red]no[/]",
             number(method.predicted),
             _mean_and_std(method.left),
             *(percent(method.accuracies[part].mean()) for part in (ALL, RARE)),
@@ -236,32 +232,14 @@ def _log_ticks(axis: Axis, values: NDArray[Any]) -> None:
 def draw_training(figure: FigureBase, result: DemoResult, theme: Theme) -> None:
     """``f(x^r) - f*`` over the rounds, with the levels that the audit predicts."""
     axes = figure.subplots()
-    lowest = min(float(m.suboptimality.min()) for m in result.methods)
-    # A level far below every curve would only squeeze the curves.
-    levels = [m.predicted for m in result.methods if m.predicted]
-    bottom = max(min([*levels, lowest]), lowest / 30)
     for m in result.methods:
         shade, runs = theme.colour(m.name), m.suboptimality
         axes.fill_between(result.evaluated, runs.min(0), runs.max(0), color=shade, alpha=0.18, lw=0)
         axes.plot(result.evaluated, runs.mean(0), color=shade, lw=1.8, label=m.label)
-        if m.predicted >= bottom:
-            axes.axhline(m.predicted, color=shade, linestyle=":", linewidth=1.6)
-            below = m.left.mean() > m.predicted  # on the side away from the curve
-            axes.annotate(
-                f"predicted for {m.label}",
-                (result.rounds, m.predicted),
-                xytext=(0, -5 if below else 5),
-                textcoords="offset points",
-                ha="right",
-                va="top" if below else "bottom",
-                color=shade,
-                fontsize="small",
-                bbox={"facecolor": theme.page, "alpha": 0.7, "linewidth": 0, "pad": 1},
-            )
-    axes.set_yscale("log")
-    axes.set_ylim(bottom=bottom / 2.5)
-    axes.set(xlabel="round", ylabel="$f(x) - f^*$, what is left to gain")
-    axes.legend(frameon=False)
+        if m.predicted:
+            axes.axhline(m.predicted, color=shade, ls=":", lw=1.6, label=f"{m.label}, predicted")
+    axes.set(yscale="log", xlabel="round", ylabel="$f(x) - f^*$, what is left to gain")
+    axes.legend(frameon=False, ncols=2, loc="upper right")
     axes.grid(axis="y")
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 from matplotlib.axes import Axes
+from scipy.stats import gmean
 
 from fedshuffle._arrays import FloatArray, count
 from fedshuffle._files import results_folder
@@ -48,7 +49,7 @@ class Panel:
         # An exact zero has no logarithm; the smallest float stands for it.
         tiny = np.finfo(np.float64).tiny
         self.mean = {c: np.maximum(np.array(curves[c]["mean"], float), tiny) for c in curves}
-        self.end = {c: geometric(mean[-_part(mean, 10) :]) for c, mean in self.mean.items()}
+        self.end = {c: float(gmean(mean[-_part(mean, 10) :])) for c, mean in self.mean.items()}
         """The geometric mean of each curve over the last tenth of the rounds."""
 
     def settled(self, curve: str) -> bool:
@@ -57,7 +58,7 @@ class Panel:
         if len(mean) < 4:
             return False
         quarter = _part(mean, 4)
-        third, last = geometric(mean[-2 * quarter : -quarter]), geometric(mean[-quarter:])
+        third, last = gmean(mean[-2 * quarter : -quarter]), gmean(mean[-quarter:])
         late = np.log(third / last) / 0.25
         overall = np.log(mean[0] / last) / 0.875  # between the start and the last quarter's middle
         return bool(late < 0.5 * overall)
@@ -67,9 +68,9 @@ class Panel:
         bias = self.scenarios[curve].bias()
         return self.settled(curve) and bias / NEAR <= self.end[curve] <= bias * NEAR
 
-    def below(self, curve: str, *others: str) -> bool:
-        """Whether a curve ends clearly below others."""
-        return all(self.end[curve] * CLEARLY <= self.end[other] for other in others)
+    def below(self, curve: str, other: str) -> bool:
+        """Whether a curve ends clearly below another."""
+        return self.end[curve] * CLEARLY <= self.end[other]
 
     def parts_from(self, curve: str, other: str) -> bool:
         """Whether a curve first goes with another, and later settles clearly above it."""
@@ -101,11 +102,6 @@ class Panel:
             before = f"{self.plain.end[c]:.2g} to " if self.plain else ""
             evidence.append(f"{label(c)} {before}{self.end[c]:.2g}{bias}{falling}")
         return Claim(self.name, text, seen, f"Ends: {', '.join(evidence)}.{note}")
-
-
-def geometric(values: FloatArray) -> float:
-    """The geometric mean: the mean height on a logarithmic axis."""
-    return float(np.exp(np.log(values).mean()))
 
 
 def _part(values: FloatArray, parts: int) -> int:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
 import numpy as np
 from matplotlib.axes import Axes
-from matplotlib.ticker import LogLocator, NullLocator, StrMethodFormatter
 
 from fedshuffle._files import results_folder
 from fedshuffle.experiments.claims import Claim, draw_panels, publish
@@ -49,93 +48,83 @@ def slope(x: Sequence[float], y: Sequence[float | None]) -> float:
     return float(np.polyfit(np.log(x), np.log(np.array(y, dtype=np.float64)), 1)[0])
 
 
-def _slope(curve: str, claimed: float, panel: PanelData) -> tuple[bool, str]:
-    y = panel["curves"][curve]
-    found = round(slope(panel["x"], y), 2) + 0.0  # no minus before a zero
-    evidence = f"Slope {found:.2f}, claimed {claimed:g}: {_list(y)} at {_list(panel['x'])}."
-    return abs(found - claimed) <= CLOSE, evidence
-
-
-def _fewer(few: str, more: str, start: int, panel: PanelData) -> tuple[bool, str]:
-    """Clearly fewer rounds, from some place of the x axis on."""
-    y, other = panel["curves"][few], panel["curves"][more]
-    pairs = zip(y[start:], other[start:], strict=True)
-    seen = all(a is not None and b is not None and a * CLEARLY <= b for a, b in pairs)
-    return seen, f"Rounds: {_list(y)} against {_list(other)} at {_list(panel['x'])}."
-
-
-def _smaller_variance(panel: PanelData) -> tuple[bool, str]:
-    seen, evidence = _fewer("importance", "uniform", 0, panel)
-    few, more = (panel["facts"]["M"][name] for name in ("importance", "uniform"))
-    return seen, f"{evidence} M: {_list(few)} against {_list(more)}."
-
-
-def _under_bound(panel: PanelData) -> tuple[bool, str]:
-    """Every curve with a bound stays under it."""
-    bounds = panel["bounds"] if "bounds" in panel else {"reshuffled": panel["bound"]}
-    room = {name: np.divide(bound, panel["curves"][name]) for name, bound in bounds.items()}
-    evidence = "; ".join(
-        f"{name}: {each.min():.4g} to {each.max():.3g} times as large, {each[-1]:.3g} at the end"
-        for name, each in room.items()
-    )
-    return all(bool((each >= 1).all()) for each in room.values()), f"The bound is, for {evidence}."
-
-
-def _list(values: Sequence[float | None]) -> str:
-    return ", ".join("never" if value is None else f"{value:.4g}" for value in values)
-
-
-_BEATS = "FedShuffleMVR beats non-local MVR when delta is much smaller than L, at"
-CLAIMS: dict[str, dict[str, Callable[[PanelData], tuple[bool, str]]]] = {
+SLOPES = {
     "noise": {
-        "Reshuffled, the stationary error goes with eta^2.": partial(_slope, "reshuffled", 2),
-        "With replacement, it goes with eta only.": partial(_slope, "with replacement", 1),
-        "The reshuffled error stays under the theorem's bound, 18 (L/mu) eta_l^2 N.": _under_bound,
+        "Reshuffled, the stationary error goes with eta^2.": ("reshuffled", 2),
+        "With replacement, it goes with eta only.": ("with replacement", 1),
     },
     "cohort": {
         "Under importance sampling the rounds to a given error go with 1/b: linear speed-up.": (
-            partial(_slope, "importance", -1)
-        ),
-        "Importance sampling needs fewer rounds than uniform sampling, as its M is smaller.": (
-            _smaller_variance
-        ),
+            *("importance", -1),
+        )
     },
     "server": {
         "The middle term vanishes as eta_g grows, with 1 / eta_g^2, at the same effective step.": (
-            partial(_slope, "reshuffled", -2)
+            *("reshuffled", -2),
         ),
-        "With replacement the noise stays.": partial(_slope, "with replacement", 0),
-        "The reshuffled error stays under the theorem's bound, 18 (L/mu) eta_l^2 N.": _under_bound,
+        "With replacement the noise stays.": ("with replacement", 0),
     },
     "similarity": {
-        "FedShuffleMVR's rounds go with delta, at the same L.": partial(
-            _slope, f"{LOCAL}, theorem", 1
-        ),
-        "Those of MVR without local steps do not: they go with L.": partial(
-            _slope, f"{NON_LOCAL}, theorem", 0
-        ),
-        f"{_BEATS} the theorem's step sizes.": partial(
-            _fewer, f"{LOCAL}, theorem", f"{NON_LOCAL}, theorem", -1
-        ),
-        f"{_BEATS} the best found for each.": partial(
-            _fewer, f"{LOCAL}, best", f"{NON_LOCAL}, best", -1
-        ),
-    },
-    **{
-        name: {"The measured mean stays under the bound in every round.": _under_bound}
-        for name in ("distance", "sampling", "gradient")
+        "FedShuffleMVR's rounds go with delta, at the same L.": (f"{LOCAL}, theorem", 1),
+        "Those of MVR without local steps do not: they go with L.": (f"{NON_LOCAL}, theorem", 0),
     },
 }
-"""For each panel: what the theory says, and its check."""
+"""For each panel: sentences, each with its curve and the slope that it claims."""
+_BEATS = "FedShuffleMVR beats non-local MVR when delta is much smaller than L, at"
+FEWER = {
+    "cohort": {
+        "Importance sampling needs fewer rounds than uniform sampling, as its M is smaller.": (
+            *("importance", "uniform", 0),
+        )
+    },
+    "similarity": {
+        f"{_BEATS} the theorem's step sizes.": (f"{LOCAL}, theorem", f"{NON_LOCAL}, theorem", -1),
+        f"{_BEATS} the best found for each.": (f"{LOCAL}, best", f"{NON_LOCAL}, best", -1),
+    },
+}
+"""For each panel: sentences, each with the curve of fewer rounds, the other, and from where on."""
 
 
 def claims(results: Results) -> list[Claim]:
     """What the theory says, checked against the measurements."""
-    return [
-        Claim(name, text, *check(results[name]))
-        for name, checks in CLAIMS.items()
-        for text, check in checks.items()
-    ]
+    found = []
+    for name, panel in results.items():
+        x, curves = panel["x"], panel["curves"]
+        for text, (curve, claimed) in SLOPES.get(name, {}).items():
+            power = round(slope(x, curves[curve]), 2) + 0.0  # no minus before a zero
+            evidence = (
+                f"Slope {power:.2f}, claimed {claimed}: {_list(curves[curve])} at {_list(x)}."
+            )
+            found.append(Claim(name, text, abs(power - claimed) <= CLOSE, evidence))
+        for text, (few, more, start) in FEWER.get(name, {}).items():
+            pairs = zip(curves[few][start:], curves[more][start:], strict=True)
+            seen = all(a is not None and b is not None and a * CLEARLY <= b for a, b in pairs)
+            evidence = f"Rounds: {_list(curves[few])} against {_list(curves[more])} at {_list(x)}."
+            if "M" in panel.get("facts", {}):
+                of_few, of_more = (_list(panel["facts"]["M"][curve]) for curve in (few, more))
+                evidence += f" M: {of_few} against {of_more}."
+            found.append(Claim(name, text, seen, evidence))
+        if "bound" in panel:
+            text = "The reshuffled error stays under the theorem's bound, 18 (L/mu) eta_l^2 N."
+            found.append(_under_bounds(name, text, curves, {"reshuffled": panel["bound"]}))
+        if "bounds" in panel:
+            text = "The measured mean stays under the bound in every round."
+            found.append(_under_bounds(name, text, curves, panel["bounds"]))
+    return found
+
+
+def _under_bounds(name: str, text: str, curves: PanelData, bounds: PanelData) -> Claim:
+    room = {curve: np.divide(bound, curves[curve]) for curve, bound in bounds.items()}
+    evidence = "; ".join(
+        f"{curve}: {each.min():.4g} to {each.max():.3g} times as large, {each[-1]:.3g} at the end"
+        for curve, each in room.items()
+    )
+    seen = all(bool((each >= 1).all()) for each in room.values())
+    return Claim(name, text, seen, f"The bound is, for {evidence}.")
+
+
+def _list(values: Sequence[float | None]) -> str:
+    return ", ".join("never" if value is None else f"{value:.4g}" for value in values)
 
 
 _DISTANCE, _STATIONARY = r"$\|x - x^\star\|^2$", r"stationary $E\,\|x - x^\star\|^2$"
@@ -155,12 +144,6 @@ TEXTS = {
     "gradient": ("One client: momentum", "rounds", r"$\|\nabla f\|^2$, mean so far"),
 }
 """Title, x and y axis of each panel; the facts of the panel fill them in."""
-GUIDES = {
-    "noise": {"with replacement": 1, "reshuffled": 2},
-    "cohort": {"importance": -1},
-    "server": {"reshuffled": -2},
-}
-"""The slopes that the theory gives some curves."""
 COLOURS = {
     **dict.fromkeys(["reshuffled", "importance", "FedShuffle", "eta_g = 1"], colour("fedshuffle")),
     **dict.fromkeys(["with replacement", "eta_g = 4"], colour("fedavg-rr")),
@@ -205,17 +188,13 @@ def _draw(results: Results, axes: Axes, name: str) -> None:
             axes.plot(x, panel["bounds"][curve], "--", color=paint, label=f"{text}, bound")
         else:
             axes.errorbar(x, mean, (below, deviation), None, "o", ls=dashes, c=paint, label=text)
-        slope = GUIDES.get(name, {}).get(curve)
-        if slope is not None:
-            ideal = mean[0] * (x / x[0]) ** float(slope)
-            axes.plot(x, ideal, "--", color="#707070", lw=1, label=f"slope {slope}", zorder=1)
+        power = dict(SLOPES.get(name, {}).values()).get(curve)
+        if power is not None:
+            ideal = mean[0] * (x / x[0]) ** float(power)
+            axes.plot(x, ideal, "--", color="#707070", lw=1, label=f"slope {power}", zorder=1)
     if "bound" in panel:
         text = "the theorem's bound, reshuffled"
         axes.plot(x, panel["bound"], ":", color=COLOURS["reshuffled"], label=text)
     if "bounds" not in panel:
         axes.set_xscale("log")
         set_ticks(axes.xaxis, panel["x"], ".2g")
-    if "deviations" not in panel:  # numbers of rounds, as plain numbers
-        axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-        axes.yaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
-        axes.yaxis.set_minor_locator(NullLocator())
