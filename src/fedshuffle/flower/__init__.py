@@ -11,7 +11,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from fedshuffle._lazy import attach
-from fedshuffle.errors import FedShuffleError
+from fedshuffle.errors import optional_import
 
 if TYPE_CHECKING:
     from fedshuffle.flower.client import Client, client_app
@@ -24,12 +24,6 @@ _load = attach(__name__)
 
 def __getattr__(name: str) -> Any:
     """Import Flower on first use: it takes seconds, and is an extra."""
-    try:
-        return _load(name)
-    except ModuleNotFoundError as error:
-        if (error.name or "").split(".")[0] != "flwr":
-            raise
-        raise FedShuffleError(
-            f"fedshuffle.flower needs Flower ({error}). Install it with"
-            " pip install 'fedshuffle[flower]'."
-        ) from error
+    if name in __all__:
+        optional_import("flwr", "fedshuffle.flower", "flower")
+    return _load(name)

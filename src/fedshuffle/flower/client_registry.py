@@ -142,7 +142,6 @@ class ClientRegistry:
 
     def _introduce(self, node: Node, reply: Message, online: set[Node]) -> None:
         try:
-            protocol.refuse_errors(reply)
             info = protocol.read(reply, ClientInfo)
             self._check(node, info, online)
         except FedShuffleError as error:

@@ -60,7 +60,6 @@ class Exchange(Generic[_Replies]):
     def accept(self, client: int, reply: Message) -> str:
         """Store a reply; returns why not, if it is not valid."""
         try:
-            protocol.refuse_errors(reply)
             fields = protocol.read(reply, protocol.Reply)
             if fields.client != client:
                 raise FedShuffleError(f"client {fields.client} replied for client {client}.")

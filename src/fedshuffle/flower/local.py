@@ -280,11 +280,12 @@ class Deployment:
 
     def _await(self, what: str, condition: Callable[[], bool], seconds: float = _START) -> None:
         limit = time.monotonic() + seconds
+        self._check()
         while not condition():
-            self._check()
             if time.monotonic() > limit:
                 raise FedShuffleError(f"waited {seconds:g} s for {what}: see {str(self.logs)!r}.")
             time.sleep(0.5)
+            self._check()
 
     def _check(self) -> None:
         """Raise an error with the end of its log if a process has ended."""

@@ -113,7 +113,10 @@ def content(fields: Fields, record: ArrayRecord | None = None) -> RecordDict:
 
 
 def read(message: Message, kind: type[_Fields]) -> _Fields:
-    """The fields of a message, if they are valid and of this protocol."""
+    """The fields of a message, if they are valid and of this protocol; or the error of its node."""
+    if message.has_error():
+        reason = (message.error.reason or "no reason given").strip().split("\n")[-1][:300]
+        raise FedShuffleError(f"{reason} (Flower's error {message.error.code})")
     record = message.content.config_records.get(_FIELDS)
     if record is None:
         raise FedShuffleError("this is not a fedshuffle message. Is another app running?")
@@ -129,13 +132,6 @@ def read(message: Message, kind: type[_Fields]) -> _Fields:
             if not _VALID[str(field.type)](value):
                 raise ValueError(f"{field.name} is {value!r:.40}, which is no {field.type}")
     return fields
-
-
-def refuse_errors(reply: Message) -> None:
-    """Raise the error of the node, if the reply carries one."""
-    if reply.has_error():
-        reason = (reply.error.reason or "no reason given").strip().split("\n")[-1][:300]
-        raise FedShuffleError(f"{reason} (Flower's error {reply.error.code})")
 
 
 def vectors(message: Message, dtype: torch.dtype, **shapes: Sequence[int]) -> dict[str, Tensor]:

@@ -31,8 +31,6 @@ from fedshuffle.training.rounds import Run, advance
 
 MAX_BYTES = 256 * 2**20
 """Bytes held in memory; more go to a temporary file."""
-
-
 Update = tuple[Tensor, int]
 """What a client computed, and its number of steps."""
 
@@ -50,7 +48,7 @@ class UpdateBuffer:
         self.steps: dict[int, int] = {}
         """The steps that each client did."""
         self._positions: dict[int, int] = {}
-        self._one = torch.empty_like(like, device="cpu")
+        self._one = torch.empty(like.shape, dtype=like.dtype)
         self._bytes = self._one.view(-1).view(torch.uint8).numpy().data
         """The memory of the one array that is written or was read."""
         self._file = tempfile.SpooledTemporaryFile(MAX_BYTES)  # noqa: SIM115
