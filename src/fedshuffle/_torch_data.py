@@ -35,16 +35,17 @@ def _sizes(datasets: Sequence[Dataset[Any]]) -> list[int]:
             f"datasets is one {type(datasets).__name__}, but must be a list with a dataset per"
             " client. Split it first, such as with torch.utils.data.Subset."
         )
-    refused = {
-        DataLoader: "a DataLoader. Give its dataset (loader.dataset): training makes minibatches of"
-        " LocalWork(batch_size=...).",
-        IterableDataset: "an IterableDataset, which cannot be indexed. Give a map-style dataset, or"
-        " its examples to fedshuffle.data.import_chunks.",
-    }
     for i, dataset in enumerate(datasets):
-        for kind, problem in refused.items():
-            if isinstance(dataset, kind):
-                raise FedShuffleError(f"dataset {i} is {problem}")
+        if isinstance(dataset, DataLoader):
+            raise FedShuffleError(
+                f"dataset {i} is a DataLoader. Give its dataset (loader.dataset): training makes"
+                " minibatches of LocalWork(batch_size=...)."
+            )
+        if isinstance(dataset, IterableDataset):
+            raise FedShuffleError(
+                f"dataset {i} is an IterableDataset, which cannot be indexed. Give a map-style"
+                " dataset, or its examples to fedshuffle.data.import_chunks."
+            )
     with error_context("datasets must have a length", TypeError):
         return [len(dataset) for dataset in datasets]  # type: ignore[arg-type]
 

@@ -77,18 +77,17 @@ class Federation:
             raise FedShuffleError("give either client_ids (one per row) or sizes.")
         packed = [_packable(field, index) for index, field in enumerate(fields)]
         rows = common_length(packed)
-        if rows == 0:
+        if not rows:
             raise FedShuffleError("there are no examples: the fields have no rows.")
         if client_ids is None:
             return cls._build(packed, _checked(sizes), weights)._check_finite()
         owners = np.asarray(client_ids)
-        if owners.dtype == object and len({type(owner) for owner in owners.flat}) > 1:
-            raise FedShuffleError("client_ids mixes types. Make them all strings, or all numbers.")
         if owners.shape != (rows,):
-            shape = owners.shape
             raise FedShuffleError(
-                f"client_ids has shape {shape}: give one for each of {rows} rows."
+                f"client_ids has shape {owners.shape}: give one for each of {rows} rows."
             )
+        if owners.dtype == object and len(set(map(type, owners))) > 1:
+            raise FedShuffleError("client_ids mixes types. Make them all strings, or all numbers.")
         ids, owner, counts = np.unique(owners, return_inverse=True, return_counts=True)
         order = np.argsort(owner, kind="stable")
         packed = [field[order] for field in packed]
@@ -168,8 +167,7 @@ class Federation:
         if float(np.sum(sizes, dtype=np.float64)) > 2.0**52:
             raise FedShuffleError("sizes add up to more than 2**52 examples, too many to count.")
         offsets = np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64)
-        if fields and common_length(fields) != offsets[-1]:
-            rows = len(fields[0])
+        if fields and (rows := common_length(fields)) != offsets[-1]:
             raise FedShuffleError(
                 f"sizes add up to {offsets[-1]}, but the arrays have {rows} rows."
             )
@@ -183,11 +181,9 @@ class Federation:
         )
 
     def _check_finite(self) -> Federation:
-        """Refuse fields without numbers, and NaN or infinity, which would spoil every model."""
+        """Refuse NaN and infinity, which would spoil every model."""
         for index, field in enumerate(self.fields):
             numpy = isinstance(field, np.ndarray)
-            if numpy and field.dtype.kind not in "fciub":
-                raise FedShuffleError(f"field {index} holds {field.dtype}. Convert it to numbers.")
             if not (field.dtype.kind in "fc" if numpy else field.is_floating_point()):
                 continue
             at_once = max(1, _NUMBERS * len(field) // max(1, int(np.prod(field.shape))))

@@ -66,7 +66,7 @@ def test_the_cache_of_each_system(
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.delenv("LOCALAPPDATA", raising=False)
     monkeypatch.setattr(sys, "platform", platform)
-    monkeypatch.setattr(Path, "home", lambda: tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path))
     assert cache_folder() == tmp_path / want / "fedshuffle"
 
 

@@ -141,7 +141,7 @@ def test_broken_binary_files_are_refused(tmp_path: Path) -> None:
         ({"fine_test": None}, "fine_test is missing"),
         ({"x_train": np.zeros((300, 3, 32, 32), np.uint8)}, "x_train"),
         ({"coarse_train": np.zeros(300)}, "coarse_train"),
-        ({"fine_train": np.zeros(299, np.uint8)}, "label of each kind"),
+        ({"fine_train": np.zeros(299, np.uint8)}, "fine_train"),
         ({"fine_train": np.full(300, 100, np.uint8)}, "the fine label 100, but"),
         ({"x_test": np.array([None])}, "cifar100.npz"),
     ],

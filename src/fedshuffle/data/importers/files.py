@@ -78,7 +78,8 @@ def import_file(
     kind = _guess(path) if format is None else format
     if kind not in FORMATS:
         raise unknown("format", kind, FORMATS)
-    optional({"leaf": "ijson", "hdf5": "h5py"}.get(kind, "pyarrow"))
+    if kind != "leaf":
+        optional("h5py" if kind == "hdf5" else "pyarrow")
     options: dict[str, Any] = {"dtype": dtype, "overwrite": overwrite, "progress": progress}
     if kind not in ("leaf", "hdf5"):
         if client is None:

@@ -175,8 +175,9 @@ def _map(folder: Path, name: str, dtype: str, shape: tuple[int, ...]) -> NDArray
         _require(header == (shape, False, want), f"{file} holds {actual}, not {want} {shape}")
         begin = stream.tell()
         excess = os.fstat(stream.fileno()).st_size - begin - math.prod(shape) * want.itemsize
-        wrong = "long" if excess > 0 else "short"
-        _require(excess == 0, f"{file} is {abs(excess)} bytes too {wrong}")
+        _require(
+            excess == 0, f"{file} is {abs(excess)} bytes too {'short' if excess < 0 else 'long'}"
+        )
         return np.ndarray(shape, want, buffer=_mapping(stream.fileno()), offset=begin)
 
 
