@@ -37,14 +37,10 @@ def _sizes(datasets: Sequence[Dataset[Any]]) -> list[int]:
         )
     for i, dataset in enumerate(datasets):
         if isinstance(dataset, DataLoader):
-            raise FedShuffleError(
-                f"dataset {i} is a DataLoader. Give its dataset (loader.dataset): training makes"
-                " minibatches of LocalWork(batch_size=...)."
-            )
+            raise FedShuffleError(f"dataset {i} is a DataLoader. Give its dataset: loader.dataset.")
         if isinstance(dataset, IterableDataset):
             raise FedShuffleError(
-                f"dataset {i} is an IterableDataset, which cannot be indexed. Give a map-style"
-                " dataset, or its examples to fedshuffle.data.import_chunks."
+                f"dataset {i} is an IterableDataset. Give its examples to data.import_chunks."
             )
     with error_context("datasets must have a length", TypeError):
         return [len(dataset) for dataset in datasets]  # type: ignore[arg-type]

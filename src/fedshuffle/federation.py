@@ -136,8 +136,7 @@ class Federation:
         >>> Federation.open(folder)
         Federation(2 clients, 3 examples, (3,))
         """
-        from fedshuffle.data.storage.atomic_dir import save_arrays
-        from fedshuffle.data.storage.store import open_store
+        from fedshuffle.data.storage.store import open_store, save_arrays
 
         if names is None and self.path is not None:
             names = open_store(self.path).names
@@ -168,9 +167,7 @@ class Federation:
             raise FedShuffleError("sizes add up to more than 2**52 examples, too many to count.")
         offsets = np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64)
         if fields and (rows := common_length(fields)) != offsets[-1]:
-            raise FedShuffleError(
-                f"sizes add up to {offsets[-1]}, but the arrays have {rows} rows."
-            )
+            raise FedShuffleError(f"sizes add up to {offsets[-1]}, but there are {rows} rows.")
         objective = positive(sizes if weights is None else weights, len(sizes), "weights")
         return cls(
             sizes=frozen(sizes),
@@ -242,14 +239,7 @@ class Federation:
         >>> Federation.from_sizes([1, 2, 3]).pooled()
         Federation(1 clients, 6 examples, sizes only)
         """
-        everything = int(self.offsets[-1])
-        pooled = replace(
-            self,
-            sizes=frozen(np.array([everything])),
-            weights=frozen(np.ones(1)),
-            offsets=frozen(np.array([0, everything])),
-            ids=("everybody",),
-        )
+        pooled = self._build(self.fields, self.offsets[-1:].copy(), None, ("everybody",))
         if self._opened is not None:
             object.__setattr__(pooled, "_opened", (*self._opened[:2], True))
         return pooled

@@ -108,9 +108,7 @@ def by_column(values: ArrayLike) -> NDArray[Any]:
         if (whole == names).all():
             return whole
     kinds = ", ".join(sorted({type(name).__name__ for name in names}))
-    raise FedShuffleError(
-        f"the column holds {kinds}, but client ids are text or whole numbers. Convert it."
-    )
+    raise FedShuffleError(f"the column holds {kinds}: make all ids text, or all whole numbers.")
 
 
 def allocate(
@@ -213,6 +211,4 @@ def _codes(labels: ArrayLike, what: str) -> IntArray:
 
 def _check_enough(rows: int, clients: int) -> None:
     if count(clients, "clients") > rows:
-        raise FedShuffleError(
-            f"{rows} examples are too few for {clients} clients. Ask for at most {rows} clients."
-        )
+        raise FedShuffleError(f"{rows} examples are too few for {clients} clients: at most {rows}.")

@@ -45,8 +45,6 @@ class Archive:
     """``algorithm:digest``, as published with the data."""
     files: Mapping[str, int]
     """Number of clients (HDF5) or images (CIFAR-100) in each file."""
-    inside: str = ""
-    """The folder of the archive that holds the files."""
 
     def check(self, folder: Path) -> None:
         """Refuse files that do not hold what they should."""
@@ -59,8 +57,7 @@ class Archive:
                 count, what = path.stat().st_size / IMAGE_BYTES, "images"
             if count != want:
                 raise FedShuffleError(
-                    f"{str(path)!r} holds {count:,g} {what}, but should hold {want:,}. Delete it"
-                    " and get it again."
+                    f"'{path}' holds {count:,g} {what}, not {want:,}. Delete it and get it again."
                 )
 
 
@@ -76,7 +73,6 @@ ARCHIVES = {
         url="https://www.cs.toronto.edu/~kriz/cifar-100-binary.tar.gz",
         checksum="md5:03b5dce01913d631647c71ecec9e9cb8",
         files={"train.bin": 50_000, "test.bin": 10_000},
-        inside="cifar-100-binary",
     ),
     "femnist": Archive(
         url=f"{_TFF}/fed_emnist.tar.bz2",
@@ -105,7 +101,7 @@ def find(name: str, folder: str | Path | None, *also: str) -> Path:
     """The folder with the files of a data set, or with files that match a pattern in ``also``."""
     archive, roots = ARCHIVES[name], _roots(folder)
     for root in roots:
-        for place in (root / name, root / name / archive.inside, root, root / archive.inside):
+        for place in (root / name, root):
             if all((place / file).is_file() for file in archive.files):
                 return place
             if any(path.is_file() for pattern in also for path in place.glob(pattern)):
@@ -149,18 +145,17 @@ def get(name: str, data: str | Path | None = None, *, progress: bool = False) ->
 
 def _fetch(archive: Archive, folder: Path, progress: bool) -> None:
     file = folder / archive.url.rpartition("/")[2]
-    by_hand = file.is_file()
-    if not by_hand:
-        file = file.with_name(file.name + ".part")
-        _download(archive.url, file, progress)
-    try:
+    if file.is_file():  # put there by hand
         _unpack(file, archive, folder)
+        return
+    part = file.with_name(file.name + ".part")
+    _download(archive.url, part, progress)
+    try:
+        _unpack(part, archive, folder)
     except FedShuffleError:
-        if not by_hand:
-            file.unlink()  # a corrupt file cannot be resumed
+        part.unlink()  # a corrupt file cannot be resumed
         raise
-    if not by_hand:
-        file.unlink()
+    part.unlink()
 
 
 def _download(url: str, part: Path, progress: bool) -> None:
@@ -201,8 +196,7 @@ def _unpack(file: Path, archive: Archive, folder: Path) -> None:
     name = file.name.removesuffix(".part")
     if digest.hexdigest() != want:
         raise FedShuffleError(
-            f"{name} is not the file that was published: its {algorithm} is {digest.hexdigest()},"
-            f" not {want}. Get it again."
+            f"{name} is not what was published: its {algorithm} is not {want}. Get it again."
         )
     missing = set(archive.files)
     broken = (tarfile.TarError, EOFError, zlib.error)

@@ -61,8 +61,7 @@ def cifar100(
     train, test = _read_images(place, "train"), _read_images(place, "test")
     if clients * per_client > len(train[0]):
         raise FedShuffleError(
-            f"{clients} clients with {per_client} images each need {clients * per_client:,} images,"
-            f" but there are {len(train[0]):,}. Ask for fewer clients, or for fewer images each."
+            f"{clients} x {per_client} images are more than {len(train[0]):,}. Ask for fewer."
         )
     testers = max(1, len(test[0]) // per_client)
     test_sizes = np.diff(np.arange(testers + 1) * len(test[0]) // testers)
@@ -105,9 +104,7 @@ def _read_images(place: Path, part: str) -> Raw:
         images, coarse, fine = read(path)
         for labels, known, kind in ((coarse, 20, "coarse"), (fine, 100, "fine")):
             if labels.max() >= known:
-                raise ValueError(
-                    f"it has the {kind} label {labels.max()}, but there are only {known}. {_AGAIN}"
-                )
+                raise ValueError(f"the {kind} label {labels.max()} is unknown. {_AGAIN}")
     return images, coarse, fine
 
 
@@ -132,9 +129,7 @@ def _arrays(path: Path, part: str) -> Raw:
             array = arrays[name]
             want = (len(read[0]) if read else array.size // 3072, *shape)
             if array.dtype != np.uint8 or array.shape != want:
-                raise ValueError(
-                    f"{name} is of {array.dtype} {array.shape}, but should be uint8 {want}."
-                )
+                raise ValueError(f"{name} is {array.dtype} {array.shape}, not uint8 {want}.")
             read.append(array)
     return read[0].transpose(0, 3, 1, 2), read[1], read[2]
 
@@ -153,7 +148,7 @@ def _read_writers(path: Path) -> Federation:
             images, want = clients.values(client, "pixels"), (len(some), 28, 28)
             if images.shape != want or images.dtype.kind != "f":
                 raise FedShuffleError(
-                    f"'pixels' {where} {images.dtype} {images.shape}, but should be float32 {want}."
+                    f"'pixels' {where} {images.dtype} {images.shape}, not float32 {want}."
                 )
             pixels[begin : begin + len(some), 0] = images
             begin += len(some)

@@ -82,8 +82,7 @@ def _read(path: Path, sequence: int) -> tuple[Federation, list[str]]:
             texts = [t.encode() if isinstance(t, str) else t for t in snippets.ravel().tolist()]
             if not all(isinstance(text, bytes) for text in texts):
                 raise FedShuffleError(
-                    f"'snippets' of client {client!r} in {str(path)!r} holds {snippets.dtype}"
-                    " values, but should hold text."
+                    f"'snippets' of client {client!r} in '{path}' holds {snippets.dtype}, no text."
                 )
             some = [encoded(text, sequence) for text in texts if text]
             sizes[client] = sum(len(inputs) for inputs, _ in some)

@@ -81,19 +81,18 @@ def import_file(
     if kind != "leaf":
         optional("h5py" if kind == "hdf5" else "pyarrow")
     options: dict[str, Any] = {"dtype": dtype, "overwrite": overwrite, "progress": progress}
-    if kind not in ("leaf", "hdf5"):
+    table = kind not in ("leaf", "hdf5")
+    misplaced = {"read": read} if table else {"client": client, "standardise": standardise or None}
+    for option, value in misplaced.items():
+        if value is not None:
+            raise FedShuffleError(f"{option} is of no use for {kind} files: leave {option} out.")
+    if table:
         if client is None:
             raise FedShuffleError("say which column of the table holds the client: client.")
-        if read is not None:
-            raise FedShuffleError("only LEAF and HDF5 files are read by a function, not tables.")
         from fedshuffle.data.importers.tables import import_table
 
         import_table(path, out, kind, client, fields, input, label, standardise, **options)
         return Federation.open(out)
-    if client is not None:
-        raise FedShuffleError(f"{kind} files name the clients themselves: leave client out.")
-    if standardise is not False:
-        raise FedShuffleError(f"only the columns of tables can be standardised, not {kind} files.")
     if fields is None and (input or label):
         fields = [*(input or ()), *([] if label is None else [label])]
     if kind == "leaf":
@@ -176,10 +175,10 @@ def _checked_chunk(chunk: Any, names: Sequence[str] | None) -> tuple[Any, dict[s
         fields = list(fields[0])
     if len(fields) == 1 and isinstance(fields[0], Mapping):
         named = dict(fields[0])
+    elif names and len(names) == len(fields):
+        named = dict(zip(names, fields, strict=True))
     else:
-        numbered = [f"field{k}" for k in range(len(fields))]
-        keys = names if names and len(names) == len(fields) else numbered
-        named = dict(zip(keys, fields, strict=True))
+        named = {f"field{k}": field for k, field in enumerate(fields)}
     if names and named.keys() != set(names):
         raise FedShuffleError(
             f"client {client!r} has the fields {', '.join(named)} instead of {', '.join(names)}."

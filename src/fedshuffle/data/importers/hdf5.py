@@ -94,10 +94,7 @@ class Clients:
                 return None
             link = place.get(name, getlink=True)
             if link is not None and not isinstance(link, h5py.HardLink):
-                raise ValueError(
-                    "it is a link to another place, and only what a file itself holds is read. Copy"
-                    " the data into the file"
-                )
+                raise ValueError("it is a link to another place. Copy the data into the file")
             place = place.get(name)
         return place
 
@@ -116,10 +113,7 @@ def _reading(path: Path, what: str) -> AbstractContextManager[None]:
 def _check_complete(array: Any) -> None:
     """Refuse an array that is not completely in the file, before it is allocated."""
     if array.is_virtual or array.external:
-        raise ValueError(
-            "its numbers are in other files, and only what a file itself holds is read. Copy them"
-            " into the file"
-        )
+        raise ValueError("its numbers are in other files. Copy them into the file")
     if array.shape is None:
         raise ValueError("it is empty, without a shape")
     stored = array.id.get_storage_size()
@@ -128,7 +122,4 @@ def _check_complete(array: Any) -> None:
         pieces = (-(-n // width) for n, width in zip(array.shape, array.chunks, strict=True))
         complete = array.id.get_num_chunks() == math.prod(pieces)
     if not complete or array.nbytes > _SMALL + _COMPRESSION * stored:
-        raise ValueError(
-            f"it declares {array.nbytes:,} bytes of shape {array.shape}, but only {stored:,} were"
-            " written. Write all of it, or get the file again"
-        )
+        raise ValueError(f"only {stored:,} of its {array.nbytes:,} bytes were written")
