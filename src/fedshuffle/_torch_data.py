@@ -22,14 +22,17 @@ _READ_TWICE = 16
 
 def read_datasets(datasets: Sequence[Dataset[Any]]) -> tuple[IntArray, list[Tensor]]:
     """The size of each map-style dataset, and all examples packed into one tensor per field."""
-    sizes = counts(_sizes(datasets), "sizes", " Leave out clients without examples.")
+    _check(datasets)
+    with error_context("datasets must have a length", TypeError):
+        lengths = [len(dataset) for dataset in datasets]  # type: ignore[arg-type]
+    sizes = counts(lengths, "sizes", " Leave out clients without examples.")
     rows = [(i, j) for i, size in enumerate(sizes.tolist()) for j in range(size)]
     fields = _packed(datasets, rows)
     _warn_if_random(datasets, rows, fields)
     return sizes, fields
 
 
-def _sizes(datasets: Sequence[Dataset[Any]]) -> list[int]:
+def _check(datasets: Sequence[Dataset[Any]]) -> None:
     if isinstance(datasets, Dataset | DataLoader):
         raise FedShuffleError(
             f"datasets is one {type(datasets).__name__}, but must be a list with a dataset per"
@@ -42,8 +45,6 @@ def _sizes(datasets: Sequence[Dataset[Any]]) -> list[int]:
             raise FedShuffleError(
                 f"dataset {i} is an IterableDataset. Give its examples to data.import_chunks."
             )
-    with error_context("datasets must have a length", TypeError):
-        return [len(dataset) for dataset in datasets]  # type: ignore[arg-type]
 
 
 def _packed(datasets: Sequence[Dataset[Any]], rows: Sequence[tuple[int, int]]) -> list[Tensor]:

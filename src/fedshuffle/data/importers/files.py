@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -95,11 +96,14 @@ def import_file(
         return Federation.open(out)
     if fields is None and (input or label):
         fields = [*(input or ()), *([] if label is None else [label])]
-    if kind == "leaf":
-        from fedshuffle.data.importers.leaf import read_clients
+    from fedshuffle.data.importers import hdf5, leaf
+
+    if kind == "hdf5":
+        clients = hdf5.read_clients(path, fields, all_fields=read is not None)
     else:
-        from fedshuffle.data.importers.hdf5 import read_clients
-    chunks = read_clients(path, fields, dtype or {}, read)
+        clients = leaf.read_clients(path, fields)
+        read = read or partial(leaf.as_arrays, given=dtype or {})
+    chunks = ((name, raw if read is None else read(raw)) for name, raw in clients)
     return import_chunks(chunks, out, origin={"file": path.name, "format": kind}, **options)
 
 

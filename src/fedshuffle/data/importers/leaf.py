@@ -7,14 +7,15 @@ is read into memory.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import ArrayLike, DTypeLike
+from numpy.typing import ArrayLike
 
-from fedshuffle.data.importers.files import FORMATS, Read, distinct, find_files
+from fedshuffle.data.importers.files import FORMATS, distinct, find_files
 from fedshuffle.errors import FedShuffleError, error_context, one_line, unknown
 
 _STEPS = {"all_data", "rem_user_data", "sampled_data", "test", "train"}
@@ -22,11 +23,8 @@ _STEPS = {"all_data", "rem_user_data", "sampled_data", "test", "train"}
 
 
 def read_clients(
-    source: Path,
-    fields: Sequence[str] | None,
-    dtype: Mapping[str, DTypeLike],
-    read: Read | None,
-) -> Iterator[tuple[str, Mapping[str, ArrayLike]]]:
+    source: Path, fields: Sequence[str] | None
+) -> Iterator[tuple[str, dict[str, Any]]]:
     """One client after the other; ``users`` and ``num_samples`` must agree with the data."""
     names = distinct(fields or ("x", "y"))
     for path in _paths(source):
@@ -50,10 +48,7 @@ def read_clients(
                     f"user {user!r} of {str(path)!r} has {lengths[0]} examples, but 'num_samples'"
                     f" says {said}. Get the file again, or correct the number."
                 )
-            if read is None:
-                yield user, {name: _numbers(raw[name], name in dtype) for name in names}
-            else:
-                yield user, read(raw)
+            yield user, raw
 
 
 def _paths(source: Path) -> list[Path]:
@@ -92,14 +87,14 @@ def _load(path: Path) -> tuple[dict[str, int | None], dict[str, Any]]:
     return dict(zip(users, counts, strict=True)), data
 
 
-def _numbers(values: Any, as_is: bool) -> ArrayLike:
-    """float32 unless it is a label or has a requested dtype: JSON does not tell 1.0 from 1."""
-    try:
-        array = np.asarray(values)
-    except ValueError:  # rows of unequal lengths, which the store will name
-        return values  # type: ignore[no-any-return]
-    label = array.ndim == 1 and array.dtype.kind in "biu"
-    if as_is or label or array.dtype.kind not in "biuf":
-        return array
-    with np.errstate(over="ignore"):  # the store refuses infinity
-        return array.astype(np.float32)
+def as_arrays(raw: Mapping[str, Any], given: Container[str]) -> dict[str, ArrayLike]:
+    """float32, but for labels and fields of a given dtype: JSON does not tell 1.0 from 1."""
+    arrays: dict[str, ArrayLike] = dict(raw)
+    for name, values in raw.items():
+        with suppress(ValueError):  # rows of unequal lengths, which the store will name
+            array = np.asarray(values)
+            label = array.ndim == 1 and array.dtype.kind in "biu"
+            real = array.dtype.kind in "biuf" and not label and name not in given
+            with np.errstate(over="ignore"):  # the store refuses infinity
+                arrays[name] = array.astype(np.float32) if real else array
+    return arrays

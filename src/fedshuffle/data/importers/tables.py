@@ -152,7 +152,9 @@ def _choose(
             raise unknown("column", name, schema.names)
     if (fields is None) == (input is None and label is None):
         names = ", ".join([*schema.names[:12], *["..."] * (len(schema.names) > 12)])
-        raise FedShuffleError(f"give fields, or label and maybe input, of the columns {names}.")
+        raise FedShuffleError(
+            f"choose by fields, or by label and input, among the columns {names}."
+        )
     if fields is not None:
         return {name: name for name in distinct(fields)}
     if input is None:

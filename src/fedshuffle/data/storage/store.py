@@ -183,9 +183,8 @@ def _map(folder: Path, name: str, dtype: str, shape: tuple[int, ...]) -> NDArray
         _require(header == (shape, False, want), f"{file} holds {actual}, not {want} {shape}")
         begin = stream.tell()
         excess = os.fstat(stream.fileno()).st_size - begin - math.prod(shape) * want.itemsize
-        _require(
-            excess == 0, f"{file} is {abs(excess)} bytes too {'short' if excess < 0 else 'long'}"
-        )
+        wrong = "long" if excess > 0 else "short"
+        _require(not excess, f"{file} is {abs(excess)} bytes too {wrong}")
         return np.ndarray(shape, want, buffer=_mapping(stream.fileno()), offset=begin)
 
 
@@ -212,8 +211,7 @@ def draft(out: str | Path, overwrite: bool = False) -> Iterator[Path]:
             stack.enter_context(_files.one_writer(out))
             if (out / FACTS).exists() and not overwrite:
                 raise FedShuffleError(
-                    f"{str(out)!r} holds a federation already. Choose another folder, or allow it"
-                    " with overwrite."
+                    f"'{out}' holds a federation already. Choose another folder, or overwrite."
                 )
             others = {path.name for path in out.iterdir()} - {_files.LOCK}
             if others - _arrays_in(out) and not (out / FACTS).exists():
