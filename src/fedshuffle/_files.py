@@ -6,7 +6,7 @@ import errno
 import os
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
 
@@ -87,8 +87,7 @@ def one_writer(folder: Path) -> Iterator[None]:
     key, writer = (os.getpid(), os.path.realpath(folder)), object()
     if _WRITERS.setdefault(key, writer) is not writer:
         raise _taken(folder, "this program")
-    made = not folder.exists()
-    file = None
+    made, file = not folder.exists(), None
     try:
         file = _locked(folder)
         yield
@@ -109,24 +108,17 @@ def _locked(folder: Path) -> int:
     """The open and locked file of a folder, or an error that names who holds it."""
     while True:
         folder.mkdir(parents=True, exist_ok=True)
-        try:
+        # Another writer may just have removed its lock, or the folder that it had created.
+        with suppress(FileNotFoundError), ExitStack() as stack:
             flags = os.O_RDWR | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0)
             file = os.open(folder / LOCK, flags, 0o666)
-        except FileNotFoundError:  # another writer removed the folder it had created
-            continue
-        try:
+            stack.callback(os.close, file)
             _lock(file, folder)
-            # The writer before may have removed the file before this one locked it.
             if os.fstat(file).st_ino == (folder / LOCK).stat().st_ino:
                 os.ftruncate(file, 0)
                 os.pwrite(file, str(os.getpid()).encode(), 0)
+                stack.pop_all()
                 return file
-        except FileNotFoundError:
-            pass
-        except BaseException:
-            os.close(file)
-            raise
-        os.close(file)
 
 
 def _lock(file: int, folder: Path) -> None:

@@ -22,31 +22,29 @@ _READ_TWICE = 16
 
 def read_datasets(datasets: Sequence[Dataset[Any]]) -> tuple[IntArray, list[Tensor]]:
     """The size of each map-style dataset, and all examples packed into one tensor per field."""
-    sizes = counts(_sizes(datasets), "sizes", " Leave out clients without examples.")
+    _check(datasets)
+    with error_context("datasets must have a length", TypeError):
+        lengths = [len(dataset) for dataset in datasets]  # type: ignore[arg-type]
+    sizes = counts(lengths, "sizes", " Leave out clients without examples.")
     rows = [(i, j) for i, size in enumerate(sizes.tolist()) for j in range(size)]
     fields = _packed(datasets, rows)
     _warn_if_random(datasets, rows, fields)
     return sizes, fields
 
 
-def _sizes(datasets: Sequence[Dataset[Any]]) -> list[int]:
+def _check(datasets: Sequence[Dataset[Any]]) -> None:
     if isinstance(datasets, Dataset | DataLoader):
         raise FedShuffleError(
             f"datasets is one {type(datasets).__name__}, but must be a list with a dataset per"
             " client. Split it first, such as with torch.utils.data.Subset."
         )
-    refused = {
-        DataLoader: "a DataLoader. Give its dataset (loader.dataset): training makes minibatches of"
-        " LocalWork(batch_size=...).",
-        IterableDataset: "an IterableDataset, which cannot be indexed. Give a map-style dataset, or"
-        " its examples to fedshuffle.data.import_chunks.",
-    }
     for i, dataset in enumerate(datasets):
-        for kind, problem in refused.items():
-            if isinstance(dataset, kind):
-                raise FedShuffleError(f"dataset {i} is {problem}")
-    with error_context("datasets must have a length", TypeError):
-        return [len(dataset) for dataset in datasets]  # type: ignore[arg-type]
+        if isinstance(dataset, DataLoader):
+            raise FedShuffleError(f"dataset {i} is a DataLoader. Give its dataset: loader.dataset.")
+        if isinstance(dataset, IterableDataset):
+            raise FedShuffleError(
+                f"dataset {i} is an IterableDataset. Give its examples to data.import_chunks."
+            )
 
 
 def _packed(datasets: Sequence[Dataset[Any]], rows: Sequence[tuple[int, int]]) -> list[Tensor]:

@@ -77,18 +77,17 @@ class Federation:
             raise FedShuffleError("give either client_ids (one per row) or sizes.")
         packed = [_packable(field, index) for index, field in enumerate(fields)]
         rows = common_length(packed)
-        if rows == 0:
+        if not rows:
             raise FedShuffleError("there are no examples: the fields have no rows.")
         if client_ids is None:
             return cls._build(packed, _checked(sizes), weights)._check_finite()
         owners = np.asarray(client_ids)
-        if owners.dtype == object and len({type(owner) for owner in owners.flat}) > 1:
-            raise FedShuffleError("client_ids mixes types. Make them all strings, or all numbers.")
         if owners.shape != (rows,):
-            shape = owners.shape
             raise FedShuffleError(
-                f"client_ids has shape {shape}: give one for each of {rows} rows."
+                f"client_ids has shape {owners.shape}: give one for each of {rows} rows."
             )
+        if owners.dtype == object and len(set(map(type, owners))) > 1:
+            raise FedShuffleError("client_ids mixes types. Make them all strings, or all numbers.")
         ids, owner, counts = np.unique(owners, return_inverse=True, return_counts=True)
         order = np.argsort(owner, kind="stable")
         packed = [field[order] for field in packed]
@@ -137,8 +136,7 @@ class Federation:
         >>> Federation.open(folder)
         Federation(2 clients, 3 examples, (3,))
         """
-        from fedshuffle.data.storage.atomic_dir import save_arrays
-        from fedshuffle.data.storage.store import open_store
+        from fedshuffle.data.storage.store import open_store, save_arrays
 
         if names is None and self.path is not None:
             names = open_store(self.path).names
@@ -168,11 +166,8 @@ class Federation:
         if float(np.sum(sizes, dtype=np.float64)) > 2.0**52:
             raise FedShuffleError("sizes add up to more than 2**52 examples, too many to count.")
         offsets = np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64)
-        if fields and common_length(fields) != offsets[-1]:
-            rows = len(fields[0])
-            raise FedShuffleError(
-                f"sizes add up to {offsets[-1]}, but the arrays have {rows} rows."
-            )
+        if fields and (rows := common_length(fields)) != offsets[-1]:
+            raise FedShuffleError(f"sizes add up to {offsets[-1]}, but there are {rows} rows.")
         objective = positive(sizes if weights is None else weights, len(sizes), "weights")
         return cls(
             sizes=frozen(sizes),
@@ -183,11 +178,9 @@ class Federation:
         )
 
     def _check_finite(self) -> Federation:
-        """Refuse fields without numbers, and NaN or infinity, which would spoil every model."""
+        """Refuse NaN and infinity, which would spoil every model."""
         for index, field in enumerate(self.fields):
             numpy = isinstance(field, np.ndarray)
-            if numpy and field.dtype.kind not in "fciub":
-                raise FedShuffleError(f"field {index} holds {field.dtype}. Convert it to numbers.")
             if not (field.dtype.kind in "fc" if numpy else field.is_floating_point()):
                 continue
             at_once = max(1, _NUMBERS * len(field) // max(1, int(np.prod(field.shape))))
@@ -246,14 +239,7 @@ class Federation:
         >>> Federation.from_sizes([1, 2, 3]).pooled()
         Federation(1 clients, 6 examples, sizes only)
         """
-        everything = int(self.offsets[-1])
-        pooled = replace(
-            self,
-            sizes=frozen(np.array([everything])),
-            weights=frozen(np.ones(1)),
-            offsets=frozen(np.array([0, everything])),
-            ids=("everybody",),
-        )
+        pooled = self._build(self.fields, self.offsets[-1:].copy(), None, ("everybody",))
         if self._opened is not None:
             object.__setattr__(pooled, "_opened", (*self._opened[:2], True))
         return pooled

@@ -52,7 +52,7 @@ def test_folder_then_variable_then_cache(tmp_path: Path, monkeypatch: pytest.Mon
 
 def test_an_archive_unpacked_by_hand_is_found(tmp_path: Path) -> None:
     (binary(tmp_path) / "cifar100").rename(tmp_path / "cifar-100-binary")
-    assert len(datasets.cifar100(tmp_path, clients=3)[0]) == 3
+    assert len(datasets.cifar100(tmp_path / "cifar-100-binary", clients=3)[0]) == 3
 
 
 @pytest.mark.parametrize(
@@ -66,7 +66,7 @@ def test_the_cache_of_each_system(
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.delenv("LOCALAPPDATA", raising=False)
     monkeypatch.setattr(sys, "platform", platform)
-    monkeypatch.setattr(Path, "home", lambda: tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path))
     assert cache_folder() == tmp_path / want / "fedshuffle"
 
 

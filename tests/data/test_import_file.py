@@ -41,11 +41,11 @@ def test_the_format_is_guessed_from_the_suffix_or_given(tmp_path: Path) -> None:
         import_file(tmp_path / "mixed", tmp_path / "q", format="hdf5")
 
 
-@pytest.mark.parametrize("package", ["pyarrow", "h5py", "ijson"])
+@pytest.mark.parametrize("package", ["pyarrow", "h5py"])
 def test_a_missing_package_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, package: str
 ) -> None:
-    name = {"pyarrow": "t.csv", "h5py": "t.h5", "ijson": "t.json"}[package]
+    name = {"pyarrow": "t.csv", "h5py": "t.h5"}[package]
     (tmp_path / name).touch()
     for module in [m for m in sys.modules if m.partition(".")[0] == package] + [package]:
         monkeypatch.setitem(sys.modules, module, None)
@@ -58,7 +58,7 @@ def test_importing_the_package_loads_no_reader() -> None:
     code = """
 import sys
 import fedshuffle.cli, fedshuffle.data
-assert not {"torch", "pyarrow", "h5py", "ijson"} & set(sys.modules)
+assert not {"torch", "pyarrow", "h5py"} & set(sys.modules)
 """
     subprocess.run([sys.executable, "-c", code], check=True)
 

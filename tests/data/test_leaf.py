@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import re
 import shutil
@@ -11,12 +10,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from fedshuffle import Federation, FedShuffleError
 from fedshuffle.data import import_file
-from fedshuffle.data.importers import leaf as leaf_reading
 from tests.data.helpers import (
     assert_same,
     leaf_json,
@@ -118,21 +114,9 @@ def test_damaged_leaf_files_are_refused_in_one_line(tmp_path: Path) -> None:
 @pytest.mark.parametrize("begin", ["", '{"users": ', '{"user_data": {"a": {"x": '])
 @pytest.mark.parametrize("level", ["[", "[1, [2], ", '{"a": '])
 def test_leaf_files_that_nest_without_end(tmp_path: Path, begin: str, level: str) -> None:
-    (tmp_path / "t.json").write_text(begin + level * 3000)
-    with pytest.raises(FedShuffleError, match="nests more than 64 lists"):
+    (tmp_path / "t.json").write_text(begin + level * 100_000)
+    with pytest.raises(FedShuffleError, match="cannot read"):
         import_file(tmp_path / "t.json", tmp_path / "p")
-
-
-@given(st.lists(st.text(st.sampled_from('[{]}"\\ax'), max_size=9), min_size=1), st.integers(1, 7))
-def test_brackets_within_text_do_not_nest(words: list[str], size: int) -> None:
-    text = json.dumps({"x": [[[word] for word in words]], "y": words}).encode()
-    file = leaf_reading._DepthLimit(io.BytesIO(text), Path("t.json"))
-    depths = []
-    while file.read(size):
-        depths.append(file._depth)
-    assert max(depths) <= 4
-    assert depths[-1] == 0
-    assert size > 1 or max(depths) == 4
 
 
 ANN = {"ann": {"x": [[1.0], [2.0]], "y": [0, 1]}}
@@ -142,7 +126,7 @@ ANN = {"ann": {"x": [[1.0], [2.0]], "y": [0, 1]}}
 @pytest.mark.parametrize(
     ("users", "counts", "message"),
     [
-        (["ann", "bob"], [2, 3], "'bob' with 3 examples"),
+        (["ann", "bob"], [2, 3], "'bob'.*lists 3"),
         (["ann", "bob"], None, "'bob'"),
         (["ann"], [3], "'ann'.*2 examples.*3"),
         (["ann"], [0], "'ann'.*2 examples.*0"),

@@ -66,7 +66,7 @@ def test_training_and_held_out_rows_are_scaled_alike(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("rows", "head", "options", "message"),
     [
-        (HELD_OUT, "who,age,sugar,pressure,ill", {"standardise": "t"}, "Name the same"),
+        (HELD_OUT, "who,age,sugar,pressure,ill", {"standardise": "t"}, "name the same"),
         (HELD_OUT, "who,age,pressure,sugar,ill", {"standardise": "raw"}, "not standardised"),
         (
             np.array([[1, 2, 3], [1, np.nan, 2]]),

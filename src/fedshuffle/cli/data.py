@@ -22,27 +22,21 @@ if TYPE_CHECKING:
 app = typer.Typer(help="Federations on disk: import, show.", no_args_is_help=True, cls=Group)
 
 
+Text = str | None
+
+
 @app.command(cls=Command, name="import")
 def import_data(
     source: Annotated[Path, typer.Argument(help="A file, or a folder of files.")],
     out: Annotated[Path, typer.Option(help="Folder for the store; made at the end.")],
-    client: Annotated[
-        str | None, typer.Option(help="For tables: the column that names the client of each row.")
-    ] = None,
-    fields: Annotated[
-        str | None, typer.Option(help="Fields a,b in the order in which the loss takes them.")
-    ] = None,
-    inputs: Annotated[
-        str | None,
-        typer.Option("--input", help="Columns a,b of one input; by default all other numbers."),
-    ] = None,
-    label: Annotated[str | None, typer.Option(help="The column of the label.")] = None,
+    client: Annotated[Text, typer.Option(help="For tables: the column of the clients.")] = None,
+    fields: Annotated[Text, typer.Option(help="Fields a,b as the loss takes them.")] = None,
+    input: Annotated[Text, typer.Option(help="Columns a,b; by default all other numbers.")] = None,
+    label: Annotated[Text, typer.Option(help="The column of the label.")] = None,
     standardise: Annotated[
         bool,
         typer.Option(
-            "--standardise",
-            "--standardize",
-            help="Give every input column mean 0 and standard deviation 1.",
+            "--standardise", "--standardize", help="Give input columns mean 0 and deviation 1."
         ),
     ] = False,
     standardise_like: Annotated[
@@ -54,10 +48,8 @@ def import_data(
             help="For held-out rows: scale them as the training rows in this store.",
         ),
     ] = None,
-    format: Annotated[
-        str | None, typer.Option(help="parquet, csv, tsv, leaf or hdf5; by default by the suffix.")
-    ] = None,
-    dtype: Annotated[str | None, typer.Option(help="Types: input=float64,label=int32.")] = None,
+    format: Annotated[Text, typer.Option(help="parquet, csv, tsv, leaf or hdf5.")] = None,
+    dtype: Annotated[Text, typer.Option(help="Types: input=float64,label=int32.")] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a store.")] = False,
     as_json: AsJson = False,
 ) -> None:
@@ -73,7 +65,7 @@ def import_data(
             out,
             client=client,
             fields=_names(fields),
-            input=_names(inputs),
+            input=_names(input),
             label=label,
             standardise=standardise if standardise_like is None else standardise_like,
             dtype=_dtypes(dtype),
@@ -109,10 +101,11 @@ def show_data(
     from fedshuffle.data import open_store
 
     store = open_store(folder)
+    facts = _describe(store)
     if as_json:
-        print(json.dumps(_describe(store)))
+        print(json.dumps(facts))
     else:
-        _print_store(store)
+        _print_store(store.path.name, facts)
 
 
 def _names(text: str | None) -> list[str] | None:
@@ -124,9 +117,6 @@ def _dtypes(text: str | None) -> dict[str, str]:
     if not all(name and kind for name, _, kind in pairs):
         raise FedShuffleError(f"--dtype: cannot read {text!r}. Write input=float64,label=int32.")
     return {name: kind for name, _, kind in pairs}
-
-
-# A store on the terminal ------------------------------------------------------------------------
 
 
 def _describe(store: Store) -> dict[str, Any]:
@@ -148,47 +138,44 @@ def _describe(store: Store) -> dict[str, Any]:
             "max": int(sizes.max()),
         },
         "histogram": [
-            {"from": low, "to": high, "clients": clients}
-            for low, high, clients in histogram(sizes.tolist(), most=12)
+            dict(zip(("from", "to", "clients"), bar, strict=True))
+            for bar in histogram(sizes.tolist(), most=12)
         ],
         "weights": "by size" if store.weights is None else "given",
         "source": store.origin,
     }
 
 
-def _print_store(store: Store) -> None:
-    facts = _describe(store)
+def _print_store(name: str, facts: dict[str, Any]) -> None:
+    origin, sizes = facts["source"], facts["sizes"]
     console.print(
-        f"[bold]{escape(store.path.name)}[/]: {facts['clients']:,} clients,"
-        f" {facts['examples']:,} examples, {decimal(facts['bytes'])} on disk,"
-        f" objective weights {facts['weights']}",
+        f"[bold]{escape(name)}[/]: {facts['clients']:,} clients, {facts['examples']:,} examples,"
+        f" {decimal(facts['bytes'])} on disk, objective weights {facts['weights']}",
         highlight=False,
         soft_wrap=True,
     )
-    columns = store.origin.get("columns", {})
-    titles = ["field", "dtype", "shape of an example", *(["columns"] if columns else [])]
-    table = plain_table(*titles)
+    columns = origin.get("columns", {})
+    table = plain_table("field", "dtype", "shape of an example", *["columns"] * bool(columns))
     for field in facts["fields"]:
         shape = " x ".join(map(str, field["shape"])) or "one number"
-        cells = [escape(field["name"]), field["dtype"], shape]
-        table.add_row(*cells, *([_listed(columns.get(field["name"], []))] if columns else []))
+        source = [_listed(columns.get(field["name"], []))] if columns else []
+        table.add_row(escape(field["name"]), field["dtype"], shape, *source)
     console.print(table)
-    if "standardised" in store.origin:
+    if "standardised" in origin:
         console.print("[dim]the input is standardised: federation.json holds means, deviations[/]")
-    if store.origin.get("left_out"):
-        console.print(f"[dim]columns left out: {_listed(store.origin['left_out'])}[/]")
-    spread = facts["sizes"]
+    if origin.get("left_out"):
+        console.print(f"[dim]columns left out: {_listed(origin['left_out'])}[/]")
     console.print(
-        f"\nexamples per client: min {spread['min']:,}, median {spread['median']:,g},"
-        f" mean {spread['mean']:,.1f}, max {spread['max']:,}",
+        f"\nexamples per client: min {sizes['min']:,}, median {sizes['median']:,g},"
+        f" mean {sizes['mean']:,.1f}, max {sizes['max']:,}",
         highlight=False,
     )
     bars = plain_table("examples", "clients", "", align="rr")
-    most = max(bin["clients"] for bin in facts["histogram"])
-    for bin in facts["histogram"]:
-        low, high = bin["from"], bin["to"]
-        name = f"{low:,}" if low == high else f"{low:,} to {high:,}"
-        bars.add_row(name, f"{bin['clients']:,}", f"[blue]{'#' * -(-bin['clients'] * 40 // most)}")
+    most = max(bar["clients"] for bar in facts["histogram"])
+    for bar in facts["histogram"]:
+        low, high, clients = bar.values()
+        size = f"{low:,}" if low == high else f"{low:,} to {high:,}"
+        bars.add_row(size, f"{clients:,}", f"[blue]{'#' * -(-clients * 40 // most)}")
     console.print(bars)
 
 

@@ -12,13 +12,14 @@ example, every row is assigned, and the split depends on the seed alone.
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from fedshuffle._arrays import FloatArray, IntArray, count, number
-from fedshuffle.errors import FedShuffleError
+from fedshuffle.errors import FedShuffleError, error_context
 from fedshuffle.randomness import Purpose, check_seed, generator
 
 
@@ -33,7 +34,7 @@ def dirichlet(labels: ArrayLike, clients: int, alpha: float, seed: int = 0) -> I
     """
     label = _codes(labels, "labels")
     _check_enough(len(label), clients)
-    alpha = _in_range(alpha, "alpha")
+    alpha = number(alpha, "alpha", within="(0, inf)")
     rng = generator(check_seed(seed), Purpose.SPLIT)
     owner = np.empty(len(label), dtype=np.int64)
     for rows in _rows_by_code(label, rng):
@@ -59,7 +60,7 @@ def lognormal(examples: int, clients: int, spread: float, seed: int = 0) -> IntA
     """
     rows = count(examples, "examples")
     _check_enough(rows, clients)
-    spread = _in_range(spread, "spread", zero=True)
+    spread = number(spread, "spread", within="[0, inf)")
     rng = generator(check_seed(seed), Purpose.SPLIT)
     cuts = _cuts(_shares(spread * rng.standard_normal(clients)), rows - clients)
     return rng.permutation(np.repeat(np.arange(clients), 1 + np.diff(cuts, prepend=0)))
@@ -98,20 +99,16 @@ def by_column(values: ArrayLike) -> NDArray[Any]:
     if names.ndim != 1 or not len(names):
         raise FedShuffleError(f"a column has one value per row, but this has shape {names.shape}.")
     for row, name in enumerate(names):
-        if _is_missing(name):
+        if name == "" if isinstance(name, str) else str(name) in ("None", "nan", "NaT", "<NA>"):
             raise FedShuffleError(f"row {row} names no client: {name!r}. Name one, or drop it.")
     if all(isinstance(name, str) for name in names):
         return names.astype(str)
-    try:
+    with suppress(TypeError, ValueError, OverflowError):
         whole: IntArray = names.astype(np.int64)
         if (whole == names).all():
             return whole
-    except (TypeError, ValueError, OverflowError):
-        pass
     kinds = ", ".join(sorted({type(name).__name__ for name in names}))
-    raise FedShuffleError(
-        f"the column holds {kinds}, but client ids are text or whole numbers. Convert it."
-    )
+    raise FedShuffleError(f"the column holds {kinds}: make all ids text, or all whole numbers.")
 
 
 def allocate(
@@ -128,7 +125,8 @@ def allocate(
     top, under = _codes(coarse, "coarse"), _codes(fine, "fine")
     if len(top) != len(under):
         raise FedShuffleError(f"there are {len(top)} coarse labels for {len(under)} fine ones.")
-    alpha, beta = _in_range(alpha, "alpha"), _in_range(beta, "beta")
+    alpha = number(alpha, "alpha", within="(0, inf)")
+    beta = number(beta, "beta", within="(0, inf)")
     check_seed(seed)
     # A pile of rows for each fine label under each coarse one, taken from the end.
     leaf = _codes(top * (under.max() + 1) + under, "labels")
@@ -206,30 +204,11 @@ def _codes(labels: ArrayLike, what: str) -> IntArray:
     if array.dtype.kind in "fc" and not np.isfinite(array).all():
         row = int(np.argmin(np.isfinite(array)))
         raise FedShuffleError(f"{what}: row {row} has {array[row]}. Name its label, or drop it.")
-    try:
+    with error_context(lambda error: f"{what} mix types of labels: {error}.", TypeError):
         codes: IntArray = np.unique(array, return_inverse=True)[1]
-    except TypeError as error:
-        raise FedShuffleError(f"{what} mix types of labels: {error}.") from error
     return codes
 
 
 def _check_enough(rows: int, clients: int) -> None:
     if count(clients, "clients") > rows:
-        raise FedShuffleError(
-            f"{rows} examples are too few for {clients} clients. Ask for at most {rows} clients."
-        )
-
-
-def _in_range(value: float, what: str, zero: bool = False) -> float:
-    result = number(value, what)
-    if not (0 < result < np.inf or (zero and result == 0)):
-        least = "a finite number of at least 0" if zero else "a positive finite number"
-        raise FedShuffleError(f"{what} is {value!r}, but must be {least}.")
-    return result
-
-
-def _is_missing(name: Any) -> bool:
-    try:
-        return name is None or name == "" or bool(name != name)
-    except TypeError:  # pandas will not say whether its missing value differs from itself
-        return True
+        raise FedShuffleError(f"{rows} examples are too few for {clients} clients: at most {rows}.")

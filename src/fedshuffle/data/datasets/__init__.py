@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fedshuffle._lazy import attach
-from fedshuffle.data.datasets.download import ARCHIVES, cache_folder, get
+from fedshuffle.data.datasets.download import ARCHIVES, get
 from fedshuffle.data.datasets.images import cifar100, femnist
 from fedshuffle.data.datasets.text import shakespeare
 from fedshuffle.errors import unknown
@@ -18,19 +18,11 @@ from fedshuffle.federation import Federation
 if TYPE_CHECKING:
     from fedshuffle.data.datasets.augment import Augment
 
-__all__ = [
-    "ARCHIVES",
-    "Augment",
-    "cache_folder",
-    "cifar100",
-    "femnist",
-    "get",
-    "load",
-    "shakespeare",
-]
+__all__ = ["ARCHIVES", "Augment", "cifar100", "femnist", "get", "load", "shakespeare"]
 
 __getattr__ = attach(__name__)  # only Augment needs torch
 _LOADERS = {"cifar100": cifar100, "femnist": femnist, "shakespeare": shakespeare}
+_PARTS = ["train", "test"]
 
 
 def load(
@@ -42,7 +34,6 @@ def load(
     """
     if name not in _LOADERS:
         raise unknown("data set", name, _LOADERS)
-    if part not in ("train", "test"):
-        raise unknown("part", part, ["train", "test"])
-    train, test = _LOADERS[name](folder, **options)
-    return train if part == "train" else test
+    if part not in _PARTS:
+        raise unknown("part", part, _PARTS)
+    return _LOADERS[name](folder, **options)[_PARTS.index(part)]

@@ -13,11 +13,10 @@ import shutil
 import sys
 import tarfile
 import zlib
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path, PurePosixPath
-from typing import Any
 from urllib.error import HTTPError
 from urllib.request import Request, urlopen
 
@@ -31,7 +30,6 @@ from fedshuffle.errors import FedShuffleError, error_context, unknown
 
 IMAGE_BYTES = 2 + 3 * 32 * 32
 """An image of CIFAR-100: a coarse label, a fine one, and 32 x 32 pixels in three colours."""
-
 _VARIABLE = "FEDSHUFFLE_DATA"
 _BLOCK = 1 << 16
 _TIMEOUT = 30.0
@@ -47,8 +45,6 @@ class Archive:
     """``algorithm:digest``, as published with the data."""
     files: Mapping[str, int]
     """Number of clients (HDF5) or images (CIFAR-100) in each file."""
-    inside: str = ""
-    """The folder of the archive that holds the files."""
 
     def check(self, folder: Path) -> None:
         """Refuse files that do not hold what they should."""
@@ -61,8 +57,7 @@ class Archive:
                 count, what = path.stat().st_size / IMAGE_BYTES, "images"
             if count != want:
                 raise FedShuffleError(
-                    f"{str(path)!r} holds {count:,g} {what}, but should hold {want:,}. Delete it"
-                    " and get it again."
+                    f"'{path}' holds {count:,g} {what}, not {want:,}. Delete it and get it again."
                 )
 
 
@@ -78,7 +73,6 @@ ARCHIVES = {
         url="https://www.cs.toronto.edu/~kriz/cifar-100-binary.tar.gz",
         checksum="md5:03b5dce01913d631647c71ecec9e9cb8",
         files={"train.bin": 50_000, "test.bin": 10_000},
-        inside="cifar-100-binary",
     ),
     "femnist": Archive(
         url=f"{_TFF}/fed_emnist.tar.bz2",
@@ -90,12 +84,9 @@ ARCHIVES = {
 
 def cache_folder() -> Path:
     """The system's folder for files that can be downloaded again."""
-    home = Path.home()
-    base = {
-        "darwin": home / "Library" / "Caches",
-        "win32": Path(os.environ.get("LOCALAPPDATA") or home / "AppData" / "Local"),
-    }.get(sys.platform, home / ".cache")
-    return Path(os.environ.get("XDG_CACHE_HOME") or base) / "fedshuffle"
+    windows = os.environ.get("LOCALAPPDATA") or "~/AppData/Local"
+    usual = {"darwin": "~/Library/Caches", "win32": windows}.get(sys.platform, "~/.cache")
+    return Path(os.environ.get("XDG_CACHE_HOME") or usual).expanduser() / "fedshuffle"
 
 
 def _roots(folder: str | Path | None) -> list[Path]:
@@ -103,22 +94,22 @@ def _roots(folder: str | Path | None) -> list[Path]:
     if folder is not None:
         return [Path(folder)]
     given = os.environ.get(_VARIABLE)
-    return [*([Path(given)] if given else []), cache_folder()]
+    return [Path(given), cache_folder()] if given else [cache_folder()]
 
 
 def find(name: str, folder: str | Path | None, *also: str) -> Path:
     """The folder with the files of a data set, or with files that match a pattern in ``also``."""
-    archive = ARCHIVES[name]
-    for root in _roots(folder):
-        for place in (root / name, root / name / archive.inside, root, root / archive.inside):
+    archive, roots = ARCHIVES[name], _roots(folder)
+    for root in roots:
+        for place in (root / name, root):
             if all((place / file).is_file() for file in archive.files):
                 return place
             if any(path.is_file() for pattern in also for path in place.glob(pattern)):
                 return place
     raise FedShuffleError(
-        f"there is no {name} data under {' or '.join(str(root) for root in _roots(folder))}. Get it"
-        f" with 'fedshuffle data get {name}'; or put {' and '.join(archive.files)} into a folder"
-        f" {name!r}, and say with folder= or {_VARIABLE} which folder holds that."
+        f"there is no {name} data under {' or '.join(map(str, roots))}. Get it with 'fedshuffle"
+        f" data get {name}'; or put {' and '.join(archive.files)} into a folder {name!r}, and say"
+        f" with folder= or {_VARIABLE} which folder holds that."
     )
 
 
@@ -137,16 +128,14 @@ def get(name: str, data: str | Path | None = None, *, progress: bool = False) ->
     if any(file.endswith(".h5") for file in archive.files):
         optional("h5py")  # fail before the download
     if not all((folder / file).is_file() for file in archive.files):
-        files = " and ".join(archive.files)
-
-        def message(error: Any) -> str:
-            reason = error if isinstance(error, HTTPError) else getattr(error, "reason", error)
-            return (
-                f"cannot get {archive.url}: {reason}. Try again: the bytes received are kept. Or"
-                f" get that file elsewhere and put it, or {files} from it, into {str(folder)!r}."
-            )
-
-        with error_context(message, (OSError, http.client.HTTPException)):
+        with error_context(
+            lambda error: (
+                f"cannot get {archive.url}: {str(error).strip('<>')}. Try again: the bytes"
+                " received are kept. Or get that file elsewhere and put it, or"
+                f" {' and '.join(archive.files)} from it, into {str(folder)!r}."
+            ),
+            (OSError, http.client.HTTPException),
+        ):
             folder.mkdir(parents=True, exist_ok=True)  # stays, for files put there by hand
             with one_writer(folder):
                 _fetch(archive, folder, progress)
@@ -156,19 +145,17 @@ def get(name: str, data: str | Path | None = None, *, progress: bool = False) ->
 
 def _fetch(archive: Archive, folder: Path, progress: bool) -> None:
     file = folder / archive.url.rpartition("/")[2]
-    by_hand = file.is_file()
-    if not by_hand:
-        file = file.with_name(file.name + ".part")
-        _download(archive.url, file, progress)
+    if file.is_file():  # put there by hand
+        _unpack(file, archive, folder)
+        return
+    part = file.with_name(file.name + ".part")
+    _download(archive.url, part, progress)
     try:
-        _verify(file, archive.checksum)
-        _unpack(file, archive.files, folder)
+        _unpack(part, archive, folder)
     except FedShuffleError:
-        if not by_hand:
-            file.unlink()  # a corrupt file cannot be resumed
+        part.unlink()  # a corrupt file cannot be resumed
         raise
-    if not by_hand:
-        file.unlink()
+    part.unlink()
 
 
 def _download(url: str, part: Path, progress: bool) -> None:
@@ -187,46 +174,42 @@ def _download(url: str, part: Path, progress: bool) -> None:
             have = 0
         length = response.headers.get("Content-Length")
         total = have + int(length) if length else None
-        columns = (DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
-        bar = progress_bar(progress, *columns)
-        task = bar.add_task(part.name.removesuffix(".part"), total=total, completed=have)
+        bar = progress_bar(progress, DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
+        task = bar.add_task(part.stem, total=total, completed=have)
         try:
             with bar, part.open("ab" if have else "wb") as file:
                 while block := response.read(_BLOCK):
-                    file.write(block)
+                    have += file.write(block)
                     bar.advance(task, len(block))
         except KeyboardInterrupt:
             bar.console.print("Interrupted: the bytes received are kept. Run again to resume.")
             raise
-    received = part.stat().st_size
-    if total is not None and received < total:
-        raise ConnectionError(f"it broke off after {received:,} of {total:,} bytes")
+    if total is not None and have < total:
+        raise ConnectionError(f"it broke off after {have:,} of {total:,} bytes")
 
 
-def _verify(path: Path, checksum: str) -> None:
-    algorithm, _, want = checksum.partition(":")
-    with path.open("rb") as file:
-        digest = hashlib.file_digest(file, partial(hashlib.new, algorithm, usedforsecurity=False))
+def _unpack(file: Path, archive: Archive, folder: Path) -> None:
+    """Take the wanted files out of a verified archive, by their names alone, and nothing else."""
+    algorithm, _, want = archive.checksum.partition(":")
+    with file.open("rb") as stream:
+        digest = hashlib.file_digest(stream, partial(hashlib.new, algorithm, usedforsecurity=False))
+    name = file.name.removesuffix(".part")
     if digest.hexdigest() != want:
         raise FedShuffleError(
-            f"{path.name.removesuffix('.part')} is not the file that was published: its {algorithm}"
-            f" is {digest.hexdigest()}, not {want}. Get it again."
+            f"{name} is not what was published: its {algorithm} is not {want}. Get it again."
         )
-
-
-def _unpack(archive: Path, wanted: Collection[str], folder: Path) -> None:
-    """Take the wanted files out of an archive, by their names alone, and nothing else."""
-    missing = set(wanted)
-    try:
-        with tarfile.open(archive) as tar:
-            for member in tar:
-                name = PurePosixPath(member.name).name
-                content = tar.extractfile(member) if member.isreg() and name in missing else None
-                if content is not None:
-                    with content, atomic_file(folder / name) as file:
-                        shutil.copyfileobj(content, file)
-                    missing.remove(name)
-    except (tarfile.TarError, EOFError, zlib.error) as error:
-        raise FedShuffleError(f"{archive.name} is broken: {error}. Get it again.") from error
+    missing = set(archive.files)
+    broken = (tarfile.TarError, EOFError, zlib.error)
+    with (
+        error_context(lambda error: f"{name} is broken: {error}. Get it again.", broken),
+        tarfile.open(file) as tar,
+    ):
+        for member in tar:
+            last = PurePosixPath(member.name).name
+            content = tar.extractfile(member) if member.isreg() and last in missing else None
+            if content is not None:
+                with content, atomic_file(folder / last) as target:
+                    shutil.copyfileobj(content, target)
+                missing.remove(last)
     if missing:
-        raise FedShuffleError(f"{archive.name} lacks {' and '.join(sorted(missing))}.")
+        raise FedShuffleError(f"{name} lacks {' and '.join(sorted(missing))}.")

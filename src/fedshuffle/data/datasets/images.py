@@ -5,6 +5,7 @@ from __future__ import annotations
 import zipfile
 import zlib
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -60,8 +61,7 @@ def cifar100(
     train, test = _read_images(place, "train"), _read_images(place, "test")
     if clients * per_client > len(train[0]):
         raise FedShuffleError(
-            f"{clients} clients with {per_client} images each need {clients * per_client:,} images,"
-            f" but there are {len(train[0]):,}. Ask for fewer clients, or for fewer images each."
+            f"{clients} x {per_client} images are more than {len(train[0]):,}. Ask for fewer."
         )
     testers = max(1, len(test[0]) // per_client)
     test_sizes = np.diff(np.arange(testers + 1) * len(test[0]) // testers)
@@ -96,50 +96,42 @@ def femnist(folder: str | Path | None = None) -> tuple[Federation, Federation]:
 
 def _read_images(place: Path, part: str) -> Raw:
     path = place / f"{part}.bin"
-    binary = path.is_file()
-    if not binary:
-        path = sorted(place.glob(_ARRAYS))[0]
-
-    def message(error: Exception) -> str | FedShuffleError:
-        return (
-            error if isinstance(error, FedShuffleError) else f"cannot read {str(path)!r}: {error}."
-        )
-
-    with error_context(message, (OSError, ValueError, EOFError, zipfile.BadZipFile, zlib.error)):
-        raw = _binary(path) if binary else _arrays(path, part)
-    for labels, known, kind in ((raw[1], 20, "coarse"), (raw[2], 100, "fine")):
-        if labels.max() >= known:
-            raise FedShuffleError(
-                f"{str(path)!r} has the {kind} label {labels.max()}, but only {known}. {_AGAIN}"
-            )
-    return raw
+    read = _binary
+    if not path.is_file():
+        path, read = sorted(place.glob(_ARRAYS))[0], partial(_arrays, part=part)
+    broken = (OSError, ValueError, EOFError, zipfile.BadZipFile, zlib.error)
+    with error_context(lambda error: f"cannot read {str(path)!r}: {error}", broken):
+        images, coarse, fine = read(path)
+        for labels, known, kind in ((coarse, 20, "coarse"), (fine, 100, "fine")):
+            if labels.max() >= known:
+                raise ValueError(f"the {kind} label {labels.max()} is unknown. {_AGAIN}")
+    return images, coarse, fine
 
 
 def _binary(path: Path) -> Raw:
     raw = np.fromfile(path, dtype=np.uint8)
     if not len(raw) or len(raw) % IMAGE_BYTES:
-        raise FedShuffleError(
-            f"{str(path)!r} holds no whole number of images, but {len(raw):,} bytes. {_AGAIN}"
-        )
+        raise ValueError(f"it holds no whole number of images, but {len(raw):,} bytes. {_AGAIN}")
     rows = raw.reshape(-1, IMAGE_BYTES)
     return rows[:, 2:].reshape(-1, 3, 32, 32), rows[:, 0], rows[:, 1]
 
 
 def _arrays(path: Path, part: str) -> Raw:
-    wanted = {f"x_{part}": (32, 32, 3), f"coarse_{part}": (), f"fine_{part}": ()}
     read: list[NDArray[Any]] = []
     with path.open("rb") as file, np.load(file, allow_pickle=False) as arrays:
-        for name, shape in wanted.items():
-            array = arrays[name] if name in arrays else np.zeros(())
-            if array.dtype != np.uint8 or not array.ndim or array.shape[1:] != shape:
-                has = f"of {array.dtype} {array.shape}" if name in arrays else "missing"
-                want = " x ".join(map(str, ("examples", *shape)))
-                raise FedShuffleError(f"{str(path)!r}: {name} is {has}, should be uint8 {want}.")
+        for name, shape in (
+            (f"x_{part}", (32, 32, 3)),
+            (f"coarse_{part}", ()),
+            (f"fine_{part}", ()),
+        ):
+            if name not in arrays:
+                raise ValueError(f"{name} is missing. {_AGAIN}")
+            array = arrays[name]
+            want = (len(read[0]) if read else array.size // 3072, *shape)
+            if array.dtype != np.uint8 or array.shape != want:
+                raise ValueError(f"{name} is {array.dtype} {array.shape}, not uint8 {want}.")
             read.append(array)
-    images, coarse, fine = read
-    if not len(images) == len(coarse) == len(fine) > 0:
-        raise FedShuffleError(f"{str(path)!r}: {part} lacks a label of each kind per image.")
-    return images.transpose(0, 3, 1, 2), coarse, fine
+    return read[0].transpose(0, 3, 1, 2), read[1], read[2]
 
 
 def _read_writers(path: Path) -> Federation:
@@ -156,7 +148,7 @@ def _read_writers(path: Path) -> Federation:
             images, want = clients.values(client, "pixels"), (len(some), 28, 28)
             if images.shape != want or images.dtype.kind != "f":
                 raise FedShuffleError(
-                    f"'pixels' {where} {images.dtype} {images.shape}, but should be float32 {want}."
+                    f"'pixels' {where} {images.dtype} {images.shape}, not float32 {want}."
                 )
             pixels[begin : begin + len(some), 0] = images
             begin += len(some)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import string
 import warnings
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -77,20 +76,19 @@ def _read(path: Path, sequence: int) -> tuple[Federation, list[str]]:
     sizes: dict[str, int] = {}
     parts: list[tuple[IntArray, IntArray]] = []
     with open_clients(path) as clients:
-        for client in sorted(clients.names):
+        for client in clients.names:
             snippets = clients.values(client, "snippets")
             texts = [t.encode() if isinstance(t, str) else t for t in snippets.ravel().tolist()]
             if not all(isinstance(text, bytes) for text in texts):
                 raise FedShuffleError(
-                    f"'snippets' of client {client!r} in {str(path)!r} holds {snippets.dtype}"
-                    " values, but should hold text."
+                    f"'snippets' of client {client!r} in '{path}' holds {snippets.dtype}, no text."
                 )
             some = [encoded(text, sequence) for text in texts if text]
             sizes[client] = sum(len(inputs) for inputs, _ in some)
             parts += some
-    ids = tuple(client for client, size in sizes.items() if size)
-    if not ids:
+    if not parts:
         raise FedShuffleError(f"{str(path)!r} has no text: all snippets are empty.")
     fields = [np.concatenate(field) for field in zip(*parts, strict=True)]
-    federation = Federation.from_arrays(*fields, sizes=[sizes[client] for client in ids])
-    return replace(federation, ids=ids), [client for client, size in sizes.items() if not size]
+    owners = np.repeat(list(sizes), list(sizes.values()))
+    federation = Federation.from_arrays(*fields, client_ids=owners)
+    return federation, [client for client, size in sizes.items() if not size]

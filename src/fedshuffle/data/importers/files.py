@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -78,28 +79,31 @@ def import_file(
     kind = _guess(path) if format is None else format
     if kind not in FORMATS:
         raise unknown("format", kind, FORMATS)
-    optional({"leaf": "ijson", "hdf5": "h5py"}.get(kind, "pyarrow"))
+    if kind != "leaf":
+        optional("h5py" if kind == "hdf5" else "pyarrow")
     options: dict[str, Any] = {"dtype": dtype, "overwrite": overwrite, "progress": progress}
-    if kind not in ("leaf", "hdf5"):
+    table = kind not in ("leaf", "hdf5")
+    misplaced = {"read": read} if table else {"client": client, "standardise": standardise or None}
+    for option, value in misplaced.items():
+        if value is not None:
+            raise FedShuffleError(f"{option} is of no use for {kind} files: leave {option} out.")
+    if table:
         if client is None:
             raise FedShuffleError("say which column of the table holds the client: client.")
-        if read is not None:
-            raise FedShuffleError("only LEAF and HDF5 files are read by a function, not tables.")
         from fedshuffle.data.importers.tables import import_table
 
         import_table(path, out, kind, client, fields, input, label, standardise, **options)
         return Federation.open(out)
-    if client is not None:
-        raise FedShuffleError(f"{kind} files name the clients themselves: leave client out.")
-    if standardise is not False:
-        raise FedShuffleError(f"only the columns of tables can be standardised, not {kind} files.")
     if fields is None and (input or label):
         fields = [*(input or ()), *([] if label is None else [label])]
-    if kind == "leaf":
-        from fedshuffle.data.importers.leaf import read_clients
+    from fedshuffle.data.importers import hdf5, leaf
+
+    if kind == "hdf5":
+        clients = hdf5.read_clients(path, fields, all_fields=read is not None)
     else:
-        from fedshuffle.data.importers.hdf5 import read_clients
-    chunks = read_clients(path, fields, dtype or {}, read)
+        clients = leaf.read_clients(path, fields)
+        read = read or partial(leaf.as_arrays, given=dtype or {})
+    chunks = ((name, raw if read is None else read(raw)) for name, raw in clients)
     return import_chunks(chunks, out, origin={"file": path.name, "format": kind}, **options)
 
 
@@ -175,10 +179,10 @@ def _checked_chunk(chunk: Any, names: Sequence[str] | None) -> tuple[Any, dict[s
         fields = list(fields[0])
     if len(fields) == 1 and isinstance(fields[0], Mapping):
         named = dict(fields[0])
+    elif names and len(names) == len(fields):
+        named = dict(zip(names, fields, strict=True))
     else:
-        numbered = [f"field{k}" for k in range(len(fields))]
-        keys = names if names and len(names) == len(fields) else numbered
-        named = dict(zip(keys, fields, strict=True))
+        named = {f"field{k}": field for k, field in enumerate(fields)}
     if names and named.keys() != set(names):
         raise FedShuffleError(
             f"client {client!r} has the fields {', '.join(named)} instead of {', '.join(names)}."

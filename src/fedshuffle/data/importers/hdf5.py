@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import ArrayLike, DTypeLike, NDArray
+from numpy.typing import NDArray
 
-from fedshuffle.data.importers.files import Read, distinct, optional, wide_labels
+from fedshuffle.data.importers.files import distinct, optional, wide_labels
 from fedshuffle.errors import FedShuffleError, error_context, one_line, unknown
 
 _SMALL = 1 << 26
@@ -26,15 +26,12 @@ _COMPRESSION = 1100
 
 
 def read_clients(
-    source: Path,
-    fields: Sequence[str] | None,
-    dtype: Mapping[str, DTypeLike],
-    read: Read | None,
-) -> Iterator[tuple[str, Mapping[str, ArrayLike]]]:
-    """One client after the other; without ``read``, files with several fields need ``fields``."""
+    source: Path, fields: Sequence[str] | None, all_fields: bool
+) -> Iterator[tuple[str, dict[str, Any]]]:
+    """One client after the other; if there are several fields, ``fields`` or all are chosen."""
     with open_clients(source) as clients:
         known = clients.fields
-        if fields is None and read is None and len(known) > 1:
+        if fields is None and not all_fields and len(known) > 1:
             raise FedShuffleError(
                 f"the examples have the fields {', '.join(known)}. Name those you want as"
                 " fields, in the order in which the loss takes them: inputs first, labels last."
@@ -44,8 +41,7 @@ def read_clients(
             if name not in known:
                 raise unknown("field", name, known)
         for client in clients.names:
-            raw = {name: wide_labels(clients.values(client, name)) for name in wanted}
-            yield client, raw if read is None else read(raw)
+            yield client, {name: wide_labels(clients.values(client, name)) for name in wanted}
 
 
 @contextmanager
@@ -94,10 +90,7 @@ class Clients:
                 return None
             link = place.get(name, getlink=True)
             if link is not None and not isinstance(link, h5py.HardLink):
-                raise ValueError(
-                    "it is a link to another place, and only what a file itself holds is read. Copy"
-                    " the data into the file"
-                )
+                raise ValueError("it is a link to another place. Copy the data into the file")
             place = place.get(name)
         return place
 
@@ -116,10 +109,7 @@ def _reading(path: Path, what: str) -> AbstractContextManager[None]:
 def _check_complete(array: Any) -> None:
     """Refuse an array that is not completely in the file, before it is allocated."""
     if array.is_virtual or array.external:
-        raise ValueError(
-            "its numbers are in other files, and only what a file itself holds is read. Copy them"
-            " into the file"
-        )
+        raise ValueError("its numbers are in other files. Copy them into the file")
     if array.shape is None:
         raise ValueError("it is empty, without a shape")
     stored = array.id.get_storage_size()
@@ -128,7 +118,4 @@ def _check_complete(array: Any) -> None:
         pieces = (-(-n // width) for n, width in zip(array.shape, array.chunks, strict=True))
         complete = array.id.get_num_chunks() == math.prod(pieces)
     if not complete or array.nbytes > _SMALL + _COMPRESSION * stored:
-        raise ValueError(
-            f"it declares {array.nbytes:,} bytes of shape {array.shape}, but only {stored:,} were"
-            " written. Write all of it, or get the file again"
-        )
+        raise ValueError(f"only {stored:,} of its {array.nbytes:,} bytes were written")

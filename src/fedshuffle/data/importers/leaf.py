@@ -1,69 +1,54 @@
-"""JSON as LEAF writes it: ``{"users": [...], "user_data": {user: {"x": [...], "y": [...]}}}``."""
+"""JSON as LEAF writes it: ``{"users": [...], "user_data": {user: {"x": [...], "y": [...]}}}``.
+
+LEAF splits its data over several files, each of which it writes from memory. So one file at a time
+is read into memory.
+"""
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterator, Mapping, Sequence
+import json
+from collections.abc import Container, Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
-import ijson
 import numpy as np
-from numpy.typing import ArrayLike, DTypeLike
+from numpy.typing import ArrayLike
 
-from fedshuffle.data.importers.files import FORMATS, Read, distinct, find_files
-from fedshuffle.errors import FedShuffleError, error_context, unknown
+from fedshuffle.data.importers.files import FORMATS, distinct, find_files
+from fedshuffle.errors import FedShuffleError, error_context, one_line, unknown
 
 _STEPS = {"all_data", "rem_user_data", "sampled_data", "test", "train"}
 """Folders that LEAF's scripts make of the same data, one after the other."""
-_MAX_DEPTH = 64
-"""Most lists and objects that a file may nest."""
-_STRING = re.compile(rb'"(?:[^"\\]++|\\.)*+"', re.DOTALL)
-_NO_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
 
 
 def read_clients(
-    source: Path,
-    fields: Sequence[str] | None,
-    dtype: Mapping[str, DTypeLike],
-    read: Read | None,
-) -> Iterator[tuple[str, Mapping[str, ArrayLike]]]:
+    source: Path, fields: Sequence[str] | None
+) -> Iterator[tuple[str, dict[str, Any]]]:
     """One client after the other; ``users`` and ``num_samples`` must agree with the data."""
     names = distinct(fields or ("x", "y"))
-
-    def arrays(raw: Mapping[str, Any]) -> Mapping[str, ArrayLike]:
-        if read is not None:
-            return read(raw)
-        return {name: _numbers(values, name in dtype) for name, values in raw.items()}
-
     for path in _paths(source):
-        listed, found = _listed(path), set()
-        for user, data in _items(path, "user_data"):
-            found.add(user)
-            known = data if isinstance(data, dict) else {}
+        listed, found = _load(path)
+        for user in dict.fromkeys([*listed, *found]):
+            said, data = listed.get(user), found.pop(user, None)
+            if data is None and said == 0:
+                data = {name: [] for name in names}
+            if not isinstance(data, dict):
+                raise FedShuffleError(
+                    f"{str(path)!r} has no examples of user {user!r} under 'user_data', but lists"
+                    f" {said or 'some'}. Get the file again, or take that user from the list."
+                )
             for name in names:
-                if name not in known:
-                    raise unknown(f"field of user {user!r}", name, known)
-            raw = {name: known[name] for name in names}
-            said, lengths = listed.get(user), [len(v) for v in raw.values() if isinstance(v, list)]
+                if name not in data:
+                    raise unknown(f"field of user {user!r}", name, data)
+            raw = {name: data[name] for name in names}
+            lengths = [len(values) for values in raw.values() if isinstance(values, list)]
             if said is not None and lengths and said not in lengths:
                 raise FedShuffleError(
                     f"user {user!r} of {str(path)!r} has {lengths[0]} examples, but 'num_samples'"
                     f" says {said}. Get the file again, or correct the number."
                 )
-            yield user, arrays(raw)
-        if not found:
-            raise FedShuffleError(
-                f"{str(path)!r} has no users under 'user_data', as LEAF files do."
-            )
-        for user in [user for user in listed if user not in found]:
-            if listed[user] != 0:
-                raise FedShuffleError(
-                    f"{str(path)!r} lists user {user!r} with {listed[user] or 'some'} examples, but"
-                    " has none of them under 'user_data'. Get the file again, or take that user"
-                    " from the list."
-                )
-            yield user, arrays({name: [] for name in names})
+            yield user, raw
 
 
 def _paths(source: Path) -> list[Path]:
@@ -80,69 +65,36 @@ def _paths(source: Path) -> list[Path]:
     return paths
 
 
-def _listed(path: Path) -> dict[str, int | None]:
-    """The listed users and their numbers of examples, which LEAF writes before the data."""
-    users: Any = next(_items(path, "users"), [])
-    counts = next(_items(path, "num_samples"), None)
+def _load(path: Path) -> tuple[dict[str, int | None], dict[str, Any]]:
+    """The listed users with their numbers of examples, if given, and the data of each user."""
+    with error_context(
+        lambda error: (
+            f"cannot read {str(path)!r} as JSON: {one_line(error)}. If it is damaged, get it again."
+        ),
+        (OSError, ValueError, RecursionError),
+    ):
+        content = json.loads(path.read_bytes())
+    facts = content if isinstance(content, dict) else {}
+    users, counts, data = facts.get("users", []), facts.get("num_samples"), facts.get("user_data")
+    if not (isinstance(data, dict) and data):
+        raise FedShuffleError(f"{str(path)!r} has no users under 'user_data', as LEAF files do.")
     if not (isinstance(users, list) and all(isinstance(user, str) for user in users)):
         raise FedShuffleError(f"{str(path)!r} has 'users' that are no names.")
-    if counts is None:
-        return dict.fromkeys(users)
-    if not (isinstance(counts, list) and all(isinstance(number, int) for number in counts)):
-        raise FedShuffleError(f"{str(path)!r} has 'num_samples' that are no whole numbers.")
-    if len(users) != len(counts):
-        raise FedShuffleError(
-            f"{str(path)!r} has {len(users)} 'users', but {len(counts)} 'num_samples'."
-        )
-    return dict(zip(users, counts, strict=True))
+    counts = [None] * len(users) if counts is None else counts
+    whole = isinstance(counts, list) and all(isinstance(n, int | None) for n in counts)
+    if not whole or len(counts) != len(users):
+        raise FedShuffleError(f"{str(path)!r} has 'num_samples' that are no number for each user.")
+    return dict(zip(users, counts, strict=True)), data
 
 
-def _items(path: Path, key: str) -> Iterator[Any]:
-    """The value of a key, read no further than needed; that of ``user_data`` user by user."""
-    parse = ijson.kvitems if key == "user_data" else ijson.items
-
-    def message(error: Exception) -> str:
-        what = str(error).partition("\n")[0].rstrip(". ")  # the next lines draw the place
-        return f"cannot read {str(path)!r} as JSON: {what}. If it is damaged, get it again."
-
-    with path.open("rb") as file, error_context(message, (ijson.JSONError, OSError)):
-        yield from parse(_DepthLimit(file, path), key, use_float=True)
-
-
-class _DepthLimit:
-    """A JSON file that may not nest deeply: ijson's memory grows with the square of the depth."""
-
-    def __init__(self, file: BinaryIO, path: Path) -> None:
-        self._file, self._path = file, path
-        self._depth = 0
-        self._string = b""
-        """The beginning of a string that continues in the next block."""
-
-    def read(self, size: int = -1) -> bytes:
-        block = self._file.read(size)
-        text, quote, string = _STRING.sub(b"", self._string + block).partition(b'"')
-        escaped = (len(string) - len(string.rstrip(b"\\"))) % 2
-        self._string = quote + b"\\" * escaped
-        brackets = np.frombuffer(text.translate(None, _NO_BRACKETS), np.uint8)
-        if len(brackets):
-            depths = self._depth + np.cumsum(np.where(np.isin(brackets, list(b"[{")), 1, -1))
-            if depths.max() > _MAX_DEPTH:
-                raise FedShuffleError(
-                    f"{str(self._path)!r} nests more than {_MAX_DEPTH} lists, as no LEAF file does."
-                    " If it is damaged, get it again."
-                )
-            self._depth = int(depths[-1])
-        return block
-
-
-def _numbers(values: Any, as_is: bool) -> ArrayLike:
-    """float32 unless it is a label or has a requested dtype: JSON does not tell 1.0 from 1."""
-    try:
-        array = np.asarray(values)
-    except ValueError:  # rows of unequal lengths, which the store will name
-        return values  # type: ignore[no-any-return]
-    label = array.ndim == 1 and array.dtype.kind in "biu"
-    if as_is or label or array.dtype.kind not in "biuf":
-        return array
-    with np.errstate(over="ignore"):  # the store refuses infinity
-        return array.astype(np.float32)
+def as_arrays(raw: Mapping[str, Any], given: Container[str]) -> dict[str, ArrayLike]:
+    """float32, but for labels and fields of a given dtype: JSON does not tell 1.0 from 1."""
+    arrays: dict[str, ArrayLike] = dict(raw)
+    for name, values in raw.items():
+        with suppress(ValueError):  # rows of unequal lengths, which the store will name
+            array = np.asarray(values)
+            label = array.ndim == 1 and array.dtype.kind in "biu"
+            real = array.dtype.kind in "biuf" and not label and name not in given
+            with np.errstate(over="ignore"):  # the store refuses infinity
+                arrays[name] = array.astype(np.float32) if real else array
+    return arrays

@@ -20,8 +20,7 @@ from pyarrow import types
 
 from fedshuffle._arrays import FloatArray, IntArray
 from fedshuffle.data.importers.files import FORMATS, distinct, find_files, wide_labels
-from fedshuffle.data.storage.atomic_dir import checked_dtype
-from fedshuffle.data.storage.store import open_store
+from fedshuffle.data.storage.store import checked_dtype, open_store
 from fedshuffle.data.storage.writer import Batch, write_store
 from fedshuffle.errors import FedShuffleError, error_context, one_line, unknown
 
@@ -154,8 +153,7 @@ def _choose(
     if (fields is None) == (input is None and label is None):
         names = ", ".join([*schema.names[:12], *["..."] * (len(schema.names) > 12)])
         raise FedShuffleError(
-            f"the table has the columns {names}. Say which hold the examples:"
-            " either fields, or label and, if not all others, input."
+            f"choose by fields, or by label and input, among the columns {names}."
         )
     if fields is not None:
         return {name: name for name in distinct(fields)}
@@ -167,8 +165,7 @@ def _choose(
     lists = [name for name in input if _is(schema.field(name).type, _LIST)]
     if lists and len(input) > 1:
         raise FedShuffleError(
-            f"columns of lists ({', '.join(lists)}) do not fit beside other columns. Give one alone"
-            " as the input, or use fields."
+            f"lists ({', '.join(lists)}) do not fit beside others: name one alone, or use fields."
         )
     chosen: Columns = {"input": lists[0] if lists else distinct(input)}
     return chosen if label is None else chosen | {"label": label}
@@ -186,7 +183,7 @@ def _check_types(
     id_type = id_type.value_type if types.is_dictionary(id_type) else id_type
     if format == "parquet" and not _is(id_type, (types.is_integer, *_TEXT)):
         raise FedShuffleError(
-            f"the client column {client!r} holds {id_type}, but ids are text or whole numbers."
+            f"column {client!r} holds {id_type}, but ids are text or whole numbers."
         )
     chosen = {client: pa.string()}
     for name, column in columns.items():
@@ -216,8 +213,7 @@ def _owners(column: Any, client: str, before: int) -> tuple[list[Any], IntArray]
     if column.null_count or "" in clients:
         row = next(k for k, name in enumerate(column.to_pylist()) if name in (None, ""))
         raise FedShuffleError(
-            f"row {before + row + 1} has no client: column {client!r} is empty there. Fill it in,"
-            " or drop that row."
+            f"row {before + row + 1} has no client in column {client!r}. Fill it in, or drop it."
         )
     return clients, encoded.indices.to_numpy().astype(np.int64)
 
@@ -272,8 +268,7 @@ def statistics(batches: Iterable[NDArray[Any]]) -> tuple[FloatArray, FloatArray]
     for batch in batches:
         if batch.ndim != 2:
             raise FedShuffleError(
-                f"only columns of numbers can be standardised, but an input has the shape"
-                f" {batch.shape[1:]}. Scale it before the import."
+                f"an input of shape {batch.shape[1:]} cannot be standardised: scale it before."
             )
         finite = batch[np.isfinite(batch).all(1)].astype(np.float64)
         if len(finite):
@@ -288,14 +283,8 @@ def _stored_statistics(
     """Those of the input of another store, which must have the same input columns."""
     origin = open_store(store).origin
     if _SCALING not in origin:
-        raise FedShuffleError(
-            f"the inputs in {str(store)!r} are not standardised. Import that one with standardise"
-            " first."
-        )
+        raise FedShuffleError(f"'{store}' is not standardised. Import it with standardise first.")
     theirs = origin["columns"]["input"]
     if theirs != columns:
-        raise FedShuffleError(
-            f"{str(store)!r} has the input columns {theirs}, and this table {columns}. Name the"
-            " same ones with input."
-        )
+        raise FedShuffleError(f"name the same input columns as '{store}': {theirs}, not {columns}.")
     return np.array(origin[_SCALING]["mean"]), np.array(origin[_SCALING]["deviation"])

@@ -8,7 +8,11 @@
     DIR/arrays-1/id_offsets.npy   where each text id begins; neither file if ids count from 0
     DIR/arrays-1/field0.npy ...   the packed examples, one array per field, sorted by client
 
-Overwriting writes ``arrays-2``, then replaces ``federation.json``, then removes ``arrays-1``.
+A writer, one at a time, fills a new folder of arrays, with a ``federation.json`` of its own. Once
+all is on disk, one rename moves that file over the store's, which then points to the new arrays. So
+at any moment the folder holds the old store or the new one, complete. Arrays that it does not point
+to are removed afterwards, or by the next writer if this one was killed.
+
 :mod:`fedshuffle.data.storage.writer` guarantees what opening does not check: that all numbers are
 finite and that every row belongs to its client.
 """
@@ -22,25 +26,29 @@ import mmap
 import os
 import platform
 import re
+import shutil
 import sys
 import warnings
-from collections.abc import Hashable, Sequence
-from contextlib import suppress
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import DTypeLike, NDArray
 
+from fedshuffle import _files
 from fedshuffle._arrays import FloatArray, IntArray, counts, positive
-from fedshuffle.errors import FedShuffleError, one_line
+from fedshuffle.errors import FedShuffleError, error_context, one_line
 
 FORMAT = "fedshuffle federation"
 VERSION = 2
 FACTS = "federation.json"
 ARRAYS = re.compile(r"arrays-(\d+)")
 """The names of folders of arrays."""
+Fields = Mapping[str, np.dtype[Any]]
+"""The dtype of an example by the name of the field; an array is a subarray dtype of its shape."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -176,7 +184,7 @@ def _map(folder: Path, name: str, dtype: str, shape: tuple[int, ...]) -> NDArray
         begin = stream.tell()
         excess = os.fstat(stream.fileno()).st_size - begin - math.prod(shape) * want.itemsize
         wrong = "long" if excess > 0 else "short"
-        _require(excess == 0, f"{file} is {abs(excess)} bytes too {wrong}")
+        _require(not excess, f"{file} is {abs(excess)} bytes too {wrong}")
         return np.ndarray(shape, want, buffer=_mapping(stream.fileno()), offset=begin)
 
 
@@ -189,3 +197,153 @@ def _mapping(file: int) -> mmap.mmap:
     reserve = getattr(mmap, "MAP_NORESERVE", 0x4000 if common else 0)
     protection = mmap.PROT_READ | mmap.PROT_WRITE
     return mmap.mmap(file, 0, flags=mmap.MAP_PRIVATE | reserve, prot=protection)
+
+
+# Writing ---------------------------------------------------------------------------------------
+
+
+@contextmanager
+def draft(out: str | Path, overwrite: bool = False) -> Iterator[Path]:
+    """A new folder of arrays, which is removed at the end unless it was published."""
+    out = Path(out).absolute()
+    with ExitStack() as stack:
+        with writing(out):
+            stack.enter_context(_files.one_writer(out))
+            if (out / FACTS).exists() and not overwrite:
+                raise FedShuffleError(
+                    f"'{out}' holds a federation already. Choose another folder, or overwrite."
+                )
+            others = {path.name for path in out.iterdir()} - {_files.LOCK}
+            if others - _arrays_in(out) and not (out / FACTS).exists():
+                raise FedShuffleError(f"'{out}' is neither a store nor empty. Choose another.")
+            _sweep(out)
+            last = max((int(name.partition("-")[2]) for name in _arrays_in(out)), default=0)
+            arrays = out / f"arrays-{last + 1}"
+            stack.callback(_sweep, out)
+            arrays.mkdir()
+        yield arrays
+
+
+def publish(
+    arrays: Path,
+    fields: Fields,
+    sizes: IntArray,
+    ids: Sequence[Any] | None,
+    weights: FloatArray | None = None,
+    origin: Mapping[str, Any] | None = None,
+) -> None:
+    """Write all but the fields and make the draft the store, even if the power fails meanwhile."""
+    kind, others = encoded_ids(ids)
+    others |= {"sizes": sizes} | ({} if weights is None else {"weights": weights})
+    facts = {
+        "format": FORMAT,
+        "version": VERSION,
+        "clients": len(sizes),
+        "examples": int(sizes.sum()),
+        "ids": kind,
+        "weights": weights is not None,
+        "fields": [
+            {"name": name, "dtype": kind.base.name, "shape": kind.shape}
+            for name, kind in fields.items()
+        ],
+        "source": dict(origin or {}),
+        "arrays": arrays.name,
+    }
+    out = arrays.parent
+    with writing(out):
+        for name, array in others.items():
+            np.save(arrays / f"{name}.npy", array)
+        (arrays / FACTS).write_text(json.dumps(facts, indent=2) + "\n")
+        for file in arrays.iterdir():
+            with file.open("rb+") as stream:
+                os.fsync(stream.fileno())
+        _flush_names(arrays)
+        os.replace(arrays / FACTS, out / FACTS)
+        _flush_names(out)  # before the old arrays are removed
+
+
+def save_arrays(
+    out: str | Path,
+    fields: Sequence[Any],
+    sizes: IntArray,
+    ids: Sequence[Hashable] | None,
+    weights: FloatArray | None,
+    names: Sequence[str] | None,
+    overwrite: bool,
+) -> None:
+    """Write packed arrays or tensors as a store; without ids, clients are numbered from 0."""
+    names = names or [f"field{k}" for k in range(len(fields))]
+    if len(set(names)) != len(fields):
+        raise FedShuffleError(f"there are {len(set(names))} names for {len(fields)} fields.")
+    encoded_ids(ids)  # refuses unsuitable ids before anything is written
+    described = {}
+    with draft(out, overwrite) as arrays:
+        for k, (name, values) in enumerate(zip(names, fields, strict=True)):
+            if hasattr(values, "detach"):
+                with error_context(f"field {name!r} needs a dtype that numpy has", TypeError):
+                    values = values.detach().cpu().numpy()
+            kind = checked_dtype(name, values.dtype)
+            described[name] = np.dtype((kind, values.shape[1:]))
+            with writing(arrays.parent):
+                np.save(arrays / f"field{k}.npy", np.ascontiguousarray(values, dtype=kind))
+        publish(arrays, described, sizes, ids, weights)
+
+
+def checked_dtype(name: str, kind: DTypeLike) -> np.dtype[Any]:
+    """A dtype that a field can be stored as, or a clear error."""
+    try:
+        dtype = np.dtype(kind)
+    except TypeError:
+        dtype = np.dtype(object)
+    if dtype.kind not in "biufc" or dtype.char in "gG":
+        raise FedShuffleError(
+            f"field {name!r} cannot be stored as {kind!r}, but as float32, int64, uint8 or bool."
+        )
+    return dtype.newbyteorder("=")
+
+
+def encoded_ids(ids: Sequence[Any] | None) -> tuple[str, dict[str, NDArray[Any]]]:
+    """The kind of the ids, and the arrays that hold them."""
+    if ids is None:
+        return "none", {}
+    if all(isinstance(id, int) and not isinstance(id, bool) for id in ids):
+        return "numbers", {"ids": np.array(ids, dtype=np.int64)}
+    if not all(isinstance(id, str) for id in ids):
+        raise FedShuffleError("a store keeps ids that are all text or all whole numbers.")
+    try:
+        words = [id.encode() for id in ids]
+    except UnicodeEncodeError as error:
+        raise FedShuffleError(f"client id {error.object!r} is not valid text: {error}.") from error
+    offsets = np.cumsum([0, *map(len, words)], dtype=np.int64)
+    return "text", {"ids": np.frombuffer(b"".join(words), np.uint8), "id_offsets": offsets}
+
+
+def writing(out: Path) -> AbstractContextManager[None]:
+    """Turn an error of the disk into one line."""
+    remedy = "Nothing of it was kept: make room or choose another folder."
+    return error_context(
+        lambda error: f"cannot write {str(out)!r}: {error.strerror or error}. {remedy}", OSError
+    )
+
+
+def _flush_names(folder: Path) -> None:
+    with suppress(OSError):  # not every system can
+        handle = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)
+
+
+def _arrays_in(out: Path) -> set[str]:
+    """The folders of arrays of a store, in use or not."""
+    return {path.name for path in out.iterdir() if ARRAYS.fullmatch(path.name)}
+
+
+def _sweep(out: Path) -> None:
+    """Remove all arrays that the store does not point to, unless that cannot be read."""
+    with suppress(OSError, ValueError, KeyError, TypeError):  # then the next writer does
+        facts = out / FACTS
+        live = json.loads(facts.read_bytes())["arrays"] if facts.exists() else None
+        for name in _arrays_in(out) - {live}:
+            shutil.rmtree(out / name)

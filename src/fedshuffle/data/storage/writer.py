@@ -22,7 +22,7 @@ from rich.progress import Progress, TimeElapsedColumn
 
 from fedshuffle._arrays import IntArray
 from fedshuffle._terminal import Console, progress_bar
-from fedshuffle.data.storage.atomic_dir import checked_dtype, draft, encoded_ids, publish, writing
+from fedshuffle.data.storage.store import checked_dtype, draft, encoded_ids, publish, writing
 from fedshuffle.errors import FedShuffleError, unknown
 
 Batch = tuple[Sequence[Any], IntArray, Mapping[str, NDArray[Any]]]
@@ -123,7 +123,8 @@ class _Rows:
         if problem:
             raise FedShuffleError(f"client id {id!r:.60} {problem}.")
         if id not in self.clients:
-            encoded_ids([id])  # refuses invalid text
+            if isinstance(id, str) and not id.isascii():
+                encoded_ids([id])  # refuses invalid text
             self.clients[id] = len(self.clients)
             if len(self.clients) > len(self.sizes):
                 self.sizes = np.pad(self.sizes, (0, len(self.sizes)))
