@@ -72,11 +72,7 @@ def importable(folder: Path) -> Iterator[None]:
 
 
 def find(path: str, folder: Path) -> Any:
-    """The object that an import path names.
-
-    >>> find("math:inf", Path.cwd())
-    inf
-    """
+    """The object that an import path names."""
     if not re.fullmatch(r"\w+(\.\w+)*:\w+(\.\w+)*", path):
         raise FedShuffleError(f"{path!r} is not an import path: write 'package.module:attribute'.")
     name, _, attribute = path.partition(":")
@@ -141,20 +137,16 @@ def _module(path: str, name: str, folder: Path) -> ModuleType:
             f"{path!r}: {str(own[0])!r} has the name of a module that is loaded already, from"
             f" {_file(loaded)}. Rename yours."
         )
-    with error_context(
-        lambda error: f"{path!r} cannot be imported: {_import_error(error, name, folder)}"
-    ):
+
+    def message(error: BaseException) -> str:
+        remedy = ""
+        if isinstance(error, ModuleNotFoundError):
+            near = _synonyms.hint(top, [place.stem for place in folder.glob("*.py")])
+            remedy = f"{near} Install it, or put it into {str(folder)!r}."
+        return f"{path!r} cannot be imported: {_cause(error, folder)}{remedy}"
+
+    with error_context(message):
         return importlib.import_module(name)
-
-
-def _import_error(error: BaseException, name: str, folder: Path) -> str:
-    if not isinstance(error, ModuleNotFoundError):
-        return _cause(error, folder)
-    if error.name is None or not f"{name}.".startswith(f"{error.name}."):
-        return f"{_cause(error, folder)} Install that module."
-    hint = _synonyms.hint(name.partition(".")[0], [place.stem for place in folder.glob("*.py")])
-    where = f"neither in {str(folder)!r} nor installed"
-    return f"there is no module {error.name!r}, {where}.{hint}"
 
 
 def _is_in(module: ModuleType, folder: Path) -> bool:
