@@ -36,11 +36,8 @@ def sampling(text: str, federation: Federation, folder: Path) -> Sampling:
     if not samplings.is_import_path(text):
         return samplings.resolve(text, federation)
     with importable(folder):
-        make = function(text, {}, folder)
-        with running(repr(text), folder):
-            made = make(federation)
-    expect(made, Sampling, f"what {text!r} returns")
-    return samplings.resolve(made, federation)
+        made = call(text, {}, folder, Sampling, federation)  # type: ignore[type-abstract]
+        return samplings.resolve(made, federation)
 
 
 T = TypeVar("T")
@@ -114,11 +111,11 @@ def function(
     return found
 
 
-def call(path: str, arguments: Mapping[str, Any], folder: Path, kind: type[T]) -> T:
-    """The result, of this type, of calling the function at an import path."""
-    make = function(path, arguments, folder, complete=True)
+def call(path: str, arguments: Mapping[str, Any], folder: Path, kind: type[T], *given: object) -> T:
+    """What the function at an import path returns, which must be of this type."""
+    make = function(path, arguments, folder, complete=not given)
     with running(repr(path), folder):
-        made: T = make(**arguments)
+        made: T = make(*given, **arguments)
     expect(made, kind, f"what {path!r} returns")
     return made
 
