@@ -37,11 +37,7 @@ def nearest(name: str, known: Collection[str]) -> str | None:
 
 
 def hint(name: str, known: Collection[str]) -> str:
-    """The question whether the nearest known name was meant, or nothing.
-
-    >>> hint("mse", ["cross_entropy", "squared_error"])
-    " Did you mean 'squared_error'? It is half the squared distance, the mean over examples."
-    """
+    """The question whether the nearest known name was meant, or nothing."""
     near = nearest(name, known)
     remark = _REMARKS.get(name.lower(), "") if near in ("squared_error", "cross_entropy") else ""
     return f" Did you mean {near!r}? {remark}".rstrip() if near else ""

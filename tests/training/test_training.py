@@ -34,6 +34,7 @@ from fedshuffle import (
 from fedshuffle.engines import ReferenceEngine, VectorizedEngine
 from fedshuffle.sampling import Independent, Listed, Uniform
 from fedshuffle.state import State
+from fedshuffle.training.divergence import monitored_loss
 from fedshuffle.training.rounds import Run, run_round, simulate
 from tests.problems import Point, copies, half_squared_distance, quadratic, targets
 
@@ -477,3 +478,12 @@ def test_weight_decay_is_part_of_the_objective() -> None:
     *_, states = simulate(VectorizedEngine(quadratic(federation)), runs, 300)
     for state in states:
         torch.testing.assert_close(state.x, points.mean(0) / 1.5, rtol=0, atol=1e-6)
+
+
+def test_step_scales_are_those_of_the_smallest_and_the_largest_client() -> None:
+    assert Run(Federation.from_sizes([2, 88]), "fedshuffle").step_scales() == (1.0, 44.0)
+
+
+def test_the_training_loss_shows_divergence_before_the_other() -> None:
+    assert monitored_loss(["accuracy", "loss", "train_loss"]) == "train_loss"
+    assert monitored_loss(["accuracy"]) is None

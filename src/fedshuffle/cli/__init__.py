@@ -6,12 +6,10 @@ import sys
 from typing import Annotated
 
 import typer
-from rich.markup import escape
 
 from fedshuffle import __version__
-from fedshuffle._terminal import Console
 from fedshuffle.cli import advise, audit, compare, data, experiments, flower, methods, new, run
-from fedshuffle.cli.shared import Command, Group
+from fedshuffle.cli.shared import Command, Group, say
 from fedshuffle.errors import FedShuffleError
 
 app = typer.Typer(
@@ -39,9 +37,7 @@ def main() -> None:
     try:
         app()
     except FedShuffleError as error:
-        Console(stderr=True).print(
-            f"[bold red]error:[/] {escape(str(error))}", highlight=False, soft_wrap=True
-        )
+        say("[bold red]error:[/]", error)
         sys.exit(2)
 
 

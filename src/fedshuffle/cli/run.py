@@ -14,8 +14,8 @@ import typer
 from rich.markup import escape
 
 from fedshuffle._arrays import jsonable
-from fedshuffle._terminal import Console, interrupted_once
-from fedshuffle.cli.shared import AsJson, Settings, alone, console, overrides
+from fedshuffle._terminal import interrupted_once
+from fedshuffle.cli.shared import AsJson, Settings, alone, console, overrides, say
 from fedshuffle.errors import FedShuffleError, user_error
 
 if TYPE_CHECKING:
@@ -84,7 +84,7 @@ def _interruptible(folder: Path) -> Iterator[None]:
 
     try:
         with interrupted_once(ends=True), warnings.catch_warnings():
-            warnings.showwarning = _show_warning
+            warnings.showwarning = lambda message, *_, **__: say("[bold yellow]![/]", message)
             yield
     except SystemExit as error:  # by the user's code: it is not a success
         raise FedShuffleError(f"{user_error(error)}.") from error
@@ -92,13 +92,6 @@ def _interruptible(folder: Path) -> Iterator[None]:
         if not RunFolder(folder).begun:
             print("Interrupted before the first round: nothing was saved.", file=sys.stderr)
         raise typer.Exit(130) from None
-
-
-def _show_warning(message: Warning | str, *_: object, **__: object) -> None:
-    """A warning in one line, without the place in the code."""
-    Console(stderr=True).print(
-        f"[bold yellow]![/] {escape(str(message))}", highlight=False, soft_wrap=True
-    )
 
 
 def _summary(result: Result) -> dict[str, Any]:

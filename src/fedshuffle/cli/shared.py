@@ -9,6 +9,7 @@ from typing import Annotated, Any
 
 import click
 import typer
+from rich.markup import escape
 from typer.core import TyperCommand, TyperGroup
 
 from fedshuffle import _synonyms
@@ -40,6 +41,11 @@ def overrides(settings: list[str] | None) -> dict[str, Any]:
 def alone(as_json: bool) -> AbstractContextManager[object]:
     """Within this context a user's module prints to the error stream, apart from JSON."""
     return redirect_stdout(sys.stderr) if as_json else nullcontext()
+
+
+def say(mark: str, text: object) -> None:
+    """Print one line on the error stream, with a mark before it."""
+    Console(stderr=True).print(f"{mark} {escape(str(text))}", highlight=False, soft_wrap=True)
 
 
 def was_given(context: click.Context, name: str) -> bool:

@@ -36,11 +36,8 @@ def sampling(text: str, federation: Federation, folder: Path) -> Sampling:
     if not samplings.is_import_path(text):
         return samplings.resolve(text, federation)
     with importable(folder):
-        make = function(text, {}, folder)
-        with running(repr(text), folder):
-            made = make(federation)
-    expect(made, Sampling, f"what {text!r} returns")
-    return samplings.resolve(made, federation)
+        made = call(text, {}, folder, Sampling, federation)  # type: ignore[type-abstract]
+        return samplings.resolve(made, federation)
 
 
 T = TypeVar("T")
@@ -72,11 +69,7 @@ def importable(folder: Path) -> Iterator[None]:
 
 
 def find(path: str, folder: Path) -> Any:
-    """The object that an import path names.
-
-    >>> find("math:inf", Path.cwd())
-    inf
-    """
+    """The object that an import path names."""
     if not re.fullmatch(r"\w+(\.\w+)*:\w+(\.\w+)*", path):
         raise FedShuffleError(f"{path!r} is not an import path: write 'package.module:attribute'.")
     name, _, attribute = path.partition(":")
@@ -118,11 +111,11 @@ def function(
     return found
 
 
-def call(path: str, arguments: Mapping[str, Any], folder: Path, kind: type[T]) -> T:
-    """The result, of this type, of calling the function at an import path."""
-    make = function(path, arguments, folder, complete=True)
+def call(path: str, arguments: Mapping[str, Any], folder: Path, kind: type[T], *given: object) -> T:
+    """What the function at an import path returns, which must be of this type."""
+    make = function(path, arguments, folder, complete=not given)
     with running(repr(path), folder):
-        made: T = make(**arguments)
+        made: T = make(*given, **arguments)
     expect(made, kind, f"what {path!r} returns")
     return made
 
@@ -141,20 +134,16 @@ def _module(path: str, name: str, folder: Path) -> ModuleType:
             f"{path!r}: {str(own[0])!r} has the name of a module that is loaded already, from"
             f" {_file(loaded)}. Rename yours."
         )
-    with error_context(
-        lambda error: f"{path!r} cannot be imported: {_import_error(error, name, folder)}"
-    ):
+
+    def message(error: BaseException) -> str:
+        remedy = ""
+        if isinstance(error, ModuleNotFoundError):
+            near = _synonyms.hint(top, [place.stem for place in folder.glob("*.py")])
+            remedy = f"{near} Install it, or put it into {str(folder)!r}."
+        return f"{path!r} cannot be imported: {_cause(error, folder)}{remedy}"
+
+    with error_context(message):
         return importlib.import_module(name)
-
-
-def _import_error(error: BaseException, name: str, folder: Path) -> str:
-    if not isinstance(error, ModuleNotFoundError):
-        return _cause(error, folder)
-    if error.name is None or not f"{name}.".startswith(f"{error.name}."):
-        return f"{_cause(error, folder)} Install that module."
-    hint = _synonyms.hint(name.partition(".")[0], [place.stem for place in folder.glob("*.py")])
-    where = f"neither in {str(folder)!r} nor installed"
-    return f"there is no module {error.name!r}, {where}.{hint}"
 
 
 def _is_in(module: ModuleType, folder: Path) -> bool:

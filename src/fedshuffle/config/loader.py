@@ -292,11 +292,7 @@ def _sections(name: str) -> list[str]:
 
 
 def key_for(word: str) -> str | None:
-    """The dotted key that a user may mean by a word.
-
-    >>> key_for("lr"), key_for("batch_size"), key_for("spam")
-    ('step_size', 'work.batch_size', None)
-    """
+    """The dotted key that a user may mean by a word."""
     for section in _sections(word):
         return _join(section, word)
     near = {section: _synonyms.nearest(word, names) for section, names in _SECTIONS.items()}

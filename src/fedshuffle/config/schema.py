@@ -62,23 +62,12 @@ class ScheduleSpec:
     name: str
     arguments: Mapping[str, Any] = field(default_factory=dict)
 
-    def pinned(self, rounds: int) -> ScheduleSpec:
-        """The same schedule, with the number of rounds written out if it depends on them."""
-        if "rounds" not in schedules.parameters(self.name):
-            return self
-        return ScheduleSpec(self.name, {"rounds": rounds} | dict(self.arguments))
-
 
 StepSize = float | ScheduleSpec
 
 
 def step_size_by_round(size: StepSize, rounds: int) -> Schedule:
-    """A step size as a number, or as a function of the round in a run of this many rounds.
-
-    >>> schedule = ScheduleSpec("inverse_time", {"step_size": 1.0, "halved_after": 10})
-    >>> step_size_by_round(schedule, 100)(10)
-    0.5
-    """
+    """A step size as a number, or as a function of the round in a run of this many rounds."""
     if not isinstance(size, ScheduleSpec):
         return size
     return schedules.make(size.name, size.arguments, rounds)
@@ -170,9 +159,11 @@ class Config:
 
     def pinned(self) -> Config:
         """This config with schedules that do not change when more rounds are asked for."""
-        sizes = {name: getattr(self, name) for name in ("step_size", "server_step_size")}
-        schedules = {name: s for name, s in sizes.items() if isinstance(s, ScheduleSpec)}
-        pinned: dict[str, Any] = {name: s.pinned(self.rounds) for name, s in schedules.items()}
+        pinned: dict[str, Any] = {}
+        for name in ("step_size", "server_step_size"):
+            size = getattr(self, name)
+            if isinstance(size, ScheduleSpec) and "rounds" in schedules.parameters(size.name):
+                pinned[name] = replace(size, arguments={"rounds": self.rounds, **size.arguments})
         return replace(self, **pinned)
 
     def importable(self) -> AbstractContextManager[None]:
@@ -208,11 +199,7 @@ class Config:
 
 
 def keys(kind: Any) -> dict[str, Any]:
-    """The keys of a table in the file, with their types; a key that may be left out has no None.
-
-    >>> keys(EvaluationSpec)["per_client"]
-    <class 'bool'>
-    """
+    """The keys of a table in the file, with their types; a key that may be left out has no None."""
     hints = get_type_hints(kind, include_extras=True)
     names = [f.name for f in dataclasses.fields(kind) if f.metadata.get("key", True)]
     return {name: without_none(hints[name]) for name in names}

@@ -187,21 +187,25 @@ class Evaluation:
 
     def _of_outputs(self, model: nn.Module, each_client: bool) -> dict[str, _Values]:
         """The metrics of outputs and targets. The model runs once per batch."""
-        sums: list[list[FloatArray]] = [[] for _ in self._means]
+        offsets = self.data.offsets
+        sums = np.zeros((len(self._means), 2, len(self.data)))
         flat = []
-        for batch in self._batches(model, 0, int(self.data.offsets[-1])):
+        for begin, batch in self._batches(model, 0, int(offsets[-1])):
             outputs, targets = predict(model, batch)
+            first = int(np.searchsorted(offsets, begin, side="right")) - 1
+            last = int(np.searchsorted(offsets, begin + len(targets)))
+            starts = np.maximum(offsets[first:last] - begin, 0)  # of the clients in the batch
             for own, mean in zip(sums, self._means, strict=True):
-                own.append(mean.sums(outputs, targets))
+                values = mean.sums(outputs, targets)
+                own[:, first:last] += np.add.reduceat(values, starts, axis=1)
             if self._sets:
                 flat.append(flatten(outputs, targets))
         found = {}
         for own, mean in zip(sums, self._means, strict=True):
-            total, counts = np.add.reduceat(np.hstack(own), self.data.offsets[:-1], axis=1)
-            found[mean.name] = self._of_sums(mean, total, counts, self.data.weights)
+            found[mean.name] = self._of_sums(mean, own[0], own[1], self.data.weights)
         if flat:
             all_outputs, all_targets, tokens = zip(*flat, strict=True)
-            sizes = np.add.reduceat(np.concatenate(tokens), self.data.offsets[:-1])
+            sizes = np.add.reduceat(np.concatenate(tokens), offsets[:-1])
             examples = torch.cat(all_outputs), torch.cat(all_targets)
             for metric in self._sets:
                 found[metric.name] = self._of_set(metric, *examples, sizes, each_client)
@@ -239,7 +243,7 @@ class Evaluation:
             offsets, weights = offsets[[0, -1]], np.ones(1)
         sums, counts = np.zeros((2, len(weights)))
         for k, (first, last) in enumerate(pairwise(offsets.tolist())):
-            for batch in self._batches(model, first, last):
+            for _, batch in self._batches(model, first, last):
                 if times := counted(self.loss, model, batch):
                     sums[k] += times * _mean_loss(self.loss, model, batch)
                     counts[k] += times
@@ -260,9 +264,12 @@ class Evaluation:
                 " Leave that client out of the evaluation."
             )
 
-    def _batches(self, model: nn.Module, first: int, last: int) -> Iterator[list[Tensor]]:
+    def _batches(
+        self, model: nn.Module, first: int, last: int
+    ) -> Iterator[tuple[int, list[Tensor]]]:
+        """Where each batch begins, and its examples."""
         for begin in range(first, last, self.batch_size):
-            yield self._batch(model, begin, min(begin + self.batch_size, last))
+            yield begin, self._batch(model, begin, min(begin + self.batch_size, last))
 
     def _batch(self, model: nn.Module, begin: int, end: int) -> list[Tensor]:
         """Copies of examples on the model's device, floating-point ones in its precision."""

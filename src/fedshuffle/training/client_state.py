@@ -139,13 +139,7 @@ class ClientStateStore:
 
 @dataclass(frozen=True, eq=False)
 class ClientState:
-    """Which row of a store belongs to which client, and the row's CRC-32; immutable.
-
-    >>> before = ClientState.empty(1_000_000, ClientStateStore(2, torch.float32))
-    >>> after = before.updated(np.array([7, 999_999]), torch.tensor([[1.0, 2.0], [3.0, 4.0]]))
-    >>> after.rows(np.array([999_999, 5])).tolist(), before.rows(np.array([7])).tolist()
-    ([[3.0, 4.0], [0.0, 0.0]], [[0.0, 0.0]])
-    """
+    """Which row of a store belongs to which client, and the row's CRC-32; immutable."""
 
     store: ClientStateStore
     slots: IntArray

@@ -25,11 +25,7 @@ _OVER_CLIENTS = ("_mean", "_worst_decile", "_undefined")
 
 
 def metrics_of(record: Mapping[str, Any]) -> dict[str, Any]:
-    """The metrics in a record.
-
-    >>> metrics_of({"round": 3, "steps": 20, "loss": 0.5})
-    {'loss': 0.5}
-    """
+    """The metrics in a record."""
     return {name: value for name, value in record.items() if name not in RECORD_KEYS}
 
 
@@ -78,13 +74,13 @@ class Result:
             from matplotlib import pyplot
 
             axes = pyplot.subplots(layout="constrained")[1]
-        lines = {metric: "all examples", f"{metric}_mean": "mean over clients"}
-        lines[f"{metric}_worst_decile"] = "worst tenth of the clients"
-        for name, label in lines.items():
-            points = [(r["round"], r[name]) for r in self.history if name in r]
+        labels = {"": "all examples", "_mean": "mean over clients"}
+        for suffix, label in (labels | {"_worst_decile": "worst tenth of the clients"}).items():
+            points = [
+                (r["round"], r[metric + suffix]) for r in self.history if metric + suffix in r
+            ]
             if points:
-                style = "-" if name == metric else "--"
-                axes.plot(*zip(*points, strict=True), style, label=label)
+                axes.plot(*zip(*points, strict=True), "--" if suffix else "-", label=label)
         axes.set(xlabel="round", ylabel=metric)
         axes.legend()
         return axes

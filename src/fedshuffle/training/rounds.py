@@ -99,11 +99,7 @@ class Run:
         return Cohort.of(self.federation, self.sampling, self.workload, clients, steps, round)
 
     def step_scales(self) -> tuple[float, float]:
-        """The smallest and the largest step size of a client, as multiples of ``step_size``.
-
-        >>> Run(Federation.from_sizes([2, 88]), "fedshuffle").step_scales()
-        (1.0, 44.0)
-        """
+        """The smallest and the largest step size of a client, as multiples of ``step_size``."""
         steps, scales = self.workload.possible_steps[0], []
         all_clients = self.federation, self.sampling, self.workload, np.arange(len(steps))
         for planned in (steps[:, 0], steps[:, -1]):
