@@ -115,7 +115,7 @@ def _records(path: Path) -> Iterator[tuple[int, Any]]:
                     record = json.loads(words)
                 yield line, record
         return
-    reader = csv.DictReader(text.splitlines(), skipinitialspace=True)
+    reader = csv.DictReader(map(str.strip, text.splitlines()), skipinitialspace=True)
     with error_context(lambda error: f"{path}, line {reader.line_num}: {error}.", csv.Error):
         reader.fieldnames = header = [name.strip() for name in reader.fieldnames or ()]
         for name in (*_NEEDED, "step_size"):
