@@ -94,4 +94,6 @@ def short(values: ArrayLike) -> str:
     '[0.1, 0.333333]'
     """
     array = np.asarray(values, dtype=np.float64)
-    return np.array2string(array, precision=6, separator=", ", threshold=8, edgeitems=4)
+    few = [f"{value:.6g}" for value in array.ravel()[:8]]
+    text = f"{', '.join(few)}{', ...' if array.size > 8 else ''}"
+    return f"[{text}]" if array.ndim else text
