@@ -135,6 +135,11 @@ def test_broken_logs_name_the_line(tmp_path: Path, text: str, words: str) -> Non
         read_log(write(tmp_path, text))
 
 
+def test_spaces_and_empty_lines_of_a_log_do_not_matter(tmp_path: Path) -> None:
+    text = "round, client, size, steps, weight\n0, a, 1, 1, 1 \n  \n0, b, 2, 1, 1\n\n"
+    assert read_log(write(tmp_path, text))[1].ids == ("a", "b")
+
+
 def test_clients_may_have_very_long_names(tmp_path: Path) -> None:
     long = "9" * 5000
     assert read_log(write(tmp_path, HEADER + f"0,{long},1,1,1\n"))[1].ids == (long,)

@@ -177,6 +177,12 @@ def test_planted_faults_are_flagged(server: Any, sampling: str, words: str) -> N
     assert all(finding.why and finding.fix for finding in found.findings)
 
 
+def test_a_fault_is_said_once() -> None:
+    found = audit_server(servers.only_last, FEDERATION, "full", EQUAL_STEPS, draws=64)
+    assert "last client" in said(found)
+    assert not any("order" in fact or "last" in fact for fact in found.properties.facts())
+
+
 def test_counting_by_steps_is_flagged() -> None:
     found = audit_server(fedavg, FEDERATION, "full", LocalWork(epochs=1))
     assert "from 1 to 6 local steps" in said(found)

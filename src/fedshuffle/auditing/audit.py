@@ -7,12 +7,8 @@ its gradient, to first order in the step size. So a method minimises the objecti
           = \frac{\tilde w_i \tau_i}{c_i q_i}, \qquad
           \frac{1}{q_i} = E\Big[ \frac{1\{i \in S\}}{q_i^S} \Big],
 
-and it is *consistent* if that is the objective you meant, :math:`\hat w = w`.
-
-Momentum adds another share. The cheap momentum comes from other cohorts than the one that uses
-it, and has the weights of the objective it estimates. Exact MVR uses the same cohort twice: its
-estimate of the gradient is correlated with how far that cohort moves in total, which shifts the
-objective unless every cohort moves equally far (docs/audit.md has the derivation).
+and it is *consistent* if that is the objective you meant, :math:`\hat w = w`. What momentum and
+other directions change is derived in docs/audit.md.
 """
 
 from __future__ import annotations

@@ -37,12 +37,6 @@ class ServerProperties:
     ignored_rounds: int = 0  # rounds that did not move the model although their clients had moved
     rounds: int = 0  # all rounds of the audit
 
-    @property
-    def never_settles(self) -> bool:
-        """Whether no objective is minimised, whatever the weights."""
-        endless = self.long_run_gain == np.inf
-        return bool(self.non_finite_rounds or self.moves_without_updates or endless)
-
     def facts(self) -> list[str]:
         """The properties that are no fault, as sentences."""
         gain = self.long_run_gain

@@ -91,9 +91,9 @@ def expected_ratio(
         return np.zeros(len(sampling))
     finite = np.where(np.isfinite(u), u, 0.0)
     largest = float(finite.max() + sampling.p @ (finite @ chances))
-    function = _GeneratingFunction(draws, u, c, v, chances)
+    function, group_of = _generating_function(draws, u, c, v, chances)
     values = _integral(function, power, smallest=smallest, largest=largest)
-    return None if values is None else values[function.group_of]
+    return None if values is None else values[group_of]
 
 
 def _independent_draws(sampling: Sampling) -> list[_Draw] | None:
@@ -177,43 +177,38 @@ def _integral(
     return None
 
 
-class _GeneratingFunction:
-    """The generating function of independent draws, for every group of interchangeable clients.
+def _generating_function(
+    draws: list[_Draw], u: FloatArray, c: FloatArray, v: FloatArray | None, chances: FloatArray
+) -> tuple[Callable[[float], FloatArray], IntArray]:
+    """The generating function of independent draws, a number for every group of interchangeable
+    clients; and the group of each client.
 
     For one draw alone let ``G = E[e^{-t sum u}]``, ``H = E[(sum v) e^{-t sum u}]``, and F and J
     the same with ``1{i in S} c_i``. As v adds up and all else multiplies, a draw is the number
-    ``G + H e`` with ``e^2 = 0``, and client i has ``F + J e`` times the numbers of the other
-    draws: its e part, or its plain part without v.
+    ``G + H e`` with ``e^2 = 0``, and client i has the e part of ``F + J e`` times the numbers of
+    the other draws. Without v, H is 0 and J is F.
     """
+    group_of = np.zeros(len(u), dtype=np.int64)
+    functions: list[_DrawFunction] = []
+    groups = 0
+    for members, keep, size in draws:
+        numbers = [array[members] for array in (u, c, v) if array is not None]
+        first, code, count = _group([keep, *(x for array in numbers for x in array.T)])
+        group_of[members] = groups + code
+        groups += len(first)
+        each = [array[first] for array in numbers]
+        functions.append(_DrawFunction(size, count, keep[first], chances, *each))
 
-    def __init__(
-        self,
-        draws: list[_Draw],
-        u: FloatArray,
-        c: FloatArray,
-        v: FloatArray | None,
-        chances: FloatArray,
-    ) -> None:
-        self.group_of = np.zeros(len(u), dtype=np.int64)
-        self.draws: list[_DrawFunction] = []
-        self.has_v = v is not None
-        groups = 0
-        for members, keep, size in draws:
-            numbers = [u[members], c[members], *(() if v is None else (v[members],))]
-            first, code, count = _group([keep, *(x for array in numbers for x in array.T)])
-            self.group_of[members] = groups + code
-            groups += len(first)
-            each = [array[first] for array in numbers]
-            self.draws.append(_DrawFunction(size, count, keep[first], chances, *each))
-
-    def __call__(self, t: float) -> FloatArray:
-        values = [draw(t) for draw in self.draws]
+    def value(t: float) -> FloatArray:
+        values = [function(t) for function in functions]
         result = []
         for k, (_, _, f, j) in enumerate(values):
             others = [(g, h) for m, (g, h, _, _) in enumerate(values) if m != k]
             g, h = reduce(_times, others, (1.0, 0.0))
-            result.append(j * g + f * h if self.has_v else f * g)
+            result.append(j * g + f * h)
         return np.concatenate(result)
+
+    return value, group_of
 
 
 def _times(a: tuple[float, float], b: tuple[float, float]) -> tuple[float, float]:
@@ -299,7 +294,7 @@ class _DrawFunction:
         whole = rest / coins.turn
         g, h = float(scale * coins.mean(whole)), float(scale * coins.mean(whole * others))
         scales = scale * here * coins.chance
-        return g, h, scales * f, scales * j
+        return g, h, scales * f, scales * (f if self.v is None else j)
 
     def _saddle(self, log_a: FloatArray, count: IntArray) -> float:
         """The logarithm of the radius for which ``size`` heads are expected."""

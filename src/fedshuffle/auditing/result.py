@@ -197,7 +197,7 @@ def _consistent(
     """False if simultaneous intervals exclude the objective that was meant, True if they leave no
     room for another, None if they leave some.
     """
-    if server.never_settles:
+    if server.non_finite_rounds or server.moves_without_updates or server.long_run_gain == np.inf:
         return False
     linear = server.linear is not False
     reach = np.maximum(estimate.half_widths(confidence, together=True), _SURE * estimate.errors)

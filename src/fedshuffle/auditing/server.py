@@ -12,7 +12,7 @@ import numpy as np
 from fedshuffle._arrays import FloatArray, IntArray
 from fedshuffle.auditing.adapters.base import Aggregator, Replies
 from fedshuffle.auditing.properties import CLOSE, ServerProperties
-from fedshuffle.errors import FedShuffleError
+from fedshuffle.errors import FedShuffleError, error_context
 from fedshuffle.federation import Federation
 from fedshuffle.local_work import EpochRange, Workload
 from fedshuffle.randomness import Purpose, generator
@@ -31,14 +31,15 @@ class QueryCohort:
 
     round: int
     clients: IntArray
+    sizes: IntArray
     steps: IntArray
     distance: FloatArray  # how far each client goes along a gradient of one: step size times steps
     share: float  # the cohort's probability if all cohorts are listed
 
     def in_order(self, order: IntArray) -> QueryCohort:
         """The same clients in another order."""
-        clients, steps, distance = self.clients[order], self.steps[order], self.distance[order]
-        return replace(self, clients=clients, steps=steps, distance=distance)
+        names = ("clients", "sizes", "steps", "distance")
+        return replace(self, **{name: getattr(self, name)[order] for name in names})
 
 
 @dataclass(eq=False)
@@ -90,21 +91,15 @@ class ServerQueries:
             plan = self.workload.plan(members, self.seed, r)
             scale = self.workload.longest / plan.planned if self.scaled else 1.0
             distance = self.step_size * scale * plan.done.astype(np.float64)
-            cohort = QueryCohort(r, members, plan.done, distance, share)
+            sizes = self.federation.sizes[members]
+            cohort = QueryCohort(r, members, sizes, plan.done, distance, share)
             if shuffled:
                 rng = generator(self.seed, Purpose.MONTE_CARLO, round=r)
                 cohort = cohort.in_order(rng.permutation(len(members)))
             yield cohort
 
     def ask(
-        self,
-        cohort: QueryCohort,
-        gradients: FloatArray,
-        *,
-        fresh: bool = True,
-        round: int = 0,
-        sizes: IntArray | None = None,
-        steps: IntArray | None = None,
+        self, cohort: QueryCohort, gradients: FloatArray, *, fresh: bool = True, round: int = 0
     ) -> FloatArray:
         """The server's step when each client of the cohort moves along its gradient."""
         if fresh:
@@ -113,22 +108,15 @@ class ServerQueries:
         replies = Replies(
             round=round,
             clients=cohort.clients.copy(),
-            sizes=self.federation.sizes[cohort.clients] if sizes is None else sizes.copy(),
-            steps=(cohort.steps if steps is None else steps).copy(),
+            sizes=cohort.sizes.copy(),
+            steps=cohort.steps.copy(),
             probabilities=self.sampling.p[cohort.clients],
             updates=cohort.distance[:, None] * gradients,
         )
-        try:
-            with np.errstate(all="ignore"):
-                step = self.aggregator.step(replies)
-        except FedShuffleError:
-            raise
-        except Exception as error:
-            some = ", ".join(map(str, cohort.clients[:5].tolist()))
-            some += f", ... ({len(cohort.clients)} in all)" if len(cohort.clients) > 5 else ""
-            raise FedShuffleError(
-                f"{self.name} failed for the clients {some}: {type(error).__name__}: {error}"
-            ) from error
+        some = ", ".join(map(str, cohort.clients[:5].tolist()))
+        some += f", ... ({len(cohort.clients)} in all)" if len(cohort.clients) > 5 else ""
+        with error_context(f"{self.name} failed for the clients {some}"), np.errstate(all="ignore"):
+            step = self.aggregator.step(replies)
         if np.shape(step) != (self.coordinates,):
             raise FedShuffleError(
                 f"{self.name} gives a step of shape {np.shape(step)} for updates of shape"
@@ -221,7 +209,8 @@ def _check(server: ServerQueries, cohort: QueryCohort, before: QueryCohort) -> d
     later = ask(one, round=1)
     server.ask(before, np.ones((len(before.clients), server.coordinates)))
     stateful = not same(ask(one, fresh=False, round=1), later)
-    steps = np.concatenate([3 * cohort.steps[:1], cohort.steps[1:]])
+    tripled = np.where(np.arange(b) == 0, 3, 1)
+    other_steps = replace(cohort, steps=tripled * cohort.steps)
     found = {
         "linear": linear,
         "repeatable": True,
@@ -229,19 +218,18 @@ def _check(server: ServerQueries, cohort: QueryCohort, before: QueryCohort) -> d
         "long_run_gain": _gain(server, cohort, one) if stateful and linear else None,
         "moves_without_updates": moves,
         "fails_on_zero_updates": fails,
-        "uses_steps": not same(ask(one, steps=steps), first),
+        "uses_steps": not same(server.ask(other_steps, one), first),
     }
     if b == 1:
         return found
     ordered = not same(server.ask(cohort.in_order(np.arange(b)[::-1]), one[::-1]), first)
     counts = np.abs(contributions) > CLOSE * np.abs(contributions).max()
     only = "last" if counts[-1] else "first" if counts[0] else ""
-    sizes = server.federation.sizes[cohort.clients]
-    sizes = np.concatenate([3 * sizes[:1], sizes[1:]])
+    other_sizes = replace(cohort, sizes=tripled * cohort.sizes)
     return found | {
         "ordered": ordered,
         "only_client_counted": only if ordered and counts.sum() == 1 else "",
-        "uses_sizes": not same(ask(one, sizes=sizes), first),
+        "uses_sizes": not same(server.ask(other_sizes, one), first),
     }
 
 

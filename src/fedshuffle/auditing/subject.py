@@ -12,7 +12,6 @@ import dataclasses
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -22,7 +21,6 @@ from fedshuffle.errors import FedShuffleError
 from fedshuffle.federation import Federation
 from fedshuffle.local_work import Workload
 from fedshuffle.methods import Cohort, Method
-from fedshuffle.methods.averaging import ClientRule
 from fedshuffle.sampling import One, Sampling
 from fedshuffle.sampling.base import check_cohort
 
@@ -30,6 +28,7 @@ ROUNDS = 100  # to average over by default, if rounds differ
 _LATE_ROUNDS = (1000, 10_000, 100_000, 1_000_000)  # later rounds to test for changes
 _MIXES = 8  # most alternatives of random epochs that rules are shown
 _FIELDS = frozenset(field.name for field in dataclasses.fields(Cohort))
+_Values = FloatArray | IntArray
 
 
 @dataclass(frozen=True)
@@ -70,9 +69,8 @@ class Subject:
         n = len(self.sampling)
         draws = (check_cohort(self.sampling.draw(0, r), n, self.sampling) for r in range(100))
         members = next((drawn for drawn in draws if len(drawn)), np.arange(n))
-        return self.cohort(
-            members, self.workload.cohort_steps(self.workload.possible_steps[0][members, 0])
-        )
+        planned = self.workload.possible_steps[0][members, 0]
+        return self.cohort(members, self.workload.cohort_steps(planned))
 
     def address(self, seed: int, draw: int) -> tuple[int, int]:
         """The seed and the round of a draw; all rounds of the window come equally often."""
@@ -91,13 +89,10 @@ class Subject:
         """Found by watching what the rules read and by trying other rounds, seeds and cohorts."""
         rules, interruption = self.method.averaging, self.workload.work.interruption
         everyone, mixes = np.arange(len(self.federation)), _mixes(self.workload.possible_steps[0])
-        others_read, weight_reads = set[str](), set[str]()
-        for cohort in (self.drawn, *(self.cohort(everyone, mix) for mix in mixes)):
-            normalise = partial(rules.normaliser.divide, rules.client_weights(cohort))
-            _watch(rules.step_normalisation, cohort, others_read)
-            _watch(normalise, cohort, others_read)
-            _watch(rules.weight, cohort, weight_reads)
-        fields = others_read | weight_reads
+        shown = [self.drawn, *(self.cohort(everyone, mix) for mix in mixes)]
+        weight_reads, divide = _reads(rules.weight, shown), rules.normaliser.divide
+        fields = weight_reads | _reads(rules.step_normalisation, shown)
+        fields |= _reads(lambda seen: divide(rules.client_weights(seen.cohort), seen), shown)
         opaque = "?" in fields  # then it may depend on anything
         foreign = interruption is not None and not _ours(interruption)
         random = interruption is not None and interruption.random
@@ -106,23 +101,27 @@ class Subject:
             done = self.workload.done
             return np.stack([done(mix[members], members, seed, round) for mix in mixes])
 
-        def values(rule: ClientRule, members: IntArray) -> FloatArray:
-            return np.stack([rule(self.cohort(members, mix[members])) for mix in mixes])
+        def values(members: IntArray, round: int = 0) -> FloatArray:
+            cohorts = [self.cohort(members, mix[members], round=round) for mix in mixes]
+            both = (rules.client_weights, rules.step_scale)
+            return np.stack([rule(cohort) for cohort in cohorts for rule in both])
 
-        pairs = [(rules.step_normalisation, rules.step_scale), (rules.weight, rules.client_weights)]
-        checked = [check for rule, check in pairs if not _ours(rule)]
-        others = any(_depends_on_others(partial(values, rule), everyone) for rule in checked)
+        def in_round(round: int) -> FloatArray:
+            drawn = self.cohort(self.drawn.clients, self.drawn.planned, round=round)
+            return np.append(values(everyone, round), rules.aggregation_weights(drawn))
+
+        others = not (_ours(rules.weight) and _ours(rules.step_normalisation))
+        others = others and _depends_on_others(values, everyone)
+        window, varies = self.rounds, "round" in fields
         if foreign and not random:
             now = steps(everyone)
             random = any(not np.array_equal(steps(everyone, seed), now) for seed in range(1, 4))
-            others |= not random and _depends_on_others(steps, everyone)
-
-        window, varies = self.rounds, "round" in fields
         if foreign and not random:
+            others |= _depends_on_others(steps, everyone)
             window, changes = _over_rounds(lambda round: steps(everyone, round=round), window)
             varies |= changes
         if varies or opaque:
-            window, changes = _over_rounds(self._values, window)
+            window, changes = _over_rounds(in_round, window)
             varies |= changes
         return Dependencies(
             clients="clients" in fields or opaque or foreign or varies,
@@ -132,13 +131,6 @@ class Subject:
             rounds=window if varies else None,
             window=window if varies or (foreign and random) else 0,
         )
-
-    def _values(self, round: int) -> FloatArray:
-        """What the rules give all clients, and the drawn cohort, in a round."""
-        rule, everyone = self.method.averaging, self.everyone(round=round)
-        drawn = self.cohort(self.drawn.clients, self.drawn.planned, round=round)
-        weights, scales = rule.client_weights(everyone), rule.step_scale(everyone)
-        return np.concatenate([weights, scales, rule.aggregation_weights(drawn)])
 
 
 def _mixes(alternatives: IntArray) -> list[IntArray]:
@@ -150,32 +142,33 @@ def _mixes(alternatives: IntArray) -> list[IntArray]:
     return [alternatives[np.arange(n), (np.arange(n) + shift) % count] for shift in shifts]
 
 
-def _watch(rule: Callable[[Any], Any], cohort: Cohort, reads: set[str]) -> None:
-    """Note which attributes of a cohort a rule reads, and '?' if it does more than read them."""
-    try:
-        rule(_Watched(cohort, reads))
-    except Exception:  # it wants more than attributes; its own mistakes show when it is used
-        reads.add("?")
+def _reads(rule: Callable[[Any], Any], cohorts: list[Cohort]) -> set[str]:
+    """Which attributes of cohorts a rule reads, and '?' if it does more than read them."""
+    reads: set[str] = set()
+    for cohort in cohorts:
+        try:
+            rule(_Watched(cohort, reads))
+        except Exception:  # it wants more than attributes; its own mistakes show when it is used
+            reads.add("?")
+    return reads
 
 
 class _Watched:
     """A cohort that records which attributes are read."""
 
     def __init__(self, cohort: Cohort, reads: set[str]) -> None:
-        self._cohort, self._reads = cohort, reads
+        self.cohort, self._reads = cohort, reads
 
     def __getattr__(self, name: str) -> Any:
         self._reads.add(name if name in _FIELDS else "?")
-        return getattr(self._cohort, name)
+        return getattr(self.cohort, name)
 
 
 def _ours(part: object) -> bool:
     return str(getattr(part, "__module__", "")).startswith("fedshuffle.")
 
 
-def _depends_on_others(
-    rule: Callable[[IntArray], FloatArray | IntArray], everyone: IntArray
-) -> bool:
+def _depends_on_others(rule: Callable[[IntArray], _Values], everyone: IntArray) -> bool:
     """Whether a client's column changes with the other clients: all, or those that agree with
     it in one bit of their numbers.
     """
@@ -187,7 +180,7 @@ def _depends_on_others(
     return False
 
 
-def _over_rounds(value: Callable[[int], FloatArray | IntArray], rounds: int) -> tuple[int, bool]:
+def _over_rounds(value: Callable[[int], _Values], rounds: int) -> tuple[int, bool]:
     """How many rounds from 0 on, at most ``rounds``, have a value; whether it ever changes."""
     first, changes = value(0), False
     for round in (*range(1, rounds), *(late for late in _LATE_ROUNDS if late >= rounds)):
@@ -202,5 +195,5 @@ def _over_rounds(value: Callable[[int], FloatArray | IntArray], rounds: int) -> 
     return rounds, changes
 
 
-def _same(one: FloatArray | IntArray, other: FloatArray | IntArray) -> bool:
+def _same(one: _Values, other: _Values) -> bool:
     return np.shape(one) == np.shape(other) and np.allclose(one, other, rtol=1e-9, atol=0)

@@ -14,7 +14,7 @@ from fedshuffle import losses
 from fedshuffle._arrays import FloatArray
 from fedshuffle.auditing.simulation import QuadraticClients
 from fedshuffle.engines import Engine, Loss, Problem, SequentialEngine
-from fedshuffle.errors import FedShuffleError
+from fedshuffle.errors import FedShuffleError, error_context
 from fedshuffle.federation import Federation
 from fedshuffle.local_work import LocalWork
 from fedshuffle.methods import Method
@@ -54,10 +54,8 @@ def make_run(method: Method, sampling: str | Sampling, clients: Federation, **gi
     """
     if "work" in given:
         given["work"] = method.drop_fixed(given["work"])
-    try:
+    with error_context(lambda reason: DoesNotApplyError(str(reason)), FedShuffleError):
         return Run(clients, method, sampling, **given)
-    except FedShuffleError as reason:
-        raise DoesNotApplyError(str(reason)) from reason
 
 
 def without_server_optimiser(method: Method) -> Method:

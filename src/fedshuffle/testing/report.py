@@ -94,5 +94,6 @@ def short(values: ArrayLike) -> str:
     '[0.1, 0.333333]'
     """
     array = np.asarray(values, dtype=np.float64)
-    shown = {"float_kind": "{:.6g}".format}
-    return np.array2string(array, separator=", ", threshold=8, edgeitems=4, formatter=shown)
+    few = [f"{value:.6g}" for value in array.ravel()[:8]]
+    text = f"{', '.join(few)}{', ...' if array.size > 8 else ''}"
+    return f"[{text}]" if array.ndim else text

@@ -110,16 +110,14 @@ def _records(path: Path) -> Iterator[tuple[int, Any]]:
     if path.suffix in (".jsonl", ".ndjson") or text.lstrip().startswith("{"):
         bad = (ValueError, RecursionError)  # also endless digits or brackets
         for line, words in enumerate(text.splitlines(), 1):
-            where = f"{path}, line {line}: no JSON"
-            with error_context(where, bad):
-                record = json.loads(words) if words.strip() else None
             if words.strip():
+                with error_context(f"{path}, line {line}: no JSON", bad):
+                    record = json.loads(words)
                 yield line, record
         return
-    reader = csv.DictReader(text.splitlines(), skipinitialspace=True)
+    reader = csv.DictReader(map(str.strip, text.splitlines()), skipinitialspace=True)
     with error_context(lambda error: f"{path}, line {reader.line_num}: {error}.", csv.Error):
-        header = [name.strip() for name in reader.fieldnames or ()]
-        reader.fieldnames = header
+        reader.fieldnames = header = [name.strip() for name in reader.fieldnames or ()]
         for name in (*_NEEDED, "step_size"):
             if header.count(name) > 1:
                 raise FedShuffleError(f"{path}: there is more than one column {name!r}.")
