@@ -188,8 +188,9 @@ def print_results(console: Console, results: Results, out: Path) -> None:
             say(f"  - {text}")
     for group in comparison.groups:
         columns, rows = _table(comparison, group, escape, "[bold]%s[/]", "[underline]%s[/]", " ")
-        title = f"{heading(comparison, comparison.metric)} after {comparison.rounds} rounds"
-        table = Table(title=f"{title}, {group_title(group)}", title_justify="left")
+        what = f"{heading(comparison, comparison.metric)} after {comparison.rounds} rounds"
+        say(f"{what}, {group_title(group)}", "italic")
+        table = Table()
         for column in columns:
             table.add_column(column, justify="left" if column == "method" else "right")
         for row in rows:
