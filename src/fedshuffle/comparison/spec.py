@@ -72,10 +72,7 @@ class Tuning:
     """The grid grows by at most this factor beyond either end; 1 keeps it as it is."""
 
     def __post_init__(self) -> None:
-        if not number(self.widen, "widen") >= 1:
-            raise FedShuffleError(
-                f"widen is {self.widen}, but must be at least 1, which keeps the grid as it is."
-            )
+        number(self.widen, "widen", within="[1, inf]")
         if self.seed is not None:
             check_seed(self.seed)
 
@@ -230,12 +227,7 @@ class Comparison:
             arguments = {**base.step_size.arguments, "step_size": point.step_size}
             size = ScheduleSpec(base.step_size.name, arguments)
         config = replace(
-            base,
-            method=method,
-            momentum=momentum,
-            step_size=size,
-            work=self._work(point),
-            out=None,
+            base, method=method, momentum=momentum, step_size=size, work=self._work(point), out=None
         )
         words = [method, momentum or "", f"step{float(point.step_size)!r}"]
         if point.weight_decay != base.work.weight_decay:

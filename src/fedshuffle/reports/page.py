@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -22,16 +21,8 @@ def render(folder: str, template: str, filters: dict[str, Any], **context: Any) 
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters.update(
-        number=number,
-        percent=percent,
-        joined=joined,
-        duration=duration,
-        label=label,
-        colour=colour,
-        on_dark=on_dark,
-        **filters,
-    )
+    words = (number, percent, joined, duration, label, colour, on_dark)
+    environment.filters.update({word.__name__: word for word in words} | filters)
     return environment.get_template(template).render(context)
 
 
@@ -47,10 +38,8 @@ def percent(share: float) -> str:
     return f"{100 * share:.1f}%"
 
 
-def duration(seconds: float | None) -> str:
+def duration(seconds: float) -> str:
     """A time for a person."""
-    if seconds is None or not math.isfinite(seconds):
-        return "unknown"
     minutes = round(seconds / 60)
     if minutes < 2:
         return f"{seconds:.0f} s"

@@ -1,4 +1,4 @@
-"""Audits, the search for step sizes, and the changes of each client in a comparison."""
+"""Audits, client sizes, and the changes of each client in a comparison."""
 
 from __future__ import annotations
 
@@ -42,10 +42,8 @@ def audits(comparison: Compared) -> list[Audited]:
     # The step size changes nothing in the audit: it is the same in all groups.
     for line in sorted(comparison.lines, key=lambda x: (x.method.index, x.momentum != "none")):
         audit = line.curve["audit"]
-        meant, effective = (
-            np.array(audit["objective_weights"]),
-            np.array(audit["effective_weights"]),
-        )
+        meant = np.array(audit["objective_weights"])
+        effective = np.array(audit["effective_weights"])
         ratios = effective / meant
         key = (line.method, audit["consistent"], ratios.round(6).tobytes())
         if key not in found:

@@ -104,26 +104,26 @@ def _md(text: str) -> str:
 
 def latex(comparison: Compared) -> str:
     """All tables, one per group; they need the package booktabs."""
-    lines = ["% In the preamble: \\usepackage{booktabs}"]
+    lines = [r"% In the preamble: \usepackage{booktabs}"]
     if not comparison.results["complete"]:
         lines.append(f"% {_INCOMPLETE}")
     for group in comparison.groups:
-        columns, rows = _table(comparison, group, _tex, "\\textbf{%s}", "\\underline{%s}", "")
+        columns, rows = _table(comparison, group, _tex, r"\textbf{%s}", r"\underline{%s}", "")
         caption = f"{comparison.results['title']}, {group_title(group)}. {legend(comparison)}"
         lines += [
             "",
-            "\\begin{table}",
-            "\\centering",
-            f"\\caption{{{_tex(caption)}{ranks(comparison, 'bold', 'underlined')}}}",
-            f"\\begin{{tabular}}{{l{'r' * (len(columns) - 1)}}}",
-            "\\toprule",
-            f"{' & '.join(columns)} \\\\",
-            "\\midrule",
-            *(f"{' & '.join(row)} \\\\" for row in rows),
-            "\\bottomrule",
-            "\\end{tabular}",
-            *(f"\\par\\footnotesize {_tex(note)}" for note in notes(comparison, group)),
-            "\\end{table}",
+            r"\begin{table}",
+            r"\centering",
+            rf"\caption{{{_tex(caption)}{ranks(comparison, 'bold', 'underlined')}}}",
+            rf"\begin{{tabular}}{{l{'r' * (len(columns) - 1)}}}",
+            r"\toprule",
+            rf"{' & '.join(columns)} \\",
+            r"\midrule",
+            *(rf"{' & '.join(row)} \\" for row in rows),
+            r"\bottomrule",
+            r"\end{tabular}",
+            *(rf"\par\footnotesize {_tex(note)}" for note in notes(comparison, group)),
+            r"\end{table}",
         ]
     return "\n".join([*lines, ""])
 
@@ -188,8 +188,9 @@ def print_results(console: Console, results: Results, out: Path) -> None:
             say(f"  - {text}")
     for group in comparison.groups:
         columns, rows = _table(comparison, group, escape, "[bold]%s[/]", "[underline]%s[/]", " ")
-        title = f"{heading(comparison, comparison.metric)} after {comparison.rounds} rounds"
-        table = Table(title=f"{title}, {group_title(group)}", title_justify="left")
+        what = f"{heading(comparison, comparison.metric)} after {comparison.rounds} rounds"
+        say(f"{what}, {group_title(group)}", "italic")
+        table = Table()
         for column in columns:
             table.add_column(column, justify="left" if column == "method" else "right")
         for row in rows:
