@@ -138,7 +138,9 @@ class RunFolder:
     def settings(self) -> dict[str, Any]:
         """The settings that the run in this folder was started with."""
         if not self.begun:
-            raise FedShuffleError(f"{str(self.path)!r} holds no run to resume.")
+            raise FedShuffleError(
+                f"{str(self.path)!r} holds no run to resume: give the folder of one, or start one."
+            )
         with self._reading(self._file):
             begun = dict(json.loads(self._file.read_text(encoding="utf-8")))
             for name, kind in _TYPES.items():
