@@ -139,7 +139,7 @@ class LocalWork:
         clip: the largest norm of a minibatch's gradient; longer ones are scaled down to it.
         weight_decay: adds ``weight_decay / 2 |x|^2`` to every client's objective.
 
-    >>> LocalWork(epochs=2, batch_size=32).on(np.array([10, 100])).longest
+    >>> LocalWork(epochs=2, batch_size=32).on(np.array([10, 100])).max_steps
     8
     """
 
@@ -241,8 +241,8 @@ class Workload:
         return steps[:, None], np.ones(1)
 
     @functools.cached_property
-    def longest(self) -> int:
-        """The most steps that any client may be asked for."""
+    def max_steps(self) -> int:
+        """The largest number of local steps of any client."""
         if self._range is not None:
             return int(self.steps_per_epoch.max()) * self._range.high
         return int(self.possible_steps[0].max())

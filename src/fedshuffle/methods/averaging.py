@@ -43,8 +43,8 @@ class Cohort:
     """Local steps the client was asked to do."""
     done: IntArray
     """Local steps it did."""
-    longest: int
-    """The most steps any client of the federation may be asked for."""
+    max_steps: int
+    """The largest number of local steps of any client of the federation."""
     round: int = 0
 
     @classmethod
@@ -59,7 +59,7 @@ class Cohort:
     ) -> Cohort:
         """These clients of a federation, with the steps that they planned and did."""
         weight, probability = federation.weights[clients], sampling.p[clients]
-        return cls(clients, weight, probability, *steps, workload.longest, round)
+        return cls(clients, weight, probability, *steps, workload.max_steps, round)
 
     def only(self, chosen: NDArray[np.bool_] | IntArray, probability: FloatArray) -> Cohort:
         """The chosen clients, with other inclusion probabilities."""
@@ -69,7 +69,7 @@ class Cohort:
             probability[chosen],
             self.planned[chosen],
             self.done[chosen],
-            self.longest,
+            self.max_steps,
             self.round,
         )
 
@@ -83,7 +83,7 @@ ClientRule = Callable[[Cohort], FloatArray]
 
 def steps_of_the_longest(clients: Cohort) -> FloatArray:
     """``c_i = tau_max``: every client uses the same step size."""
-    return np.full(clients.planned.shape, float(clients.longest))
+    return np.full(clients.planned.shape, float(clients.max_steps))
 
 
 def own_steps(clients: Cohort) -> FloatArray:
@@ -186,7 +186,7 @@ class FedShuffleGen:
     >>> steps = np.array([1, 3])
     >>> cohort = Cohort(
     ...     clients=np.array([0, 1]), weight=np.array([0.25, 0.75]),
-    ...     probability=np.array([0.5, 0.5]), planned=steps, done=steps, longest=3,
+    ...     probability=np.array([0.5, 0.5]), planned=steps, done=steps, max_steps=3,
     ... )
     >>> fedshuffle.step_scale(cohort).tolist(), fedshuffle.aggregation_weights(cohort).tolist()
     ([3.0, 1.0], [0.5, 1.5])
@@ -203,7 +203,7 @@ class FedShuffleGen:
     def step_scale(self, clients: Cohort) -> FloatArray:
         """``gamma_i / eta = tau_max / c_i``."""
         c = _each(self.step_normalisation(clients), clients, "step normalisation c")
-        return _positive(clients.longest / c, "step normalisation c")
+        return _positive(clients.max_steps / c, "step normalisation c")
 
     def client_weights(self, clients: Cohort) -> FloatArray:
         """``w-tilde_i``."""

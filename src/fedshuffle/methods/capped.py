@@ -31,7 +31,7 @@ class CappedSteps:
         number(self.rho, "rho, the largest factor between step sizes,", within="[1, inf]")
 
     def __call__(self, clients: Cohort) -> FloatArray:
-        return np.maximum(own_steps(clients), clients.longest / self.rho)
+        return np.maximum(own_steps(clients), clients.max_steps / self.rho)
 
 
 @dataclass(frozen=True)

@@ -102,7 +102,7 @@ def nearest_constants(
         >>> clients = Federation.from_sizes([1, 2, 3])
         >>> work = LocalWork(epochs=EpochRange(1, 4))
         >>> found = nearest_constants(clients, "fedshuffle", work=work)
-        >>> found.covered, found.longest
+        >>> found.covered, found.max_steps
         (True, 12)
     """
     expect(federation, Federation, "federation")
@@ -137,7 +137,7 @@ def nearest_constants(
         same = bool(np.isclose(most.W, other.W)) and weights
         if same and rule.step_normalisation is own_steps:  # other c depend on the longest client
             notes.append(f"epochs change: the bound is for {epochs.low}, where it is largest")
-            found = dataclasses.replace(fixed(epochs.low), longest=most.longest)
+            found = dataclasses.replace(fixed(epochs.low), max_steps=most.max_steps)
         else:
             what, covered = "step sizes" if same else "objective", False
             notes.append(f"epochs change, and the {what} with them: taken as {epochs.high}")
