@@ -203,9 +203,9 @@ def test_text_names_samplings() -> None:
         ("uniform", "write 'uniform:B'"),
         ("full:2", "write 'full'"),
         ("importance:4", "cannot take 4 of 3"),
-        ("independent:0.5,0,1", "client 1 has inclusion probability 0"),
-        ("independent:0.5,1.5,1", "client 1 has inclusion probability 1.5"),
-        ("independent:0.5,nan,1", "client 1 has inclusion probability nan"),
+        ("independent:0.5,0,1", "inclusion probabilities: client 1 has 0"),
+        ("independent:0.5,1.5,1", "inclusion probabilities: client 1 has 1.5"),
+        ("independent:0.5,nan,1", "inclusion probabilities: client 1 has nan"),
         ("independent:0.5,1", "2 clients, but the federation has 3"),
         ("stratified:2", "write 'stratified:B:K"),
         ("stratified:2:2:2", "write 'stratified:B:K"),
@@ -240,7 +240,7 @@ def test_other_impossible_samplings_are_refused() -> None:
         Listed(2, [((0, 0), 1.0)])
     with pytest.raises(FedShuffleError, match=r"sum to 0\.5"):
         Listed(2, [((0, 1), 0.5)])
-    with pytest.raises(FedShuffleError, match="client 1 has inclusion probability 0"):
+    with pytest.raises(FedShuffleError, match="inclusion probabilities: client 1 has 0"):
         Listed(2, [((0,), 1.0)])
     with pytest.raises(FedShuffleError, match="does not fit in memory"):
         Uniform(10**6, 2).pair_probabilities()

@@ -17,9 +17,16 @@ from fedshuffle._arrays import FloatArray
 from fedshuffle.kernel import StepCoefficients
 from fedshuffle.local_work import WHOLE_CLIENT
 from fedshuffle.methods import fedavg, fedshuffle
-from fedshuffle.methods.directions import CohortMoments, Direction, LocalPlan, RoundContext, Steps
+from fedshuffle.methods.directions import (
+    CohortMoments,
+    Direction,
+    LocalPlan,
+    RoundContext,
+    Steps,
+    check_share,
+    updated_mvr,
+)
 from fedshuffle.methods.method import Family, Method
-from fedshuffle.methods.momentum import check_share, updated_mvr
 
 _FULL_GRADIENT = {
     "epochs": 1,

@@ -27,8 +27,8 @@ from fedshuffle.methods.averaging import (
     own_steps,
     weight_per_share_done,
 )
+from fedshuffle.methods.directions import MVR
 from fedshuffle.methods.method import Family, Method
-from fedshuffle.methods.momentum import MVR
 
 RULE = FedShuffleGen(own_steps, objective_weight, InclusionProbability())
 SUM_ONE = FedShuffleGen(own_steps, objective_weight, SumOne())

@@ -16,16 +16,17 @@ from fedshuffle.kernel import ClientTask, FullGradient, LocalTraining, Request
 from fedshuffle.local_work import LocalWork, Workload
 from fedshuffle.methods.averaging import Cohort, FedShuffleGen, InclusionProbability
 from fedshuffle.methods.directions import (
+    MVR,
     Direction,
+    GlobalMomentum,
     MethodState,
     Plain,
     RoundContext,
-    check_like,
-    check_tensors,
+    check_state,
+    check_tensor,
     checked_round,
     shown,
 )
-from fedshuffle.methods.momentum import MVR, GlobalMomentum
 from fedshuffle.methods.options import replaced
 from fedshuffle.methods.servers import Average, ServerOptimiser
 from fedshuffle.sampling import Full, Sampling
@@ -291,12 +292,10 @@ class Method:
     ) -> tuple[Tensor, Mapping[str, Tensor]]:
         name = f"{type(self.server).__name__}.step"
         step = self.server.step(x, update, step_size, state.optimiser_state)
-        if not (isinstance(step, tuple) and len(step) == 2 and isinstance(step[1], Mapping)):
-            raise FedShuffleError(
-                f"{name} gives {shown(step)}: return the next model and a mapping of tensors."
-            )
-        check_like(step[0], x, f"{name}: the next model")
-        check_tensors(step[1], f"{name}: the state")
+        if not (isinstance(step, tuple) and len(step) == 2):
+            raise FedShuffleError(f"{name} gives {shown(step)}: return the next model and state.")
+        check_tensor(step[0], f"{name}: the next model", like=x)
+        check_state(step[1], f"{name}: the next state")
         return step
 
     def _selected(self, updates: Tensor, cohort: Cohort, select: Select) -> tuple[Cohort, Tensor]:

@@ -26,6 +26,7 @@ from fedshuffle._arrays import FloatArray, number
 from fedshuffle.errors import unknown
 from fedshuffle.kernel import StepCoefficients
 from fedshuffle.methods.directions import (
+    MVR,
     CohortMoments,
     Direction,
     LocalPlan,
@@ -34,7 +35,6 @@ from fedshuffle.methods.directions import (
     Steps,
 )
 from fedshuffle.methods.method import Family, Method
-from fedshuffle.methods.momentum import MVR
 from fedshuffle.methods.scaffold import RULE
 
 _BASES = ("sgd", "momentum", "adam")

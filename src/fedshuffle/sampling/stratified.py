@@ -8,7 +8,7 @@ import itertools
 import numpy as np
 from numpy.typing import ArrayLike
 
-from fedshuffle._arrays import FloatArray, IntArray, counts, frozen, positive
+from fedshuffle._arrays import FloatArray, IntArray, counts, frozen, vector
 from fedshuffle.errors import FedShuffleError
 from fedshuffle.randomness import Purpose, generator
 from fedshuffle.sampling.base import Cohorts, Sampling, check_cohort_size, check_pairs
@@ -42,7 +42,7 @@ class Stratified(Sampling):
                 f" every stratum needs one. Choose a whole number from {len(self.sizes)} to {n},"
                 " or fewer strata."
             )
-        weight = positive(np.ones(n) if weights is None else weights, n, "weights")
+        weight = vector(np.ones(n) if weights is None else weights, "weights", range(n))
         # Relative, and large enough that no quotient overflows.
         weight = np.maximum(weight / weight.max(), 1e-100)
         measure: FloatArray = np.bincount(self.strata, weights=weight).astype(np.float64)

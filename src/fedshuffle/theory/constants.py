@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from fedshuffle import methods
-from fedshuffle._arrays import FloatArray, IntArray, expect, number, positive
+from fedshuffle._arrays import FloatArray, IntArray, expect, number, vector
 from fedshuffle.errors import FedShuffleError
 from fedshuffle.federation import Federation
 from fedshuffle.local_work import LocalWork, Workload
@@ -209,7 +209,7 @@ def smallest_s(sampling: Sampling, weights: ArrayLike | None = None) -> FloatArr
             " Use the sampling's own s, and methods that weight by inclusion probability."
         )
     moments = sampling.pair_probabilities() / np.outer(p, p)
-    scale = 1.0 / np.diag(moments) if weights is None else positive(weights, n, "weights")
+    scale = 1.0 / np.diag(moments) if weights is None else vector(weights, "weights", range(n))
     return _smallest_s(moments, scale)
 
 

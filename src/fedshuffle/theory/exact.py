@@ -10,7 +10,7 @@ from typing import Any, Literal, TypedDict, get_args
 import numpy as np
 from numpy.typing import ArrayLike
 
-from fedshuffle._arrays import FloatArray, IntArray, count, expect, number, positive
+from fedshuffle._arrays import FloatArray, IntArray, count, expect, number, vector
 from fedshuffle.errors import FedShuffleError, unknown
 from fedshuffle.federation import Federation
 from fedshuffle.theory.constants import ProblemConstants
@@ -143,7 +143,7 @@ def normalised_weights(default: FloatArray, w_hat: ArrayLike | None) -> FloatArr
     """The weights, summing to one."""
     if w_hat is None:
         return default
-    checked = positive(w_hat, len(default), "w_hat")
+    checked = vector(w_hat, "w_hat", range(len(default)))
     return checked / float(checked.sum())
 
 

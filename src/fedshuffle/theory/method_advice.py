@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from fedshuffle import methods
-from fedshuffle._arrays import FloatArray, expect, positive
+from fedshuffle._arrays import FloatArray, expect, vector
 from fedshuffle.errors import FedShuffleError
 from fedshuffle.federation import Federation
 from fedshuffle.local_work import EpochRange, LocalWork
@@ -273,7 +273,7 @@ def best_probabilities(weights: ArrayLike, b: int) -> FloatArray:
     >>> p.round(4).tolist(), round(float(((1 - p) / p * [0.8, 0.1, 0.1]).max()), 4)
     ([0.6384, 0.1808, 0.1808], 0.4531)
     """
-    w = positive(weights, np.size(weights), "weights")
+    w = vector(weights, "weights")
     w = w / float(w.sum())
     b = check_cohort_size(b, len(w), "sampling")
     if b == len(w):
