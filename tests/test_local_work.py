@@ -142,7 +142,7 @@ def test_interruptions() -> None:
         (lambda: LocalWork(steps="median"), "unknown number of steps 'median'"),  # type: ignore[arg-type]
         (lambda: LocalWork(order="shuffled"), "unknown order 'shuffled'"),  # type: ignore[arg-type]
         (lambda: LocalWork(epochs=[1, 2]).on(SIZES), "2 numbers for 4 clients"),
-        (lambda: EpochRange(3, 2), "empty"),
+        (lambda: EpochRange(3, 2), "most epochs is 2"),
         (lambda: EpochRange(0, 2), "fewest epochs is 0"),
         (lambda: AtMost(0), "is 0"),
         (lambda: LocalWork(clip=0.0), "clip is 0"),

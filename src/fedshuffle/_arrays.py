@@ -41,14 +41,19 @@ def jsonable(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def count(value: Any, what: str) -> int:
-    """A whole number of at least one, or a clear error."""
+def count(value: Any, what: str, least: int = 1, most: int | None = None) -> int:
+    """A whole number of at least one, or in another range, or a clear error.
+
+    >>> count(4, "the number of clients", most=9)
+    4
+    """
     try:
         number = operator.index(value)
     except TypeError:
-        number = 0
-    if number < 1 or isinstance(value, bool):
-        raise FedShuffleError(f"{what} is {value!r}, but must be a whole number of at least 1.")
+        number = least - 1
+    if number < least or (most is not None and number > most) or isinstance(value, bool):
+        span = f"of at least {least}" if most is None else f"from {least} to {most}"
+        raise FedShuffleError(f"{what} is {value!r}, but must be a whole number {span}.")
     return number
 
 

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import abc
 from collections.abc import Callable
-from dataclasses import dataclass, is_dataclass
+from dataclasses import dataclass, is_dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -63,14 +63,13 @@ class Cohort:
 
     def only(self, chosen: NDArray[np.bool_] | IntArray, probability: FloatArray) -> Cohort:
         """The chosen clients, with other inclusion probabilities."""
-        return Cohort(
-            self.clients[chosen],
-            self.weight[chosen],
-            probability[chosen],
-            self.planned[chosen],
-            self.done[chosen],
-            self.max_steps,
-            self.round,
+        return replace(
+            self,
+            clients=self.clients[chosen],
+            weight=self.weight[chosen],
+            probability=probability[chosen],
+            planned=self.planned[chosen],
+            done=self.done[chosen],
         )
 
 
@@ -202,18 +201,20 @@ class FedShuffleGen:
 
     def step_scale(self, clients: Cohort) -> FloatArray:
         """``gamma_i / eta = tau_max / c_i``."""
-        c = _each(self.step_normalisation(clients), clients, "step normalisation c")
+        c = _checked(self.step_normalisation(clients), clients, "step normalisation c")
         return _positive(clients.max_steps / c, "step normalisation c")
 
     def client_weights(self, clients: Cohort) -> FloatArray:
         """``w-tilde_i``."""
-        return _each(self.weight(clients), clients, "weight w-tilde")
+        return _checked(self.weight(clients), clients, "weight w-tilde")
 
     def aggregation_weights(self, cohort: Cohort) -> FloatArray:
         """``a_i = w-tilde_i / q_i^S`` for the clients of a cohort."""
         weights = self.client_weights(cohort)
         shares = self.normaliser.divide(weights, cohort)
-        return _positive(_each(shares, cohort, "aggregation weight w/q"), "aggregation weight w/q")
+        return _positive(
+            _checked(shares, cohort, "aggregation weight w/q"), "aggregation weight w/q"
+        )
 
 
 def _name(rule: object) -> str:
@@ -224,13 +225,13 @@ def _name(rule: object) -> str:
     return name
 
 
-def _each(values: FloatArray, clients: Cohort, what: str) -> FloatArray:
-    shape = np.shape(values)
-    if shape != clients.planned.shape:
+def _checked(values: FloatArray, clients: Cohort, what: str) -> FloatArray:
+    shape, wanted = np.shape(values), clients.planned.shape
+    if shape != wanted:
         raise FedShuffleError(
-            f"the rule for the {what} gives an array of shape {shape}, not"
-            f" {clients.planned.shape}. Every rule must give one number per client; for the same"
-            " number everywhere, use np.full(clients.planned.shape, number)."
+            f"the rule for the {what} gives an array of shape {shape}, not {wanted}. Every rule"
+            " must give one number per client; for the same number everywhere, use"
+            " np.full(clients.planned.shape, number)."
         )
     return np.asarray(values, dtype=np.float64)
 

@@ -11,9 +11,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedshuffle._arrays import FloatArray, expect
-from fedshuffle.errors import FedShuffleError, unknown
+from fedshuffle.errors import FedShuffleError, check_known
 from fedshuffle.kernel import ClientTask, FullGradient, LocalTraining, Request
-from fedshuffle.local_work import LocalWork, Workload
+from fedshuffle.local_work import WHOLE_CLIENT, LocalWork, Workload
 from fedshuffle.methods.averaging import Cohort, FedShuffleGen, InclusionProbability
 from fedshuffle.methods.directions import (
     MVR,
@@ -91,8 +91,7 @@ class Method:
         expect(self.direction, Direction, f"the direction of {self.name}")
         expect(self.server, ServerOptimiser, f"the server of {self.name}")
         for key in self.work:
-            if key not in _UNSET:
-                raise unknown(f"key in the work of {self.name}", key, _UNSET)
+            check_known(f"key in the work of {self.name}", key, _UNSET)
 
     def with_momentum(self, momentum: Direction | None) -> Method:
         """This method with a momentum (:class:`MVR`, :class:`GlobalMomentum`), or without."""
@@ -174,8 +173,21 @@ class Method:
         }
 
     def local_work(self, work: LocalWork) -> LocalWork:
-        """The local work as this method does it, or an error where the method needs another."""
-        return work.fix(self.work, self.name).resolved()
+        """The local work as this method does it, or an error where the method needs another.
+
+        >>> from fedshuffle import methods
+        >>> methods.get("fedavg").local_work(LocalWork(epochs=2)).order
+        'replacement'
+        """
+        for name, needed in self.work.items():
+            given = getattr(work, name)
+            if not (np.array_equal(given, _UNSET[name]) or np.array_equal(given, needed)):
+                shown = "all examples of a client" if needed == WHOLE_CLIENT else repr(needed)
+                raise FedShuffleError(
+                    f"{self.name} needs {name} = {shown} in its local work, but it is set to"
+                    f" {given!r}. Leave {name} out, or choose another method."
+                )
+        return dataclasses.replace(work, **self.work).resolved()
 
     def drop_fixed(self, work: LocalWork) -> LocalWork:
         """The local work without what this method fixes, to run many methods on one setting.

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Literal
 
 from fedshuffle._arrays import expect
-from fedshuffle.errors import FedShuffleError, unknown
+from fedshuffle.errors import FedShuffleError, check_known
 from fedshuffle.federation import Federation
 from fedshuffle.sampling.base import Cohorts as Cohorts
 from fedshuffle.sampling.base import Sampling as Sampling
@@ -63,8 +63,7 @@ def is_two_phase(sampling: str | Sampling) -> bool:
 def _read(text: str) -> tuple[str, Callable[[str, Federation], Sampling], str]:
     """How such a sampling is written, what makes it, and its argument."""
     name, _, argument = text.strip().partition(":")
-    if name not in _MAKERS:
-        raise unknown("sampling", name, _MAKERS)
+    check_known("sampling", name, _MAKERS)
     form, make = _MAKERS[name]
     if bool(argument) != (":" in form):
         raise FedShuffleError(f"sampling {text!r} is incomplete or has too much: write {form!r}.")

@@ -6,7 +6,6 @@ import abc
 import functools
 import itertools
 import math
-import operator
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -192,19 +191,6 @@ def check_cohort(clients: IntArray, n: int, sampling: Sampling) -> IntArray:
             f" clients, from 0 to {n - 1}, in rising order."
         )
     return drawn.astype(np.int64, copy=False)
-
-
-def check_cohort_size(b: int, n: int, what: str) -> int:
-    """B as an int from 1 to n, or a clear error."""
-    try:
-        size = operator.index(b)
-    except TypeError:
-        size = 0
-    if not 1 <= size <= n:
-        raise FedShuffleError(
-            f"{what}: cannot take {b} of {n} clients. Choose a whole number from 1 to {n}."
-        )
-    return size
 
 
 def check_probabilities(p: ArrayLike) -> FloatArray:

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from fedshuffle._arrays import FloatArray, IntArray, count, expect, vector
-from fedshuffle.errors import FedShuffleError, unknown
+from fedshuffle.errors import FedShuffleError, check_known
 from fedshuffle.randomness import Purpose, ReusableGenerator
 from fedshuffle.sampling.base import Cohorts, Sampling
 from fedshuffle.sampling.standard import (
@@ -62,15 +62,10 @@ class Optimal(Sampling):
                 f"optimal sampling cannot have {pool!r} for its pool, since that selects clients"
                 " only after they have trained. Use the pool of that sampling."
             )
-        if how not in _HOW:
-            raise unknown("kind of optimal sampling", how, _HOW)
+        check_known("kind of optimal sampling", how, _HOW)
         self._pool, self.how = pool, how
-        self.b = count(b, "the number of clients that send their updates")
-        if self.b > (most := _largest(pool)):
-            raise FedShuffleError(
-                f"optimal sampling: cannot ask {b} clients, since a pool of the sampling {pool!r}"
-                f" has at most {most}. Choose a whole number from 1 to {most}, or a larger pool."
-            )
+        what = f"the number of clients of the pool {pool!r} that send their updates"
+        self.b = count(b, what, most=_largest(pool))
         self.p = pool.p
 
     def __repr__(self) -> str:

@@ -17,7 +17,6 @@ from fedshuffle.sampling.base import (
     Cohorts,
     EqualPairCorrelation,
     Sampling,
-    check_cohort_size,
     check_probabilities,
 )
 
@@ -52,7 +51,7 @@ class Uniform(EqualPairCorrelation):
     """
 
     def __init__(self, n: int, b: int) -> None:
-        self.b = check_cohort_size(b, n, "uniform sampling")
+        self.b = count(b, "the number of sampled clients", most=n)
         self.p = np.full(n, self.b / n)
         self.rho = (self.b - 1) * n / (self.b * (n - 1)) if n > 1 else 1.0
 
@@ -138,12 +137,8 @@ class ApproximateIndependent(EqualPairCorrelation):
         self.p = frozen(check_probabilities(p))
         n = len(self.p)
         least = min(n, math.ceil(n * float(self.p.max()) * (1 - 1e-12)))
-        self.k = least if k is None else count(k, "the number of invited clients")
-        if not least <= self.k <= n:
-            raise FedShuffleError(
-                f"approximate independent sampling: inviting k = {self.k} of {n} clients cannot"
-                f" reach the largest probability {self.p.max():g}. Choose k from {least} to {n}."
-            )
+        what = f"k, the number of clients invited to reach the probability {self.p.max():g},"
+        self.k = least if k is None else count(k, what, least, n)
         self.keep = frozen(np.minimum(1.0, n * self.p / self.k))
         self.rho = (self.k - 1) * n / (self.k * (n - 1)) if n > 1 else 1.0
 
@@ -193,7 +188,7 @@ def importance_probabilities(scores: ArrayLike, b: int) -> FloatArray:
         [1.0, 0.5, 0.5]
     """
     score = vector(scores, "importance scores")
-    b = check_cohort_size(b, len(score), "importance sampling")
+    b = count(b, "the number of sampled clients", most=len(score))
     # With the c largest capped, t = (b - c) / (sum of the rest). The right c is the first for which
     # the largest of the rest stays below one.
     descending = np.sort(score)[::-1]

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from fedshuffle import methods
-from fedshuffle._arrays import FloatArray, expect, vector
+from fedshuffle._arrays import FloatArray, count, expect, vector
 from fedshuffle.errors import FedShuffleError
 from fedshuffle.federation import Federation
 from fedshuffle.local_work import EpochRange, LocalWork
@@ -30,7 +30,7 @@ from fedshuffle.sampling import (
     importance_probabilities,
     resolve,
 )
-from fedshuffle.sampling.base import MAX_COHORTS, check_cohort_size
+from fedshuffle.sampling.base import MAX_COHORTS
 from fedshuffle.theory.constants import (
     MAX_MATRIX_CLIENTS,
     MethodConstants,
@@ -275,7 +275,7 @@ def best_probabilities(weights: ArrayLike, b: int) -> FloatArray:
     """
     w = vector(weights, "weights")
     w = w / float(w.sum())
-    b = check_cohort_size(b, len(w), "sampling")
+    b = count(b, "the number of sampled clients", most=len(w))
     if b == len(w):
         return np.ones(len(w))
     from scipy.optimize import brentq  # a third of a second to import: only when needed
@@ -321,7 +321,7 @@ def sampling_advice(
     expect(federation, Federation, "federation")
     expect(rate, ConvergenceRate, "rate")
     n = len(federation)
-    b = check_cohort_size(cohort, n, "a cohort")
+    b = count(cohort, "the number of clients in a cohort", most=n)
 
     def option(kind: str, size: int) -> SamplingOption:
         M = sampling_variance(kind, federation, size)  # noqa: N806

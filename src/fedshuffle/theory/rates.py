@@ -23,7 +23,7 @@ import numpy as np
 
 from fedshuffle import schedules
 from fedshuffle._arrays import FloatArray, count, expect, number
-from fedshuffle.errors import FedShuffleError, unknown
+from fedshuffle.errors import FedShuffleError, check_known, unknown
 from fedshuffle.schedules import Schedule
 from fedshuffle.theory.constants import MethodConstants, ProblemConstants
 
@@ -121,8 +121,7 @@ def _drift(
 def _check(constants: MethodConstants, problem: ProblemConstants, bound: str) -> None:
     expect(constants, MethodConstants, "constants")
     expect(problem, ProblemConstants, "problem")
-    if bound not in get_args(Bound):
-        raise unknown("bound", bound, get_args(Bound))
+    check_known("bound", bound, get_args(Bound))
     if constants.obstacle:
         raise FedShuffleError(f"no step size can be advised: {constants.obstacle}.")
     short = np.flatnonzero(constants.shares > 1.0 + 1e-12)
@@ -173,8 +172,7 @@ class ConvergenceRate:
         regime: Regime,
         server_step_size: float = 1.0,
     ) -> None:
-        if regime not in get_args(Regime):
-            raise unknown("regime", regime, get_args(Regime))
+        check_known("regime", regime, get_args(Regime))
         if regime == "strongly-convex" and not problem.mu > 0:
             raise FedShuffleError(
                 "mu is 0, so the losses are not known to be strongly convex. Use regime='convex',"
