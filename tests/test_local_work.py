@@ -112,7 +112,7 @@ def test_a_range_of_epochs_is_drawn_per_client_and_round() -> None:
     # Pure in (seed, round, client): the company a client keeps does not matter.
     alone = workload.plan(np.array([7]), 1, 3).planned
     assert alone[0] == plans[3, 7]
-    assert workload.longest == 5
+    assert workload.max_steps == 5
 
 
 def test_interruptions() -> None:
@@ -142,7 +142,7 @@ def test_interruptions() -> None:
         (lambda: LocalWork(steps="median"), "unknown number of steps 'median'"),  # type: ignore[arg-type]
         (lambda: LocalWork(order="shuffled"), "unknown order 'shuffled'"),  # type: ignore[arg-type]
         (lambda: LocalWork(epochs=[1, 2]).on(SIZES), "2 numbers for 4 clients"),
-        (lambda: EpochRange(3, 2), "empty"),
+        (lambda: EpochRange(3, 2), "most epochs is 2"),
         (lambda: EpochRange(0, 2), "fewest epochs is 0"),
         (lambda: AtMost(0), "is 0"),
         (lambda: LocalWork(clip=0.0), "clip is 0"),
@@ -208,5 +208,5 @@ def test_a_plan_draws_epochs_for_the_cohort_only() -> None:
         for client in cohort.tolist()
     ]
     assert planned.tolist() == [1 * epochs[0], 8 * epochs[1], 25 * epochs[2]]
-    assert workload.longest == 25 * 900
+    assert workload.max_steps == 25 * 900
     assert "alone" not in vars(workload)

@@ -12,7 +12,7 @@ from fedshuffle.methods import Cohort, Normaliser, RatioOfSums
 
 
 def half_scaled(clients: Cohort) -> np.ndarray:
-    return np.sqrt(clients.planned * clients.longest)
+    return np.sqrt(clients.planned * clients.max_steps)
 
 
 def repaired(clients: Cohort) -> np.ndarray:

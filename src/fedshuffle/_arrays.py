@@ -41,14 +41,19 @@ def jsonable(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def count(value: Any, what: str) -> int:
-    """A whole number of at least one, or a clear error."""
+def count(value: Any, what: str, least: int = 1, most: int | None = None) -> int:
+    """A whole number of at least one, or in another range, or a clear error.
+
+    >>> count(4, "the number of clients", most=9)
+    4
+    """
     try:
         number = operator.index(value)
     except TypeError:
-        number = 0
-    if number < 1 or isinstance(value, bool):
-        raise FedShuffleError(f"{what} is {value!r}, but must be a whole number of at least 1.")
+        number = least - 1
+    if number < least or (most is not None and number > most) or isinstance(value, bool):
+        span = f"of at least {least}" if most is None else f"from {least} to {most}"
+        raise FedShuffleError(f"{what} is {value!r}, but must be a whole number {span}.")
     return number
 
 
@@ -62,12 +67,16 @@ def number(value: Any, what: str, within: str = "") -> float:
         found = float(value)
     except (TypeError, ValueError):
         raise FedShuffleError(f"{what} is {value!r}, but must be a number.") from None
-    if within:
-        low, high = map(float, within[1:-1].split(","))
-        above = low <= found if within[0] == "[" else low < found
-        if not (above and (found <= high if within[-1] == "]" else found < high)):
-            raise FedShuffleError(f"{what} is {value!r}, but must be in {within}.")
+    if within and not _inside(found, within):
+        raise FedShuffleError(f"{what} is {value!r}, but must be in {within}.")
     return found
+
+
+def _inside(values: Any, within: str) -> Any:
+    """Whether a number is, or which of an array are, in an interval such as "(0, 1]"."""
+    low, high = map(float, within[1:-1].split(","))
+    above = values >= low if within[0] == "[" else values > low
+    return above & (values <= high if within[-1] == "]" else values < high)
 
 
 def expect(value: Any, kind: type, what: str) -> None:
@@ -149,16 +158,28 @@ def counts(values: ArrayLike, what: str, remedy: str = "") -> IntArray:
     return whole
 
 
-def positive(values: ArrayLike, n: int, what: str) -> FloatArray:
-    """A vector of n positive finite numbers, or an error that names the first bad entry."""
+def vector(
+    values: ArrayLike,
+    what: str,
+    clients: Sequence[int] | None = None,
+    within: str = "(0, inf)",
+    remedy: str = "",
+) -> FloatArray:
+    """A number in an interval for each of these clients, or of one and more, or an error that names
+    the first bad one.
+
+    >>> vector([1, 2], "weights").tolist()
+    [1.0, 2.0]
+    """
     with error_context(lambda error: f"{what} must be numbers: {error}.", (TypeError, ValueError)):
         array = np.array(values, dtype=np.float64)
+    n = max(1, array.size) if clients is None else len(clients)
     if array.shape != (n,):
+        who = "client" if clients is None else f"of the {n} clients"
+        raise FedShuffleError(f"{what} must be one number for each {who}, got shape {array.shape}.")
+    for i in np.flatnonzero(~_inside(array, within)).tolist():
+        client = i if clients is None else clients[i]
         raise FedShuffleError(
-            f"{what} must be one number for each of the {n} clients, got shape {array.shape}."
-        )
-    for i in np.flatnonzero(~(np.isfinite(array) & (array > 0))).tolist():
-        raise FedShuffleError(
-            f"{what}: client {i} has {array[i]}, but every entry must be positive and finite."
+            f"{what}: client {client} has {array[i]:g}, but all must be in {within}.{remedy}"
         )
     return array

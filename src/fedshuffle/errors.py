@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 import traceback
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from importlib import import_module
@@ -138,3 +138,9 @@ def unknown(kind: str, name: object, known: Iterable[str]) -> FedShuffleError:
     names = sorted(known)
     hint = _synonyms.hint(str(name), names)
     return FedShuffleError(f"unknown {kind} {name!r}.{hint} Known: {', '.join(names)}.")
+
+
+def check_known(kind: str, name: object, known: Collection[str]) -> None:
+    """Refuse a name that does not exist."""
+    if name not in known:
+        raise unknown(kind, name, known)

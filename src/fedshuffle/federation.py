@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from fedshuffle import _arrays
-from fedshuffle._arrays import FloatArray, IntArray, common_length, count, frozen, positive
+from fedshuffle._arrays import FloatArray, IntArray, common_length, count, frozen, vector
 from fedshuffle.errors import FedShuffleError
 from fedshuffle.randomness import Purpose, generator
 
@@ -168,7 +168,7 @@ class Federation:
         offsets = np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64)
         if fields and (rows := common_length(fields)) != offsets[-1]:
             raise FedShuffleError(f"sizes add up to {offsets[-1]}, but there are {rows} rows.")
-        objective = positive(sizes if weights is None else weights, len(sizes), "weights")
+        objective = vector(sizes if weights is None else weights, "weights", range(len(sizes)))
         return cls(
             sizes=frozen(sizes),
             weights=frozen(_normalised(objective)),

@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from fedshuffle._arrays import count, number
-from fedshuffle.errors import FedShuffleError, unknown
+from fedshuffle.errors import FedShuffleError, check_known, unknown
 
 Schedule = float | Callable[[int], float]
 
@@ -142,8 +142,7 @@ def make(name: str, arguments: Mapping[str, Any], rounds: int) -> Callable[[int]
     known = parameters(name)
     given = {"rounds": rounds, **arguments} if "rounds" in known else dict(arguments)
     for key in given:
-        if key not in known:
-            raise unknown(f"argument of schedule {name!r}", key, known)
+        check_known(f"argument of schedule {name!r}", key, known)
     for key, parameter in known.items():
         if parameter.default is parameter.empty and key not in given:
             raise FedShuffleError(f"schedule {name!r} needs {key!r}: add it.")

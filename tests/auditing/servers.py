@@ -17,11 +17,11 @@ EQUAL_STEPS = LocalWork(steps=3)
 
 def server_of(method: str, federation: Federation, work: LocalWork) -> Callable[..., Any]:
     """The aggregation of one of our methods, as others would write theirs."""
-    rule, longest = methods.get(method).averaging, work.on(federation.sizes).longest
+    rule, max_steps = methods.get(method).averaging, work.on(federation.sizes).max_steps
 
     def aggregate(clients: Any, sizes: Any, updates: Any, steps: Any, probabilities: Any) -> Any:
         weight = federation.weights[clients]
-        cohort = Cohort(clients, weight, probabilities, steps, steps, longest)
+        cohort = Cohort(clients, weight, probabilities, steps, steps, max_steps)
         return rule.aggregation_weights(cohort) @ updates
 
     return aggregate

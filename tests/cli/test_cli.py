@@ -130,7 +130,7 @@ def test_methods(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[
         (["audit", "--sizes", "1,x"], "entry 2 is 'x'"),
         (["audit", "--sizes", "@no-such-file"], "cannot read 'no-such-file'"),
         (["audit", "--sizes", "1,2", "--method", "fedvag"], "Did you mean 'fedavg'"),
-        (["audit", "--sizes", "1,2", "--sampling", "uniform:3"], "cannot take 3 of 2"),
+        (["audit", "--sizes", "1,2", "--sampling", "uniform:3"], "clients is 3"),
         (["audit", "--sizes", "1,2", "--sampling", "independent:0.5,2"], "outside"),
         (["audit", "--sizes", "1,2", "--batch-size", "0"], "batch size is 0"),
         (["audit", "--sizes", "1,2", "--epochs", "x"], "--epochs: cannot read 'x'"),

@@ -86,7 +86,7 @@ def test_unset_parts_of_local_work_are_the_methods_own() -> None:
             assert all(getattr(resolved, part) == value for part, value in method.work.items())
     set_where_open = LocalWork(epochs=2, batch_size=2, clip=1.0)
     assert Run(clients, "fedavg", work=set_where_open).workload.work.order == "replacement"
-    assert Run(clients, "fedrr", work=LocalWork(interruption=MissLast())).workload.longest == 3
+    assert Run(clients, "fedrr", work=LocalWork(interruption=MissLast())).workload.max_steps == 3
 
 
 def cohort(n: int = 3, seed: int = 0) -> Cohort:
@@ -98,7 +98,7 @@ def cohort(n: int = 3, seed: int = 0) -> Cohort:
         probability=rng.uniform(0.2, 1, n),
         planned=planned,
         done=np.maximum(1, planned - rng.integers(0, 3, size=n)),
-        longest=12,
+        max_steps=12,
     )
 
 
@@ -121,7 +121,7 @@ def test_original_fednova_moves_the_mean_number_of_steps(seed: int) -> None:
 def test_fedshuffle_clients_all_move_equally_far() -> None:
     clients = cohort()
     scale = methods.get("fedshuffle").averaging.step_scale(clients)
-    np.testing.assert_allclose(scale * clients.planned, clients.longest)
+    np.testing.assert_allclose(scale * clients.planned, clients.max_steps)
 
 
 def test_names_are_taken_once() -> None:

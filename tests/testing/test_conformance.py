@@ -30,10 +30,9 @@ from fedshuffle.methods import (
     MethodState,
     RoundContext,
 )
-from fedshuffle.methods.directions import Steps
+from fedshuffle.methods.directions import MVR, GlobalMomentum, Steps
 from fedshuffle.methods.fedavg import RULE as FEDAVG
 from fedshuffle.methods.fedshuffle import RULE as FEDSHUFFLE
-from fedshuffle.methods.momentum import MVR, GlobalMomentum
 from fedshuffle.methods.servers import ServerOptimiser
 from fedshuffle.sampling import Listed, Optimal, Sampling, Uniform
 from fedshuffle.testing import ConformanceError, check, check_sampling

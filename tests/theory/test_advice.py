@@ -100,7 +100,7 @@ def test_settings_near_those_of_the_theorem() -> None:
     fixed = nearest_constants(federation, "fedshuffle", "uniform:2", LocalWork(epochs=2))
     assert ours.covered
     assert (ours.M_1, ours.W) == (fixed.M_1, fixed.W)
-    assert ours.longest == 45  # step_size is still that of the client with most steps
+    assert ours.max_steps == 45  # step_size is still that of the client with most steps
     limits = [
         largest_step_size(found, ProblemConstants(L=1.0, P=3.0), bound="proof")
         for found in (ours, fixed)

@@ -59,7 +59,7 @@ def capped(rho: float) -> FedShuffleGen:
     """The family between FedNova (1) and FedShuffle (infinity), from its definition."""
 
     def c(clients: Cohort) -> Floats:
-        return np.maximum(clients.planned, clients.longest / rho).astype(float)
+        return np.maximum(clients.planned, clients.max_steps / rho).astype(float)
 
     def weight(clients: Cohort) -> Floats:
         return clients.weight * c(clients) / clients.done

@@ -347,7 +347,7 @@ def test_mvr_stays_under_its_bound(seed: int, epochs: int, share: float) -> None
     for eta_l, a in pairs:
         exact = with_mvr(problem, w, epochs, eta_l, a, 300, x)
         mean = np.cumsum(exact) / np.arange(1, 301)
-        size = eta_l * epochs / rate.longest
+        size = eta_l * epochs / rate.max_steps
         bound = rate.curve(300, size, a, start=start)
         assert (mean <= bound[1:] * (1 + 1e-9)).all()
     assert rate.curve(300, tuned.step_size, tuned.a, start=start)[-1] == pytest.approx(tuned.bound)

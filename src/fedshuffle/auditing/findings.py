@@ -186,9 +186,13 @@ def _moved(method: Method, client: Cohort) -> float:
 
 def _differ(subject: Subject, value: Any, *steps: tuple[int, int]) -> bool:
     """Whether a value of the first client differs with these (planned, done) steps."""
-    first, half, longest = np.zeros(1, dtype=np.int64), np.full(1, 0.5), subject.workload.longest
+    first, half, max_steps = (
+        np.zeros(1, dtype=np.int64),
+        np.full(1, 0.5),
+        subject.workload.max_steps,
+    )
     one, other = (
-        value(subject.method, Cohort(first, half, half, np.array([a]), np.array([b]), longest))
+        value(subject.method, Cohort(first, half, half, np.array([a]), np.array([b]), max_steps))
         for a, b in steps
     )
     return not math.isclose(one, other, rel_tol=1e-9)

@@ -89,7 +89,7 @@ class ServerQueries:
             if not len(members):
                 continue
             plan = self.workload.plan(members, self.seed, r)
-            scale = self.workload.longest / plan.planned if self.scaled else 1.0
+            scale = self.workload.max_steps / plan.planned if self.scaled else 1.0
             distance = self.step_size * scale * plan.done.astype(np.float64)
             sizes = self.federation.sizes[members]
             cohort = QueryCohort(r, members, sizes, plan.done, distance, share)

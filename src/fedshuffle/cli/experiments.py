@@ -12,7 +12,7 @@ import typer
 
 from fedshuffle.cli.compare import run_comparison
 from fedshuffle.cli.shared import AsJson, DataFolder, Jobs, Out, console, refuse_unused
-from fedshuffle.errors import unknown
+from fedshuffle.errors import check_known
 
 _UNUSED = {
     "quadratic": ["scale", "data", "jobs"],
@@ -38,8 +38,7 @@ def reproduce(
     as_json: AsJson = False,
 ) -> None:
     """Run an experiment of the paper; the same command resumes it after an interruption."""
-    if experiment not in _UNUSED:
-        raise unknown("experiment", experiment, _UNUSED)
+    check_known("experiment", experiment, _UNUSED)
     refuse_unused(context, _UNUSED[experiment], experiment)
     if experiment in ("quadratic", "theory"):
         from fedshuffle.experiments.quadratic import report as quadratic

@@ -17,7 +17,7 @@ from fedshuffle.config import Config, ScheduleSpec, imports, loader
 from fedshuffle.config import runner as config_runner
 from fedshuffle.config.runner import RunInputs
 from fedshuffle.config.schema import at
-from fedshuffle.errors import FedShuffleError, unknown
+from fedshuffle.errors import FedShuffleError, check_known
 from fedshuffle.evaluation import Evaluation, Evaluations
 from fedshuffle.fingerprint import versions
 from fedshuffle.methods import Method, label
@@ -191,8 +191,7 @@ def _evaluation(config: Config, inputs: RunInputs, model: nn.Module) -> Evaluati
 
 def _criterion(evaluate: Evaluation | Evaluations, metric: str) -> Criterion:
     known = evaluate.higher_is_better
-    if metric not in known:
-        raise unknown("metric", metric, known)
+    check_known("metric", metric, known)
     return Criterion(metric, known[metric])
 
 

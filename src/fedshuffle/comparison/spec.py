@@ -15,7 +15,7 @@ from fedshuffle._arrays import count, number
 from fedshuffle._files import results_folder
 from fedshuffle.config import Config, EvaluationSpec, ScheduleSpec, loader
 from fedshuffle.config.schema import Count, DataSpec, StepSize, at
-from fedshuffle.errors import FedShuffleError, unknown
+from fedshuffle.errors import FedShuffleError, check_known
 from fedshuffle.local_work import LocalWork
 from fedshuffle.methods import Method
 from fedshuffle.randomness import check_seed
@@ -310,8 +310,7 @@ def _scaled(tables: Mapping[str, Any], scale: str | None) -> dict[str, Any]:
         raise FedShuffleError("scale must hold tables: write [scale.NAME] and its keys below.")
     if scale is None:
         return rest
-    if scale not in scales:
-        raise unknown("scale", scale, scales)
+    check_known("scale", scale, scales)
     return _merged(rest, scales[scale])
 
 

@@ -14,7 +14,7 @@ import numpy as np
 
 from fedshuffle import _files, _html
 from fedshuffle._arrays import FloatArray, IntArray, jsonable
-from fedshuffle.errors import optional_import, unknown, visible
+from fedshuffle.errors import check_known, optional_import, visible
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -83,8 +83,7 @@ class ClientTable:
         The metric is :attr:`ranking_metric` by default; clients without it are left out.
         """
         metric = self.ranking_metric if metric is None else metric
-        if metric not in self.metrics:
-            raise unknown("metric", metric, self.metrics)
+        check_known("metric", metric, self.metrics)
         values, undefined = self.metrics[metric], self.undefined.get(metric, {})
         badness = values if self.higher_is_better[metric] else -values
         order = np.lexsort((badness, ~np.isnan(values))).tolist()

@@ -18,7 +18,7 @@ from flwr.serverapp.strategy import Result, Strategy
 from numpy.typing import ArrayLike
 
 from fedshuffle import methods, sampling
-from fedshuffle._arrays import FloatArray, count, number, positive
+from fedshuffle._arrays import FloatArray, count, number, vector
 from fedshuffle.errors import FedShuffleError, unknown
 from fedshuffle.federation import Federation
 from fedshuffle.flower.client_registry import ClientRegistry
@@ -342,10 +342,7 @@ def _population(clients: int | None, sizes: Sequence[int] | str) -> int:
 
 def _probabilities(values: float | Sequence[float], clients: int) -> FloatArray:
     given = np.full(clients, values) if np.ndim(values) == 0 else values
-    found = positive(given, clients, "response_probability")
-    if found.max() > 1:
-        raise FedShuffleError(f"response_probability has {found.max():g}, but must be at most 1.")
-    return found
+    return vector(given, "response_probability", range(clients), within="(0, 1]")
 
 
 def _sha256(data: bytes) -> str:

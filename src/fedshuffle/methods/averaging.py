@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import abc
 from collections.abc import Callable
-from dataclasses import dataclass, is_dataclass
+from dataclasses import dataclass, is_dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -43,8 +43,8 @@ class Cohort:
     """Local steps the client was asked to do."""
     done: IntArray
     """Local steps it did."""
-    longest: int
-    """The most steps any client of the federation may be asked for."""
+    max_steps: int
+    """The largest number of local steps of any client of the federation."""
     round: int = 0
 
     @classmethod
@@ -59,18 +59,17 @@ class Cohort:
     ) -> Cohort:
         """These clients of a federation, with the steps that they planned and did."""
         weight, probability = federation.weights[clients], sampling.p[clients]
-        return cls(clients, weight, probability, *steps, workload.longest, round)
+        return cls(clients, weight, probability, *steps, workload.max_steps, round)
 
     def only(self, chosen: NDArray[np.bool_] | IntArray, probability: FloatArray) -> Cohort:
         """The chosen clients, with other inclusion probabilities."""
-        return Cohort(
-            self.clients[chosen],
-            self.weight[chosen],
-            probability[chosen],
-            self.planned[chosen],
-            self.done[chosen],
-            self.longest,
-            self.round,
+        return replace(
+            self,
+            clients=self.clients[chosen],
+            weight=self.weight[chosen],
+            probability=probability[chosen],
+            planned=self.planned[chosen],
+            done=self.done[chosen],
         )
 
 
@@ -83,7 +82,7 @@ ClientRule = Callable[[Cohort], FloatArray]
 
 def steps_of_the_longest(clients: Cohort) -> FloatArray:
     """``c_i = tau_max``: every client uses the same step size."""
-    return np.full(clients.planned.shape, float(clients.longest))
+    return np.full(clients.planned.shape, float(clients.max_steps))
 
 
 def own_steps(clients: Cohort) -> FloatArray:
@@ -186,7 +185,7 @@ class FedShuffleGen:
     >>> steps = np.array([1, 3])
     >>> cohort = Cohort(
     ...     clients=np.array([0, 1]), weight=np.array([0.25, 0.75]),
-    ...     probability=np.array([0.5, 0.5]), planned=steps, done=steps, longest=3,
+    ...     probability=np.array([0.5, 0.5]), planned=steps, done=steps, max_steps=3,
     ... )
     >>> fedshuffle.step_scale(cohort).tolist(), fedshuffle.aggregation_weights(cohort).tolist()
     ([3.0, 1.0], [0.5, 1.5])
@@ -202,18 +201,20 @@ class FedShuffleGen:
 
     def step_scale(self, clients: Cohort) -> FloatArray:
         """``gamma_i / eta = tau_max / c_i``."""
-        c = _each(self.step_normalisation(clients), clients, "step normalisation c")
-        return _positive(clients.longest / c, "step normalisation c")
+        c = _checked(self.step_normalisation(clients), clients, "step normalisation c")
+        return _positive(clients.max_steps / c, "step normalisation c")
 
     def client_weights(self, clients: Cohort) -> FloatArray:
         """``w-tilde_i``."""
-        return _each(self.weight(clients), clients, "weight w-tilde")
+        return _checked(self.weight(clients), clients, "weight w-tilde")
 
     def aggregation_weights(self, cohort: Cohort) -> FloatArray:
         """``a_i = w-tilde_i / q_i^S`` for the clients of a cohort."""
         weights = self.client_weights(cohort)
         shares = self.normaliser.divide(weights, cohort)
-        return _positive(_each(shares, cohort, "aggregation weight w/q"), "aggregation weight w/q")
+        return _positive(
+            _checked(shares, cohort, "aggregation weight w/q"), "aggregation weight w/q"
+        )
 
 
 def _name(rule: object) -> str:
@@ -224,13 +225,13 @@ def _name(rule: object) -> str:
     return name
 
 
-def _each(values: FloatArray, clients: Cohort, what: str) -> FloatArray:
-    shape = np.shape(values)
-    if shape != clients.planned.shape:
+def _checked(values: FloatArray, clients: Cohort, what: str) -> FloatArray:
+    shape, wanted = np.shape(values), clients.planned.shape
+    if shape != wanted:
         raise FedShuffleError(
-            f"the rule for the {what} gives an array of shape {shape}, not"
-            f" {clients.planned.shape}. Every rule must give one number per client; for the same"
-            " number everywhere, use np.full(clients.planned.shape, number)."
+            f"the rule for the {what} gives an array of shape {shape}, not {wanted}. Every rule"
+            " must give one number per client; for the same number everywhere, use"
+            " np.full(clients.planned.shape, number)."
         )
     return np.asarray(values, dtype=np.float64)
 

@@ -17,9 +17,16 @@ from fedshuffle._arrays import FloatArray
 from fedshuffle.kernel import StepCoefficients
 from fedshuffle.local_work import WHOLE_CLIENT
 from fedshuffle.methods import fedavg, fedshuffle
-from fedshuffle.methods.directions import CohortMoments, Direction, LocalPlan, RoundContext, Steps
+from fedshuffle.methods.directions import (
+    CohortMoments,
+    Direction,
+    LocalPlan,
+    RoundContext,
+    Steps,
+    check_share,
+    updated_mvr,
+)
 from fedshuffle.methods.method import Family, Method
-from fedshuffle.methods.momentum import check_share, updated_mvr
 
 _FULL_GRADIENT = {
     "epochs": 1,
@@ -58,8 +65,8 @@ _STYLES = {
     "distributed-gd": ("Distributed GD", "#0072B2"),
     "non-local-mvr": ("Non-local MVR", "#CC79A7"),
 }
-_FAMILY = Family("baselines", "Baselines", _STYLES)
-_pooled = partial(Method, family=_FAMILY, averaging=fedshuffle.RULE, pooled=True)
+_method = partial(Method, family=Family("baselines", "Baselines", _STYLES))
+_pooled = partial(_method, averaging=fedshuffle.RULE, pooled=True)
 
 METHODS = (
     _pooled(
@@ -73,21 +80,19 @@ METHODS = (
         "SGD on the data of all in one place, reshuffled",
         reference="Mishchenko et al. 2020",
     ),
-    Method(
+    _method(
         "distributed-gd",
         "gradient descent, full gradients of the cohort, w/p",
         fedshuffle.RULE,
         work=_FULL_GRADIENT,
         reference="textbook",
-        family=_FAMILY,
     ),
-    Method(
+    _method(
         "non-local-mvr",
         "MVR at the server from full gradients, no local steps",
         fedavg.RULE,  # every client takes the same step, so weights that sum to one take it once
         NonLocalMVR(),
         work=_FULL_GRADIENT,
         reference="Cutkosky and Orabona 2019",
-        family=_FAMILY,
     ),
 )

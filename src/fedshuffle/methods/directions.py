@@ -1,7 +1,8 @@
 r"""Directions: which way clients step, as the coefficients of the one kernel.
 
 A direction is a generator that follows a round: it may first ask for full gradients, then gives the
-local plan, receives the sums of updates it asked for, and returns the state to keep.
+local plan, receives the sums of updates it asked for, and returns the state to keep. Here are the
+gradient itself and the momenta, directions for any averaging method (:meth:`Method.with_momentum`).
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from fedshuffle._arrays import FloatArray
+from fedshuffle._arrays import FloatArray, number
 from fedshuffle.errors import FedShuffleError
 from fedshuffle.kernel import FullGradient, StepCoefficients
 from fedshuffle.methods.averaging import Cohort, InclusionProbability, Normaliser
@@ -32,11 +33,6 @@ class MethodState:
     """A row for each client of the cohort, zero for a client that takes part for the first time;
     None for directions without client state."""
 
-    def __post_init__(self) -> None:
-        if not isinstance(self.shared, Mapping):
-            raise FedShuffleError(f"MethodState.shared is {shown(self.shared)}: give a mapping.")
-        check_tensors(self.shared, "MethodState.shared")
-
 
 @dataclass(frozen=True, slots=True)
 class LocalPlan:
@@ -47,11 +43,6 @@ class LocalPlan:
     report: FloatArray | None = None
     """A weight per client for one more sum, or a row per client and a column per sum; the identity
     matrix asks for the update of every client."""
-
-    def __post_init__(self) -> None:
-        for one in self.each(1):
-            if not isinstance(one, StepCoefficients):
-                raise FedShuffleError(f"LocalPlan has {shown(one)}: give StepCoefficients.")
 
     def each(self, n: int) -> Sequence[StepCoefficients]:
         """The coefficients of each of n clients."""
@@ -149,6 +140,100 @@ class Plain(Direction):
         return moments.contribution
 
 
+@dataclass(frozen=True)
+class MVR(Direction):
+    r"""Exact momentum variance reduction (the paper's equations for FedShuffleMVR).
+
+    Before local work, the cohort sends full gradients at the current and the previous model, and
+
+    .. math:: m^r = a \hat g(x^r) + (1-a) (m^{r-1} + \hat g(x^r) - \hat g(x^{r-1})), \quad
+              \hat g(x) = \sum_{i \in S} \frac{w_i}{p_i} \nabla f_i(x),
+
+    starting with :math:`m^0 = \hat g(x^0)`. The local direction is
+    :math:`g(y) - (1-a) g(x) + (1-a) m^r`. "Momentum 0.9" is ``a = 0.1``.
+
+    >>> from fedshuffle import methods
+    >>> methods.get("fedshuffle").with_momentum(MVR(0.1)).direction
+    MVR(a=0.1)
+
+    Reference: Horvath et al. 2022; the technique is from Cutkosky and Orabona 2019.
+    """
+
+    a: float = 0.1
+    down, up, trips = 3, 3, 2  # both models and the momentum; two gradients and the update
+    gradients_per_step, full_gradients = 2, 2
+    needs_joint = True
+
+    def __post_init__(self) -> None:
+        check_share(self.a)
+
+    def round(self, context: RoundContext) -> Steps:
+        m = yield from updated_mvr(self.a, context)
+        b = 1 - self.a
+        yield LocalPlan(StepCoefficients(alpha=1.0, beta=b, v=b * m.shared["momentum"]))
+        return m
+
+    def effective_weights(self, moments: CohortMoments) -> FloatArray:
+        """At one point, the direction is ``a g_i + (1-a) m`` with m from this cohort and others."""
+        assert moments.joint is not None
+        along = self.a * moments.joint + (1 - self.a) * moments.total * moments.weights
+        return self.a * moments.contribution + (1 - self.a) * along
+
+
+def updated_mvr(a: float, context: RoundContext) -> Steps:
+    """The MVR momentum from full gradients of this round, and the model they were taken at."""
+    x, before = context.x, context.state.shared
+    if not before:
+        ((m,),) = yield context.gradient(x)
+    else:
+        ((now, then),) = yield context.gradient(x, before["previous"])
+        m = a * now + (1 - a) * (before["momentum"] + now - then)
+    return MethodState({"momentum": m, "previous": x})
+
+
+@dataclass(frozen=True)
+class GlobalMomentum(Direction):
+    r"""The cheap momentum: no full gradient, no extra message.
+
+    The local direction is :math:`a g(y) + (1-a) m`. A client's mean gradient over its local steps,
+    :math:`\bar g_i`, follows from its update, since
+    :math:`-(y_i - x) / (\tau_i \gamma_i) = a \bar g_i + (1-a) m`; after the round
+
+    .. math:: m \leftarrow a \sum_{i \in S} c_i \bar g_i + (1-a) m,
+
+    with :math:`c_i = w_i / p_i`, or :math:`w_i / \sum_{j \in S} w_j` for methods that do not
+    aggregate by inclusion probability. It starts with m = 0.
+
+    >>> from fedshuffle import methods
+    >>> methods.get("fedavg").with_momentum(GlobalMomentum(0.2)).direction
+    GlobalMomentum(a=0.2)
+    """
+
+    a: float = 0.1
+    down = 2  # the model and the momentum
+    needs_estimate = True
+
+    def __post_init__(self) -> None:
+        check_share(self.a)
+
+    def round(self, context: RoundContext) -> Steps:
+        m = context.state.shared.get("momentum", context.x.new_zeros(context.x.shape))
+        weights = gradient_weights(context.cohort, context.normaliser)
+        report = -weights / (context.cohort.done * context.step_sizes)
+        directions = yield LocalPlan(StepCoefficients(alpha=self.a, v=(1 - self.a) * m), report)
+        # The sum of the clients' directions holds (1-a) m as often as the weights sum to.
+        return MethodState({"momentum": directions + (1 - self.a) * (1 - float(weights.sum())) * m})
+
+    def effective_weights(self, moments: CohortMoments) -> FloatArray:
+        assert moments.estimate is not None
+        return self.a * moments.contribution + (1 - self.a) * moments.total * moments.estimate
+
+
+def check_share(a: float) -> None:
+    """Refuse a momentum parameter outside (0, 1]."""
+    number(a, "momentum parameter a (the share of the new gradient: 0.1 for 0.9)", within="(0, 1]")
+
+
 def gradient_weights(cohort: Cohort, normaliser: Normaliser) -> FloatArray:
     """How a method weighs the clients of a cohort to estimate grad f from what they send."""
     if isinstance(normaliser, InclusionProbability):
@@ -161,76 +246,87 @@ def gradient_weights(cohort: Cohort, normaliser: Normaliser) -> FloatArray:
 
 def checked_round(direction: Direction, context: RoundContext) -> Steps:
     """A round of a direction, with every request and the state checked against the context."""
-
-    def wrong(what: str) -> FedShuffleError:
-        return FedShuffleError(f"{type(direction).__name__}.round {what}.")
-
-    n, planned, answer = len(context.cohort.clients), False, None
+    name, n = f"{type(direction).__name__}.round", len(context.cohort.clients)
     steps = direction.round(context)
     if not isinstance(steps, Generator):
-        raise wrong(f"gives {shown(steps)}: write it as a generator, with 'yield LocalPlan(...)'")
+        raise FedShuffleError(
+            f"{name} gives {shown(steps)}: write it as a generator, with 'yield LocalPlan(...)'."
+        )
+    request, answer = None, None
     while True:
+        planned = isinstance(request, LocalPlan)
         try:
             request = steps.send(answer)
         except StopIteration as stop:
             state: MethodState = stop.value
             break
         if planned:
-            raise wrong("yields again after its LocalPlan, which must be its last request")
+            raise FedShuffleError(f"{name} yields again after its LocalPlan: let that be the last.")
         if isinstance(request, FullGradient):
             for point in request.points:
-                check_like(point, context.x, f"{type(direction).__name__}.round: a point")
+                check_tensor(point, f"{name}: a point", like=context.x)
         elif isinstance(request, LocalPlan):
-            planned, each = True, request.each(n)
-            if len(each) != n:
-                raise wrong(f"gives {len(each)} StepCoefficients for {n} clients: give 1 or {n}")
-            for one in each:
-                for name in ("v", "scale"):
-                    if (vector := getattr(one, name)) is not None:
-                        check_like(vector, context.x, f"{type(direction).__name__}.round: {name}")
-            if request.report is not None and (
-                np.ndim(request.report) not in (1, 2) or len(request.report) != n
-            ):
-                raise wrong(
-                    f"asks for a report with weights of shape {np.shape(request.report)} from"
-                    f" {n} clients: give a number, or a row, for each of them"
-                )
+            _check_plan(request, context, name)
         else:
-            raise wrong(f"yields {shown(request)}: yield a FullGradient or a LocalPlan")
+            raise FedShuffleError(
+                f"{name} yields {shown(request)}: yield a FullGradient or a LocalPlan."
+            )
         answer = yield request
     if not planned:
-        raise wrong("ends without a LocalPlan: yield one")
+        raise FedShuffleError(f"{name} ends without a LocalPlan: yield one.")
     if not isinstance(state, MethodState):
-        raise wrong(f"returns {shown(state)}: return a MethodState")
+        raise FedShuffleError(f"{name} returns {shown(state)}: return a MethodState.")
+    check_state(state.shared, f"{name}: the shared state")
     if state.per_client is not None and not direction.client_state:
-        raise wrong("returns rows for clients to keep: set client_state = True in its class")
-    wanted = (n, *context.x.shape)
-    if state.per_client is not None and tuple(state.per_client.shape) != wanted:
-        raise wrong(
-            f"returns {shown(state.per_client)} for clients to keep: give a row for each client of"
-            f" the cohort, shape {wanted}"
+        raise FedShuffleError(
+            f"{name} returns rows for clients to keep: set client_state = True in its class."
+        )
+    if state.per_client is not None and state.per_client.shape != (n, *context.x.shape):
+        raise FedShuffleError(
+            f"{name} returns {shown(state.per_client)} for clients to keep: give a row for each"
+            f" client of the cohort, shape {(n, *context.x.shape)}."
         )
     return state
 
 
-def check_like(value: object, x: Tensor, what: str) -> None:
-    """Refuse what is not a tensor like the model."""
-    from torch import Tensor
-
-    if not isinstance(value, Tensor) or value.shape != x.shape or value.dtype != x.dtype:
+def _check_plan(plan: LocalPlan, context: RoundContext, name: str) -> None:
+    n = len(context.cohort.clients)
+    each = plan.each(n)
+    if len(each) != n:
         raise FedShuffleError(
-            f"{what} is {shown(value)}: it must be like the model, a tensor of shape"
-            f" {tuple(x.shape)} and {x.dtype}."
+            f"{name} gives {len(each)} StepCoefficients for {n} clients: give 1 or {n}."
+        )
+    for one in each:
+        if not isinstance(one, StepCoefficients):
+            raise FedShuffleError(f"{name} plans {shown(one)}: give StepCoefficients.")
+        for vector in ("v", "scale"):
+            if (value := getattr(one, vector)) is not None:
+                check_tensor(value, f"{name}: {vector}", like=context.x)
+    if plan.report is not None and (np.ndim(plan.report) not in (1, 2) or len(plan.report) != n):
+        raise FedShuffleError(
+            f"{name} asks for a report with weights of shape {np.shape(plan.report)} from {n}"
+            " clients: give a number, or a row, for each of them."
         )
 
 
-def check_tensors(values: Mapping[str, object], what: str) -> None:
+def check_state(state: object, what: str) -> None:
     """Refuse what cannot be kept in a checkpoint."""
+    if not isinstance(state, Mapping):
+        raise FedShuffleError(f"{what} is {shown(state)}: give a mapping of tensors.")
+    for name, value in state.items():
+        check_tensor(value, f"{what}: {name}")
+
+
+def check_tensor(value: object, what: str, like: Tensor | None = None) -> None:
+    """Refuse what is not a tensor, of the shape and dtype of another if that is given."""
     from torch import Tensor
 
-    for name, value in values.items():
-        if not isinstance(value, Tensor):
-            raise FedShuffleError(f"{what} has {shown(value)} as {name!r}: keep tensors.")
+    if not isinstance(value, Tensor):
+        raise FedShuffleError(f"{what} is {shown(value)}: give a tensor.")
+    if like is not None and (value.shape, value.dtype) != (like.shape, like.dtype):
+        raise FedShuffleError(
+            f"{what} is {shown(value)}: it must be like the model, {shown(like)}."
+        )
 
 
 def shown(value: object) -> str:

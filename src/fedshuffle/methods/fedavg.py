@@ -30,28 +30,19 @@ _STYLES = {
     "fedavg-min": ("FedAvgMin", "#E69F00"),
     "fedavg-mean": ("FedAvgMean", "#CC79A7"),
 }
-_FAMILY = Family("fedavg", "FedAvg", _STYLES)
-_method = partial(Method, family=_FAMILY, averaging=RULE)
-_MCMAHAN, _HORVATH = "McMahan et al. 2017", "Horvath et al. 2022"
+_method = partial(Method, family=Family("fedavg", "FedAvg", _STYLES), averaging=RULE)
+_mcmahan = partial(_method, reference="McMahan et al. 2017")
+_horvath = partial(_method, reference="Horvath et al. 2022")
+_DRAWN = {"order": "replacement"}
+_MIN, _MEAN = {**_DRAWN, "steps": "min"}, {**_DRAWN, "steps": "mean"}
 
 METHODS = (
-    _method(
-        "fedavg",
-        "FedAvg, examples drawn with replacement",
-        work={"order": "replacement"},
-        reference=_MCMAHAN,
+    _mcmahan("fedavg", "FedAvg, examples drawn with replacement", work=_DRAWN),
+    _mcmahan("fedavg-rr", "FedAvg with reshuffled epochs, as practised"),
+    _horvath(
+        "fedavg-min", "FedAvg, the cohort's fewest steps for all, with replacement", work=_MIN
     ),
-    _method("fedavg-rr", "FedAvg with reshuffled epochs, as practised", reference=_MCMAHAN),
-    _method(
-        "fedavg-min",
-        "FedAvg, the cohort's fewest steps for all, with replacement",
-        work={"order": "replacement", "steps": "min"},
-        reference=_HORVATH,
-    ),
-    _method(
-        "fedavg-mean",
-        "FedAvg, the cohort's mean steps for all, with replacement",
-        work={"order": "replacement", "steps": "mean"},
-        reference=_HORVATH,
+    _horvath(
+        "fedavg-mean", "FedAvg, the cohort's mean steps for all, with replacement", work=_MEAN
     ),
 )

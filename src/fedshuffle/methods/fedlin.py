@@ -90,22 +90,17 @@ def largest(rows: Tensor, keep: float) -> Tensor:
     return torch.zeros_like(rows).scatter(1, places, rows.gather(1, places))
 
 
-_STYLES = {
-    "fedlin": ("FedLin", "#0072B2"),
-    "fedlin-sparse": ("FedLin, sparse", "#E69F00"),
-}
+_STYLES = {"fedlin": ("FedLin", "#0072B2"), "fedlin-sparse": ("FedLin, sparse", "#E69F00")}
 _FAMILY = Family("fedlin", "FedLin", _STYLES)
-_method = partial(Method, family=_FAMILY, averaging=fedshuffle.RULE, reference="Mitra et al. 2021")
+_method = partial(Method, family=_FAMILY, reference="Mitra et al. 2021")
+_ALL, _TENTH = GradientExchange(), GradientExchange(keep=0.1)
 
 METHODS = (
-    _method(
-        "fedlin",
-        "own gradient replaced by the cohort's, steps scaled",
-        direction=GradientExchange(),
-    ),
+    _method("fedlin", "own gradient replaced by the cohort's, steps scaled", fedshuffle.RULE, _ALL),
     _method(
         "fedlin-sparse",
         "FedLin sending a tenth of the gradient, with error memory",
-        direction=GradientExchange(keep=0.1),
+        fedshuffle.RULE,
+        _TENTH,
     ),
 )

@@ -28,30 +28,22 @@ from fedshuffle.methods.method import Family, Method
 SUM = FedShuffleGen(steps_of_the_longest, weight_per_step, SumOne())
 ORIGINAL = FedShuffleGen(steps_of_the_longest, weight_per_step, EffectiveSteps())
 
-_REPLACEMENT = {"order": "replacement"}
 _STYLES = {
     "fednova": ("FedNova", "#56B4E9"),
     "fednova-rr": ("FedNovaRR", "#0072B2"),
     "fednova-original": ("FedNova (original)", "#E69F00"),
     "fednova-original-rr": ("FedNovaRR (original)", "#D55E00"),
 }
-_FAMILY = Family("fednova", "FedNova", _STYLES)
-_method = partial(Method, family=_FAMILY, reference="Wang et al. 2020")
+_method = partial(Method, family=Family("fednova", "FedNova", _STYLES))
+_wang = partial(_method, reference="Wang et al. 2020")
+_horvath = partial(_method, reference="Horvath et al. 2022")
+_DRAWN = {"order": "replacement"}
 
 METHODS = (
-    _method("fednova", "FedNova, sum of weights kept, with replacement", SUM, work=_REPLACEMENT),
-    Method(
-        "fednova-rr",
-        "FedNova, sum of weights kept, reshuffled epochs",
-        SUM,
-        reference="Horvath et al. 2022",
-        family=_FAMILY,
+    _wang("fednova", "FedNova, sum of weights kept, with replacement", SUM, work=_DRAWN),
+    _horvath("fednova-rr", "FedNova, sum of weights kept, reshuffled epochs", SUM),
+    _wang(
+        "fednova-original", "FedNova, its authors' scaling, with replacement", ORIGINAL, work=_DRAWN
     ),
-    _method(
-        "fednova-original",
-        "FedNova, its authors' scaling, with replacement",
-        ORIGINAL,
-        work=_REPLACEMENT,
-    ),
-    _method("fednova-original-rr", "FedNova, its authors' scaling, reshuffled epochs", ORIGINAL),
+    _wang("fednova-original-rr", "FedNova, its authors' scaling, reshuffled epochs", ORIGINAL),
 )

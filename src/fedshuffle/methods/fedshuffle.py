@@ -8,6 +8,15 @@ Every client moves equally far in a round whatever its number of steps, and is w
 inclusion probability, so the objective is the one you meant under every sampling. The hybrid
 corrects for unfinished work through the aggregation weight.
 
+Between FedNova and FedShuffle, step sizes are scaled by a factor of at most rho (capped):
+
+    c_i = max(tau_i, tau_max / rho),   w-tilde_i = w_i c_i / (steps done),   q = p
+
+so that ``gamma_i = eta min(tau_max / tau_i, rho)``; the aggregation weight corrects for the rest of
+the imbalance. ``rho = 1`` is FedNova with inclusion probabilities (equal step sizes), ``rho = inf``
+is FedShuffle, and every rho minimises the objective you meant. In all of them a client moves the
+model equally far, to first order; what differs is the size of a single step.
+
 With full participation and equal numbers of steps FedShuffle is FedRR (LocalRR), and with a server
 step size as well, NASTYA.
 
@@ -17,9 +26,14 @@ Work in Federated Learning, 2022.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import partial
 
+import numpy as np
+
+from fedshuffle._arrays import FloatArray, number
 from fedshuffle.methods.averaging import (
+    Cohort,
     FedShuffleGen,
     InclusionProbability,
     SumOne,
@@ -27,12 +41,40 @@ from fedshuffle.methods.averaging import (
     own_steps,
     weight_per_share_done,
 )
+from fedshuffle.methods.directions import MVR
 from fedshuffle.methods.method import Family, Method
-from fedshuffle.methods.momentum import MVR
 
 RULE = FedShuffleGen(own_steps, objective_weight, InclusionProbability())
 SUM_ONE = FedShuffleGen(own_steps, objective_weight, SumOne())
 HYBRID = FedShuffleGen(own_steps, weight_per_share_done, InclusionProbability())
+
+
+@dataclass(frozen=True)
+class CappedSteps:
+    """``c_i = max(tau_i, tau_max / rho)``: no step is more than rho times that of the longest."""
+
+    rho: float
+
+    def __post_init__(self) -> None:
+        number(self.rho, "rho, the largest factor between step sizes,", within="[1, inf]")
+
+    def __call__(self, clients: Cohort) -> FloatArray:
+        return np.maximum(own_steps(clients), clients.max_steps / self.rho)
+
+
+@dataclass(frozen=True)
+class WeightPerDistance:
+    """``w-tilde_i = w_i c_i / done`` with the c of :class:`CappedSteps`: the weight corrects for
+    unfinished work and for the imbalance that capped steps leave.
+    """
+
+    rho: float
+
+    def __call__(self, clients: Cohort) -> FloatArray:
+        return clients.weight * CappedSteps(self.rho)(clients) / clients.done
+
+
+CAPPED = FedShuffleGen(CappedSteps(4.0), WeightPerDistance(4.0), InclusionProbability())
 
 _STYLES = {
     "fedshuffle": ("FedShuffle", "#009E73"),
@@ -41,6 +83,7 @@ _STYLES = {
     "fedshuffle-mvr": ("FedShuffleMVR", "#0072B2"),
     "fedrr": ("FedRR", "#56B4E9"),
     "nastya": ("NASTYA", "#0072B2"),
+    "fedshuffle-capped": ("FedShuffle, capped", "#CC79A7"),
 }
 _FAMILY = Family("fedshuffle", "FedShuffle", _STYLES)
 _method = partial(Method, family=_FAMILY, reference="Horvath et al. 2022")
@@ -58,4 +101,11 @@ METHODS = (
         reference="Mishchenko et al. 2021; Yun et al. 2021",
     ),
     _balanced("nastya", "FedRR with a server step size", reference="Malinovsky et al. 2022"),
+    Method(
+        "fedshuffle-capped",
+        "FedShuffle with steps at most rho = 4 times as large",
+        CAPPED,
+        reference="Horvath et al. 2022 (FedShuffleGen)",
+        family=Family("capped", "Between FedNova and FedShuffle", _STYLES),
+    ),
 )

@@ -11,21 +11,22 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedshuffle._arrays import FloatArray, expect
-from fedshuffle.errors import FedShuffleError, unknown
+from fedshuffle.errors import FedShuffleError, check_known
 from fedshuffle.kernel import ClientTask, FullGradient, LocalTraining, Request
-from fedshuffle.local_work import LocalWork, Workload
+from fedshuffle.local_work import WHOLE_CLIENT, LocalWork, Workload
 from fedshuffle.methods.averaging import Cohort, FedShuffleGen, InclusionProbability
 from fedshuffle.methods.directions import (
+    MVR,
     Direction,
+    GlobalMomentum,
     MethodState,
     Plain,
     RoundContext,
-    check_like,
-    check_tensors,
+    check_state,
+    check_tensor,
     checked_round,
     shown,
 )
-from fedshuffle.methods.momentum import MVR, GlobalMomentum
 from fedshuffle.methods.options import replaced
 from fedshuffle.methods.servers import Average, ServerOptimiser
 from fedshuffle.sampling import Full, Sampling
@@ -90,8 +91,7 @@ class Method:
         expect(self.direction, Direction, f"the direction of {self.name}")
         expect(self.server, ServerOptimiser, f"the server of {self.name}")
         for key in self.work:
-            if key not in _UNSET:
-                raise unknown(f"key in the work of {self.name}", key, _UNSET)
+            check_known(f"key in the work of {self.name}", key, _UNSET)
 
     def with_momentum(self, momentum: Direction | None) -> Method:
         """This method with a momentum (:class:`MVR`, :class:`GlobalMomentum`), or without."""
@@ -173,8 +173,21 @@ class Method:
         }
 
     def local_work(self, work: LocalWork) -> LocalWork:
-        """The local work as this method does it, or an error where the method needs another."""
-        return work.fix(self.work, self.name).resolved()
+        """The local work as this method does it, or an error where the method needs another.
+
+        >>> from fedshuffle import methods
+        >>> methods.get("fedavg").local_work(LocalWork(epochs=2)).order
+        'replacement'
+        """
+        for name, needed in self.work.items():
+            given = getattr(work, name)
+            if not (np.array_equal(given, _UNSET[name]) or np.array_equal(given, needed)):
+                shown = "all examples of a client" if needed == WHOLE_CLIENT else repr(needed)
+                raise FedShuffleError(
+                    f"{self.name} needs {name} = {shown} in its local work, but it is set to"
+                    f" {given!r}. Leave {name} out, or choose another method."
+                )
+        return dataclasses.replace(work, **self.work).resolved()
 
     def drop_fixed(self, work: LocalWork) -> LocalWork:
         """The local work without what this method fixes, to run many methods on one setting.
@@ -291,12 +304,10 @@ class Method:
     ) -> tuple[Tensor, Mapping[str, Tensor]]:
         name = f"{type(self.server).__name__}.step"
         step = self.server.step(x, update, step_size, state.optimiser_state)
-        if not (isinstance(step, tuple) and len(step) == 2 and isinstance(step[1], Mapping)):
-            raise FedShuffleError(
-                f"{name} gives {shown(step)}: return the next model and a mapping of tensors."
-            )
-        check_like(step[0], x, f"{name}: the next model")
-        check_tensors(step[1], f"{name}: the state")
+        if not (isinstance(step, tuple) and len(step) == 2):
+            raise FedShuffleError(f"{name} gives {shown(step)}: return the next model and state.")
+        check_tensor(step[0], f"{name}: the next model", like=x)
+        check_state(step[1], f"{name}: the next state")
         return step
 
     def _selected(self, updates: Tensor, cohort: Cohort, select: Select) -> tuple[Cohort, Tensor]:

@@ -21,11 +21,13 @@ Learning, 2020.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 from fedshuffle._arrays import FloatArray, number
-from fedshuffle.errors import unknown
+from fedshuffle.errors import check_known
 from fedshuffle.kernel import StepCoefficients
 from fedshuffle.methods.directions import (
+    MVR,
     CohortMoments,
     Direction,
     LocalPlan,
@@ -34,7 +36,6 @@ from fedshuffle.methods.directions import (
     Steps,
 )
 from fedshuffle.methods.method import Family, Method
-from fedshuffle.methods.momentum import MVR
 from fedshuffle.methods.scaffold import RULE
 
 _BASES = ("sgd", "momentum", "adam")
@@ -54,8 +55,7 @@ class Mimic(Direction):
     full_gradients = 1
 
     def __post_init__(self) -> None:
-        if self.base not in _BASES:
-            raise unknown("base optimiser", self.base, _BASES)
+        check_known("base optimiser", self.base, _BASES)
         for name in ("b", "b2"):
             number(getattr(self, name), name, within="[0, 1)")
         number(self.epsilon, "epsilon", within="(0, inf)")
@@ -114,20 +114,16 @@ _STYLES = {
     "mime-lite-adam": ("MimeLite, Adam", "#E69F00"),
     "mime-mvr": ("MimeMVR", "#CC79A7"),
 }
-_FAMILY = Family("mime", "Mime", _STYLES)
-
-
-def _method(name: str, summary: str, direction: Direction) -> Method:
-    return Method(
-        name, summary, RULE, direction, reference="Karimireddy et al. 2020 (Mime)", family=_FAMILY
-    )
-
+_method = partial(
+    Method, family=Family("mime", "Mime", _STYLES), reference="Karimireddy et al. 2020 (Mime)"
+)
+_LITE, _LITE_ADAM = Mimic(corrected=False), Mimic("adam", corrected=False)
 
 METHODS = (
-    _method("mime", "momentum 0.9 fixed in the round, corrected gradients", Mimic()),
-    _method("mime-sgd", "Mime without momentum: SVRG-like local steps", Mimic("sgd")),
-    _method("mime-adam", "Mime with Adam's statistics", Mimic("adam")),
-    _method("mime-lite", "momentum 0.9 fixed in the round", Mimic(corrected=False)),
-    _method("mime-lite-adam", "MimeLite with Adam's statistics", Mimic("adam", corrected=False)),
-    _method("mime-mvr", "Mime with MVR momentum, a = 0.1", MVR(0.1)),
+    _method("mime", "momentum 0.9 fixed in the round, corrected gradients", RULE, Mimic()),
+    _method("mime-sgd", "Mime without momentum: SVRG-like local steps", RULE, Mimic("sgd")),
+    _method("mime-adam", "Mime with Adam's statistics", RULE, Mimic("adam")),
+    _method("mime-lite", "momentum 0.9 fixed in the round", RULE, _LITE),
+    _method("mime-lite-adam", "MimeLite with Adam's statistics", RULE, _LITE_ADAM),
+    _method("mime-mvr", "Mime with MVR momentum, a = 0.1", RULE, MVR(0.1)),
 )

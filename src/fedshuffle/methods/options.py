@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from fedshuffle.errors import FedShuffleError, unknown
+from fedshuffle.errors import FedShuffleError, check_known
 
 
 def parsed(text: str) -> dict[str, str]:
@@ -44,8 +44,7 @@ def replaced(parts: Mapping[str, Any], options: Mapping[str, str], method: str) 
     for name in options:
         if not known:
             raise FedShuffleError(f"{method} has no options, and so none named {name!r}.")
-        if name not in known:
-            raise unknown(f"option of {method}", name, sorted(known))
+        check_known(f"option of {method}", name, known)
     return {name: _replaced(part, options) for name, part in parts.items()}
 
 

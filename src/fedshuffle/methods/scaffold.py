@@ -1,4 +1,4 @@
-r"""SCAFFOLD: every client corrects its gradient by old gradients of its own and of all clients.
+r"""SCAFFOLD and VRL-SGD: old gradients of its own and of all clients correct a client's gradient.
 
 Client i keeps a control variate :math:`c_i`, an old gradient of its own objective, and the server
 :math:`c = \sum_i w_i c_i`. Clients step along :math:`g(y) - c_i + c`; the cohort then updates
@@ -10,9 +10,20 @@ The second costs nothing: it is the mean gradient over the local steps. All cont
 at zero. Once they have settled, every client follows the whole gradient, so the objective is the
 one you meant however clients are weighed, and with full gradients convergence is to the optimum.
 
-Reference: Karimireddy et al., SCAFFOLD: Stochastic Controlled Averaging for Federated Learning,
+VRL-SGD corrects each client's gradient by how its updates have differed from the mean,
+
+.. math:: y \leftarrow y - \gamma (g(y) - \Delta_i), \qquad
+          \Delta_i \leftarrow \Delta_i + \frac{x^+ - y_i}{\tau \gamma}
+
+with :math:`x^+` the mean of all :math:`y_i`. Written with :math:`\Delta_i = c_i - c` these are
+SCAFFOLD's control variates from the local update, at full participation and with server step size
+1, and are implemented as such. Under sampling :math:`\sum_i w_i \Delta_i = 0` would be lost by the
+formula above and the method would stop anywhere; the control variates preserve it.
+
+References: Karimireddy et al., SCAFFOLD: Stochastic Controlled Averaging for Federated Learning,
 2020 (options I and II). There w is 1/n and the server averages over a uniform cohort; here any
-weights and any sampling, by inclusion probability.
+weights and any sampling, by inclusion probability. Liang et al., Variance Reduced Local SGD with
+Lower Communication Complexity, 2019.
 """
 
 from __future__ import annotations
@@ -23,7 +34,7 @@ from functools import partial
 import numpy as np
 
 from fedshuffle._arrays import FloatArray
-from fedshuffle.errors import unknown
+from fedshuffle.errors import check_known
 from fedshuffle.kernel import FullGradient, StepCoefficients
 from fedshuffle.methods.averaging import (
     FedShuffleGen,
@@ -54,8 +65,7 @@ class ControlVariates(Direction):
     client_state = True
 
     def __post_init__(self) -> None:
-        if self.refresh not in ("update", "gradient"):
-            raise unknown("refresh of control variates", self.refresh, ("update", "gradient"))
+        check_known("refresh of control variates", self.refresh, ("update", "gradient"))
 
     @property
     def full_gradients(self) -> int:  # type: ignore[override]
@@ -84,19 +94,24 @@ class ControlVariates(Direction):
 _STYLES = {
     "scaffold": ("SCAFFOLD", "#0072B2"),
     "scaffold-i": ("SCAFFOLD, option I", "#E69F00"),
+    "vrl-sgd": ("VRL-SGD", "#CC79A7"),
 }
-_FAMILY = Family("scaffold", "SCAFFOLD", _STYLES)
-_method = partial(Method, family=_FAMILY, averaging=RULE, reference="Karimireddy et al. 2020")
+_method = partial(
+    Method, family=Family("scaffold", "SCAFFOLD", _STYLES), reference="Karimireddy et al. 2020"
+)
+_FROM_UPDATE, _FROM_GRADIENT = ControlVariates("update"), ControlVariates("gradient")
 
 METHODS = (
+    _method("scaffold", "control variates, from the local update (option II)", RULE, _FROM_UPDATE),
     _method(
-        "scaffold",
-        "control variates, from the local update (option II)",
-        direction=ControlVariates("update"),
+        "scaffold-i", "control variates, from a full gradient (option I)", RULE, _FROM_GRADIENT
     ),
-    _method(
-        "scaffold-i",
-        "control variates, from a full gradient (option I)",
-        direction=ControlVariates("gradient"),
+    Method(
+        "vrl-sgd",
+        "SCAFFOLD in other words; full participation in its paper",
+        RULE,
+        _FROM_UPDATE,
+        reference="Liang et al. 2019",
+        family=Family("vrl-sgd", "VRL-SGD", _STYLES),
     ),
 )

@@ -11,42 +11,24 @@ from collections.abc import Callable
 from typing import Literal
 
 from fedshuffle._arrays import expect
-from fedshuffle.errors import FedShuffleError, unknown
+from fedshuffle.errors import FedShuffleError, check_known
 from fedshuffle.federation import Federation
-from fedshuffle.sampling.base import Cohorts, Sampling, check_probabilities
-from fedshuffle.sampling.independent import (
-    ApproximateIndependent,
-    Independent,
-    importance,
-    importance_probabilities,
-)
-from fedshuffle.sampling.listed import Listed
-from fedshuffle.sampling.optimal import Optimal, approximate_probabilities, optimal_probabilities
-from fedshuffle.sampling.stratified import Stratified, strata_by_size
-from fedshuffle.sampling.uniform import Full, One, Uniform
-
-__all__ = [
-    "ApproximateIndependent",
-    "Cohorts",
-    "Full",
-    "Independent",
-    "Listed",
-    "One",
-    "Optimal",
-    "Sampling",
-    "Stratified",
-    "Uniform",
-    "approximate_probabilities",
-    "check",
-    "importance",
-    "importance_probabilities",
-    "is_import_path",
-    "is_two_phase",
-    "optimal_probabilities",
-    "parse",
-    "resolve",
-    "strata_by_size",
-]
+from fedshuffle.sampling.base import Cohorts as Cohorts
+from fedshuffle.sampling.base import Sampling as Sampling
+from fedshuffle.sampling.base import check_probabilities
+from fedshuffle.sampling.optimal import Optimal as Optimal
+from fedshuffle.sampling.optimal import approximate_probabilities as approximate_probabilities
+from fedshuffle.sampling.optimal import optimal_probabilities as optimal_probabilities
+from fedshuffle.sampling.standard import ApproximateIndependent as ApproximateIndependent
+from fedshuffle.sampling.standard import Full as Full
+from fedshuffle.sampling.standard import Independent as Independent
+from fedshuffle.sampling.standard import Listed as Listed
+from fedshuffle.sampling.standard import One as One
+from fedshuffle.sampling.standard import Uniform as Uniform
+from fedshuffle.sampling.standard import importance as importance
+from fedshuffle.sampling.standard import importance_probabilities as importance_probabilities
+from fedshuffle.sampling.stratified import Stratified as Stratified
+from fedshuffle.sampling.stratified import strata_by_size as strata_by_size
 
 
 def parse(text: str, federation: Federation) -> Sampling:
@@ -81,8 +63,7 @@ def is_two_phase(sampling: str | Sampling) -> bool:
 def _read(text: str) -> tuple[str, Callable[[str, Federation], Sampling], str]:
     """How such a sampling is written, what makes it, and its argument."""
     name, _, argument = text.strip().partition(":")
-    if name not in _MAKERS:
-        raise unknown("sampling", name, _MAKERS)
+    check_known("sampling", name, _MAKERS)
     form, make = _MAKERS[name]
     if bool(argument) != (":" in form):
         raise FedShuffleError(f"sampling {text!r} is incomplete or has too much: write {form!r}.")

@@ -6,14 +6,13 @@ import abc
 import functools
 import itertools
 import math
-import operator
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from fedshuffle._arrays import FloatArray, IntArray
+from fedshuffle._arrays import FloatArray, IntArray, vector
 from fedshuffle.errors import FedShuffleError
 
 MAX_COHORTS = 4096
@@ -194,33 +193,10 @@ def check_cohort(clients: IntArray, n: int, sampling: Sampling) -> IntArray:
     return drawn.astype(np.int64, copy=False)
 
 
-def check_cohort_size(b: int, n: int, what: str) -> int:
-    """B as an int from 1 to n, or a clear error."""
-    try:
-        size = operator.index(b)
-    except TypeError:
-        size = 0
-    if not 1 <= size <= n:
-        raise FedShuffleError(
-            f"{what}: cannot take {b} of {n} clients. Choose a whole number from 1 to {n}."
-        )
-    return size
-
-
 def check_probabilities(p: ArrayLike) -> FloatArray:
     """A vector of probabilities in (0, 1], or an error that names the first bad client."""
-    try:
-        array = np.array(p, dtype=np.float64)
-    except (TypeError, ValueError) as error:
-        raise FedShuffleError(f"inclusion probabilities must be numbers: {error}.") from error
-    if array.ndim != 1 or array.size == 0:
-        raise FedShuffleError("inclusion probabilities must be a non-empty list, one per client.")
-    bad = np.flatnonzero(~((array > 0) & (array <= 1)))
-    if bad.size:
-        i = int(bad[0])
-        raise FedShuffleError(
-            f"client {i} has inclusion probability {array[i]:g}, which is outside (0, 1]. A client"
-            " that can never take part has no place in the objective: leave it out or raise its"
-            " probability."
-        )
-    return array
+    remedy = (
+        " A client that can never take part has no place in the objective: leave it out or raise"
+        " its probability."
+    )
+    return vector(p, "inclusion probabilities", within="(0, 1]", remedy=remedy)

@@ -11,13 +11,17 @@ from typing import Literal
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from fedshuffle._arrays import FloatArray, IntArray, count, expect
-from fedshuffle.errors import FedShuffleError, unknown
+from fedshuffle._arrays import FloatArray, IntArray, count, expect, vector
+from fedshuffle.errors import FedShuffleError, check_known
 from fedshuffle.randomness import Purpose, ReusableGenerator
 from fedshuffle.sampling.base import Cohorts, Sampling
-from fedshuffle.sampling.independent import ApproximateIndependent, importance_probabilities
+from fedshuffle.sampling.standard import (
+    ApproximateIndependent,
+    One,
+    Uniform,
+    importance_probabilities,
+)
 from fedshuffle.sampling.stratified import Stratified
-from fedshuffle.sampling.uniform import One, Uniform
 
 _HOW = {"exact": "optimal", "approximate": "optimal-approximate"}
 """The kinds, and how the text of each begins."""
@@ -58,15 +62,10 @@ class Optimal(Sampling):
                 f"optimal sampling cannot have {pool!r} for its pool, since that selects clients"
                 " only after they have trained. Use the pool of that sampling."
             )
-        if how not in _HOW:
-            raise unknown("kind of optimal sampling", how, _HOW)
+        check_known("kind of optimal sampling", how, _HOW)
         self._pool, self.how = pool, how
-        self.b = count(b, "the number of clients that send their updates")
-        if self.b > (most := _largest(pool)):
-            raise FedShuffleError(
-                f"optimal sampling: cannot ask {b} clients, since a pool of the sampling {pool!r}"
-                f" has at most {most}. Choose a whole number from 1 to {most}, or a larger pool."
-            )
+        what = f"the number of clients of the pool {pool!r} that send their updates"
+        self.b = count(b, what, most=_largest(pool))
         self.p = pool.p
 
     def __repr__(self) -> str:
@@ -166,22 +165,10 @@ def approximate_probabilities(
 
 
 def _norms(norms: ArrayLike, clients: Sequence[int] | None = None) -> FloatArray:
-    """Norms relative to the largest, or an error that names the first bad client."""
-    try:
-        array = np.array(norms, dtype=np.float64)
-    except (TypeError, ValueError) as error:
-        raise FedShuffleError(f"norms of updates must be numbers: {error}.") from error
-    if array.ndim != 1 or (clients is not None and len(array) != len(clients)):
-        raise FedShuffleError(
-            f"norms of updates must be one number per client, got shape {array.shape}."
-        )
-    bad = np.flatnonzero(~(np.isfinite(array) & (array >= 0)))
-    if bad.size:
-        i = int(bad[0])
-        raise FedShuffleError(
-            f"the update of client {i if clients is None else clients[i]} has norm {array[i]:g},"
-            " but a norm is finite and not negative. If training diverged, use a smaller step size."
-        )
+    """Norms relative to the largest."""
+    clients = range(np.size(norms)) if clients is None else clients
+    remedy = " If training diverged, use a smaller step size."
+    array = vector(norms, "norms of updates", clients, within="[0, inf)", remedy=remedy)
     largest = float(array.max(initial=0.0))
     if largest > 0:
         array /= largest

@@ -8,10 +8,10 @@ import itertools
 import numpy as np
 from numpy.typing import ArrayLike
 
-from fedshuffle._arrays import FloatArray, IntArray, counts, frozen, positive
+from fedshuffle._arrays import FloatArray, IntArray, count, counts, frozen, vector
 from fedshuffle.errors import FedShuffleError
 from fedshuffle.randomness import Purpose, generator
-from fedshuffle.sampling.base import Cohorts, Sampling, check_cohort_size, check_pairs
+from fedshuffle.sampling.base import Cohorts, Sampling, check_pairs
 
 
 class Stratified(Sampling):
@@ -35,14 +35,10 @@ class Stratified(Sampling):
         n = len(self.strata)
         self.sizes: IntArray = frozen(np.bincount(self.strata))
         """The clients of each stratum."""
-        self.b = check_cohort_size(b, n, "stratified sampling")
-        if self.b < len(self.sizes):
-            raise FedShuffleError(
-                f"stratified sampling: cannot take {b} clients from {len(self.sizes)} strata, since"
-                f" every stratum needs one. Choose a whole number from {len(self.sizes)} to {n},"
-                " or fewer strata."
-            )
-        weight = positive(np.ones(n) if weights is None else weights, n, "weights")
+        k = len(self.sizes)
+        what = f"the number of sampled clients (at least one from each of {k} strata)"
+        self.b = count(b, what, k, n)
+        weight = vector(np.ones(n) if weights is None else weights, "weights", range(n))
         # Relative, and large enough that no quotient overflows.
         weight = np.maximum(weight / weight.max(), 1e-100)
         measure: FloatArray = np.bincount(self.strata, weights=weight).astype(np.float64)
@@ -141,11 +137,7 @@ def strata_by_size(sizes: ArrayLike, k: int) -> IntArray:
     """
     size = counts(sizes, "sizes")
     n = len(size)
-    if not 1 <= k <= n:
-        raise FedShuffleError(
-            f"stratified sampling: cannot make {k} strata of {n} clients. Choose a whole number"
-            f" from 1 to {n}."
-        )
+    k = count(k, f"the number of strata of {n} clients", most=n)
     _, kind, common = np.unique(size, return_inverse=True, return_counts=True)
     if len(common) < k:
         strata = np.empty(n, dtype=np.int64)

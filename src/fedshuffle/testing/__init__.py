@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from fedshuffle import methods
-from fedshuffle.errors import unknown
+from fedshuffle.errors import check_known
 from fedshuffle.federation import Federation
 from fedshuffle.methods import Method
 from fedshuffle.sampling import Listed, Sampling, resolve
@@ -87,8 +87,7 @@ def check(
     given = {str(one): resolve(one, clients) for one in samplings}
     results: list[CheckResult] = []
     for name in CHECKS if checks is None else checks:
-        if name not in CHECKS:
-            raise unknown("check", name, CHECKS)
+        check_known("check", name, CHECKS)
         run, every_sampling = CHECKS[name]
         if every_sampling:
             under = given.items()

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from fedshuffle import methods
-from fedshuffle._arrays import FloatArray, IntArray, expect, number, positive
+from fedshuffle._arrays import FloatArray, IntArray, expect, number, vector
 from fedshuffle.errors import FedShuffleError
 from fedshuffle.federation import Federation
 from fedshuffle.local_work import LocalWork, Workload
@@ -100,7 +100,7 @@ class MethodConstants:
     """The local steps of every client."""
     steps_per_epoch: IntArray
     """``k_i``, in place of the paper's ``|D_i|``."""
-    longest: int
+    max_steps: int
     """``tau_max``, the largest number of steps of any client."""
     how: str
     """closed form, enumeration, or (in advice) eigenvalue."""
@@ -162,7 +162,7 @@ def method_constants(
 
     everyone, (planned, done) = np.arange(len(federation)), _steps(workload, sampling)
     clients = Cohort.of(federation, sampling, workload, everyone, (planned, done))
-    c = workload.longest / rule.step_scale(clients)
+    c = workload.max_steps / rule.step_scale(clients)
     weight = rule.weight(clients)
     closed = isinstance(rule.normaliser, InclusionProbability)
     inverse_q, moments = (1.0, None) if closed else _moments(rule, weight, clients, sampling)
@@ -183,7 +183,7 @@ def method_constants(
         c=c,
         tau=done,
         steps_per_epoch=workload.steps_per_epoch,
-        longest=workload.longest,
+        max_steps=workload.max_steps,
         how="closed form" if closed else "enumeration",
         obstacle=_obstacle(workload, done),
     )
@@ -209,7 +209,7 @@ def smallest_s(sampling: Sampling, weights: ArrayLike | None = None) -> FloatArr
             " Use the sampling's own s, and methods that weight by inclusion probability."
         )
     moments = sampling.pair_probabilities() / np.outer(p, p)
-    scale = 1.0 / np.diag(moments) if weights is None else positive(weights, n, "weights")
+    scale = 1.0 / np.diag(moments) if weights is None else vector(weights, "weights", range(n))
     return _smallest_s(moments, scale)
 
 

@@ -10,8 +10,8 @@ from typing import Any, Literal, TypedDict, get_args
 import numpy as np
 from numpy.typing import ArrayLike
 
-from fedshuffle._arrays import FloatArray, IntArray, count, expect, number, positive
-from fedshuffle.errors import FedShuffleError, unknown
+from fedshuffle._arrays import FloatArray, IntArray, count, expect, number, vector
+from fedshuffle.errors import FedShuffleError, check_known
 from fedshuffle.federation import Federation
 from fedshuffle.theory.constants import ProblemConstants
 
@@ -102,8 +102,7 @@ class ConstantsRequest:
 
     def __post_init__(self) -> None:
         count(self.batch_size, "batch_size")
-        if self.form not in get_args(SimilarityForm):
-            raise unknown("form of gradient similarity", self.form, get_args(SimilarityForm))
+        check_known("form of gradient similarity", self.form, get_args(SimilarityForm))
         for name, within in (("B", "[1, inf)"), ("P", "[0, inf)"), ("radius", "[0, inf)")):
             if getattr(self, name) is not None:
                 number(getattr(self, name), name, within)
@@ -143,7 +142,7 @@ def normalised_weights(default: FloatArray, w_hat: ArrayLike | None) -> FloatArr
     """The weights, summing to one."""
     if w_hat is None:
         return default
-    checked = positive(w_hat, len(default), "w_hat")
+    checked = vector(w_hat, "w_hat", range(len(default)))
     return checked / float(checked.sum())
 
 

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from fedshuffle import methods
-from fedshuffle._arrays import FloatArray, expect, positive
+from fedshuffle._arrays import FloatArray, count, expect, vector
 from fedshuffle.errors import FedShuffleError
 from fedshuffle.federation import Federation
 from fedshuffle.local_work import EpochRange, LocalWork
@@ -30,7 +30,7 @@ from fedshuffle.sampling import (
     importance_probabilities,
     resolve,
 )
-from fedshuffle.sampling.base import MAX_COHORTS, check_cohort_size
+from fedshuffle.sampling.base import MAX_COHORTS
 from fedshuffle.theory.constants import (
     MAX_MATRIX_CLIENTS,
     MethodConstants,
@@ -102,7 +102,7 @@ def nearest_constants(
         >>> clients = Federation.from_sizes([1, 2, 3])
         >>> work = LocalWork(epochs=EpochRange(1, 4))
         >>> found = nearest_constants(clients, "fedshuffle", work=work)
-        >>> found.covered, found.longest
+        >>> found.covered, found.max_steps
         (True, 12)
     """
     expect(federation, Federation, "federation")
@@ -137,7 +137,7 @@ def nearest_constants(
         same = bool(np.isclose(most.W, other.W)) and weights
         if same and rule.step_normalisation is own_steps:  # other c depend on the longest client
             notes.append(f"epochs change: the bound is for {epochs.low}, where it is largest")
-            found = dataclasses.replace(fixed(epochs.low), longest=most.longest)
+            found = dataclasses.replace(fixed(epochs.low), max_steps=most.max_steps)
         else:
             what, covered = "step sizes" if same else "objective", False
             notes.append(f"epochs change, and the {what} with them: taken as {epochs.high}")
@@ -273,9 +273,9 @@ def best_probabilities(weights: ArrayLike, b: int) -> FloatArray:
     >>> p.round(4).tolist(), round(float(((1 - p) / p * [0.8, 0.1, 0.1]).max()), 4)
     ([0.6384, 0.1808, 0.1808], 0.4531)
     """
-    w = positive(weights, np.size(weights), "weights")
+    w = vector(weights, "weights")
     w = w / float(w.sum())
-    b = check_cohort_size(b, len(w), "sampling")
+    b = count(b, "the number of sampled clients", most=len(w))
     if b == len(w):
         return np.ones(len(w))
     from scipy.optimize import brentq  # a third of a second to import: only when needed
@@ -321,7 +321,7 @@ def sampling_advice(
     expect(federation, Federation, "federation")
     expect(rate, ConvergenceRate, "rate")
     n = len(federation)
-    b = check_cohort_size(cohort, n, "a cohort")
+    b = count(cohort, "the number of clients in a cohort", most=n)
 
     def option(kind: str, size: int) -> SamplingOption:
         M = sampling_variance(kind, federation, size)  # noqa: N806

@@ -79,7 +79,7 @@ class MVRRate:
         sigma = problem.per_client("sigma", n)
         self.noise = float(federation.weights @ (sigma**2 / workload.steps_per_epoch))
         self.L, self.G2, self.B2 = problem.L, problem.G**2, problem.B**2
-        self.epochs, self.longest = int(np.max(epochs)), workload.longest
+        self.epochs, self.max_steps = int(np.max(epochs)), workload.max_steps
 
     def at(self, eta_l: FloatArray, a: FloatArray) -> tuple[FloatArray, ...]:
         """The coefficients p, c, q and s of the bound (docs/theory.md), for arrays that broadcast.
@@ -128,7 +128,7 @@ class MVRRate:
         return own if given is None else number(given, "start_error", "[0, inf)")
 
     def _step(self, eta_l: float, a: float, bound: float = math.inf) -> MVRStep:
-        return MVRStep(eta_l * self.epochs / self.longest, eta_l, a, bound)
+        return MVRStep(eta_l * self.epochs / self.max_steps, eta_l, a, bound)
 
     def limit(self, *, bound: Bound = "theorem") -> MVRStep:
         """The largest step size for any number of rounds, with the a that belongs to it.
@@ -209,7 +209,7 @@ class MVRRate:
         error = self._start_error(start, start_error)
         size = number(step_size, "step_size", "(0, inf)")
         share = np.array(number(a, "a", "(0, 1]"))
-        eta_l = np.array(size * self.longest / self.epochs)
+        eta_l = np.array(size * self.max_steps / self.epochs)
         if not self.at(eta_l, share)[0] > 0:
             raise FedShuffleError(
                 f"the proof does not cover the step size {step_size:g} with a = {a:g}. Use a"

@@ -23,7 +23,7 @@ import numpy as np
 
 from fedshuffle import schedules
 from fedshuffle._arrays import FloatArray, count, expect, number
-from fedshuffle.errors import FedShuffleError, unknown
+from fedshuffle.errors import FedShuffleError, check_known, unknown
 from fedshuffle.schedules import Schedule
 from fedshuffle.theory.constants import MethodConstants, ProblemConstants
 
@@ -89,7 +89,7 @@ def largest_step_size(
         eta_l = min(by_progress, by_drift)
         binding = "drift" if by_drift < by_progress else "progress"
     largest, effective = eta_l / float(constants.c.min()), constants.W * eta_g * eta_l
-    return StepLimit(eta_l / constants.longest, eta_l, largest, effective, binding)
+    return StepLimit(eta_l / constants.max_steps, eta_l, largest, effective, binding)
 
 
 def drift_noise(
@@ -121,8 +121,7 @@ def _drift(
 def _check(constants: MethodConstants, problem: ProblemConstants, bound: str) -> None:
     expect(constants, MethodConstants, "constants")
     expect(problem, ProblemConstants, "problem")
-    if bound not in get_args(Bound):
-        raise unknown("bound", bound, get_args(Bound))
+    check_known("bound", bound, get_args(Bound))
     if constants.obstacle:
         raise FedShuffleError(f"no step size can be advised: {constants.obstacle}.")
     short = np.flatnonzero(constants.shares > 1.0 + 1e-12)
@@ -173,8 +172,7 @@ class ConvergenceRate:
         regime: Regime,
         server_step_size: float = 1.0,
     ) -> None:
-        if regime not in get_args(Regime):
-            raise unknown("regime", regime, get_args(Regime))
+        check_known("regime", regime, get_args(Regime))
         if regime == "strongly-convex" and not problem.mu > 0:
             raise FedShuffleError(
                 "mu is 0, so the losses are not known to be strongly convex. Use regime='convex',"
@@ -186,7 +184,7 @@ class ConvergenceRate:
         self._given = constants, problem, regime, server_step_size
         self.regime, self.mu = regime, problem.mu if regime == "strongly-convex" else 0.0
         self.L, self.B2, self.G2, self.M = problem.L, problem.B**2, problem.G**2, constants.M_1
-        self.scale, self.longest = constants.W * server_step_size, constants.longest
+        self.scale, self.max_steps = constants.W * server_step_size, constants.max_steps
         self.largest = limit.effective  # the largest effective step that the proof allows
         self.reach = float(constants.shares.max())
         self.spread, self.local = _drift(constants, problem, "proof")
@@ -256,10 +254,10 @@ class ConvergenceRate:
         before = number(start, "start", "[0, inf)")
         steps = range(rounds) if callable(step_size) else range(1)
         sizes = np.array([schedules.value(step_size, r, "step size") for r in steps])
-        moved = self.at(sizes * self.longest * self.scale)
+        moved = self.at(sizes * self.max_steps * self.scale)
         keep, gain, noise = (np.broadcast_to(part, rounds) for part in moved)
         if (gain < 0).any() or (quantity != "distance" and gain[0] <= 0):
-            largest = self.largest / (self.scale * self.longest)
+            largest = self.largest / (self.scale * self.max_steps)
             raise FedShuffleError(
                 f"the proof says nothing of the step size {sizes.max():g}: the largest that it"
                 f" allows here is {largest:g}."
@@ -297,7 +295,7 @@ class ConvergenceRate:
     def _tuned(self, effective: float, rounds: int, start: float, quantity: Quantity) -> TunedStep:
         eta_l = effective / self.scale
         value = float(self.after(rounds, np.array([effective]), start, quantity)[0])
-        return TunedStep(eta_l / self.longest, rounds, value, quantity, eta_l, effective)
+        return TunedStep(eta_l / self.max_steps, rounds, value, quantity, eta_l, effective)
 
     def bounded(self, quantity: Quantity | None) -> Quantity:
         """The quantity to bound, by default that of the theorem."""

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike
 
-from fedshuffle._arrays import number, positive
+from fedshuffle._arrays import number, vector
 from fedshuffle.auditing.estimation import Observations, estimate
 from fedshuffle.auditing.properties import ServerProperties, describe_weights, uneven
 from fedshuffle.auditing.result import Audit, blackbox_result
@@ -53,7 +53,7 @@ def read_log(
     client = np.array([place[id] for id in clients])
     if weights is not None:
         what = f"weights (one for each client of the log: {ids[0]}, ...)"
-        weights = positive(weights, len(ids), what)
+        weights = vector(weights, what, range(len(ids)))
     of_client = sizes[np.unique(client, return_index=True)[1]]
     federation = dataclasses.replace(Federation.from_sizes(of_client, weights), ids=tuple(ids))
 

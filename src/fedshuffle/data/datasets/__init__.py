@@ -12,7 +12,7 @@ from fedshuffle._lazy import attach
 from fedshuffle.data.datasets.download import ARCHIVES, get
 from fedshuffle.data.datasets.images import cifar100, femnist
 from fedshuffle.data.datasets.text import shakespeare
-from fedshuffle.errors import unknown
+from fedshuffle.errors import check_known
 from fedshuffle.federation import Federation
 
 if TYPE_CHECKING:
@@ -32,8 +32,6 @@ def load(
 
     A config file names it ``fedshuffle.data.datasets:load``.
     """
-    if name not in _LOADERS:
-        raise unknown("data set", name, _LOADERS)
-    if part not in _PARTS:
-        raise unknown("part", part, _PARTS)
+    check_known("data set", name, _LOADERS)
+    check_known("part", part, _PARTS)
     return _LOADERS[name](folder, **options)[_PARTS.index(part)]

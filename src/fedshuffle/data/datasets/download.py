@@ -26,7 +26,7 @@ from fedshuffle._files import atomic_file, one_writer
 from fedshuffle._terminal import progress_bar
 from fedshuffle.data.importers.files import optional
 from fedshuffle.data.importers.hdf5 import open_clients
-from fedshuffle.errors import FedShuffleError, error_context, unknown
+from fedshuffle.errors import FedShuffleError, check_known, error_context
 
 IMAGE_BYTES = 2 + 3 * 32 * 32
 """An image of CIFAR-100: a coarse label, a fine one, and 32 x 32 pixels in three colours."""
@@ -122,8 +122,7 @@ def get(name: str, data: str | Path | None = None, *, progress: bool = False) ->
             the cache of this system.
         progress: show a progress bar.
     """
-    if name not in ARCHIVES:
-        raise unknown("data set", name, ARCHIVES)
+    check_known("data set", name, ARCHIVES)
     archive, folder = ARCHIVES[name], _roots(data)[0] / name
     if any(file.endswith(".h5") for file in archive.files):
         optional("h5py")  # fail before the download

@@ -12,7 +12,7 @@ from numpy.typing import ArrayLike, DTypeLike, NDArray
 
 from fedshuffle._arrays import common_length, numeric
 from fedshuffle.data.storage.writer import Batch, write_store
-from fedshuffle.errors import FedShuffleError, optional_import, unknown
+from fedshuffle.errors import FedShuffleError, check_known, optional_import
 from fedshuffle.federation import Federation
 
 FORMATS = {
@@ -77,8 +77,7 @@ def import_file(
     """
     path = Path(source)
     kind = _guess(path) if format is None else format
-    if kind not in FORMATS:
-        raise unknown("format", kind, FORMATS)
+    check_known("format", kind, FORMATS)
     if kind != "leaf":
         optional("h5py" if kind == "hdf5" else "pyarrow")
     options: dict[str, Any] = {"dtype": dtype, "overwrite": overwrite, "progress": progress}

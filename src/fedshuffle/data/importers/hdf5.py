@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedshuffle.data.importers.files import distinct, optional, wide_labels
-from fedshuffle.errors import FedShuffleError, error_context, one_line, unknown
+from fedshuffle.errors import FedShuffleError, check_known, error_context, one_line
 
 _SMALL = 1 << 26
 """Bytes that may be allocated however little the file holds."""
@@ -38,8 +38,7 @@ def read_clients(
             )
         wanted = distinct(fields or known)
         for name in wanted:
-            if name not in known:
-                raise unknown("field", name, known)
+            check_known("field", name, known)
         for client in clients.names:
             yield client, {name: wide_labels(clients.values(client, name)) for name in wanted}
 

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from fedshuffle.data.importers.files import FORMATS, distinct, find_files
-from fedshuffle.errors import FedShuffleError, error_context, one_line, unknown
+from fedshuffle.errors import FedShuffleError, check_known, error_context, one_line
 
 _STEPS = {"all_data", "rem_user_data", "sampled_data", "test", "train"}
 """Folders that LEAF's scripts make of the same data, one after the other."""
@@ -39,8 +39,7 @@ def read_clients(
                     f" {said or 'some'}. Get the file again, or take that user from the list."
                 )
             for name in names:
-                if name not in data:
-                    raise unknown(f"field of user {user!r}", name, data)
+                check_known(f"field of user {user!r}", name, data)
             raw = {name: data[name] for name in names}
             lengths = [len(values) for values in raw.values() if isinstance(values, list)]
             if said is not None and lengths and said not in lengths:

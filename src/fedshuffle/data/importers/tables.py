@@ -22,7 +22,7 @@ from fedshuffle._arrays import FloatArray, IntArray
 from fedshuffle.data.importers.files import FORMATS, distinct, find_files, wide_labels
 from fedshuffle.data.storage.store import checked_dtype, open_store
 from fedshuffle.data.storage.writer import Batch, write_store
-from fedshuffle.errors import FedShuffleError, error_context, one_line, unknown
+from fedshuffle.errors import FedShuffleError, check_known, error_context, one_line
 
 _ROWS = 8192
 """Rows of a Parquet file that are read at a time."""
@@ -148,8 +148,7 @@ def _choose(
 ) -> Columns:
     labels = [] if label is None else [label]
     for name in (client, *(fields or ()), *(input or ()), *labels):
-        if name not in schema.names:
-            raise unknown("column", name, schema.names)
+        check_known("column", name, schema.names)
     if (fields is None) == (input is None and label is None):
         names = ", ".join([*schema.names[:12], *["..."] * (len(schema.names) > 12)])
         raise FedShuffleError(

@@ -39,7 +39,7 @@ import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 from fedshuffle import _files
-from fedshuffle._arrays import FloatArray, IntArray, counts, positive
+from fedshuffle._arrays import FloatArray, IntArray, counts, vector
 from fedshuffle.errors import FedShuffleError, error_context, one_line
 
 FORMAT = "fedshuffle federation"
@@ -141,7 +141,7 @@ def _open(folder: Path, facts: Any) -> Store:
     _require(total == examples, f"sizes.npy adds up to {total} examples instead of {examples}")
     weights = None
     if facts["weights"]:
-        weights = positive(_map(arrays, "weights", "<f8", (clients,)), clients, "weights.npy")
+        weights = vector(_map(arrays, "weights", "<f8", (clients,)), "weights.npy", range(clients))
         share = float(weights.sum())
         _require(abs(share - 1) < 1e-6, f"weights.npy adds up to {share:g} instead of 1")
     fields = [

@@ -28,7 +28,7 @@ from fedshuffle.engines.ray import cluster
 from fedshuffle.engines.sequential import SequentialEngine
 from fedshuffle.engines.vectorized import VectorizedEngine
 from fedshuffle.engines.workers import Workers, lost_worker
-from fedshuffle.errors import FedShuffleError, unknown
+from fedshuffle.errors import FedShuffleError, check_known
 from fedshuffle.fingerprint import versions
 
 MAX_WORKERS = 10_000
@@ -77,8 +77,7 @@ class Ray:
                 f"the engine 'ray' is asked for {self.workers} workers. Ask for at most"
                 f" {MAX_WORKERS}."
             )
-        if self.kind not in KINDS:
-            raise unknown("engine of a worker", self.kind, KINDS)
+        check_known("engine of a worker", self.kind, KINDS)
         if self.address is not None:
             expect(self.address, str, "address")
         for what, least in (("gpus", 0.0), ("cpus", math.ulp(0.0))):

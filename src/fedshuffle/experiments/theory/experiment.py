@@ -115,7 +115,7 @@ class Bench:
                 run
                 for work in ORDERS.values()
                 for eta_l, eta_g in steps
-                for run in self.runs(eta_l / limits.longest, work=work, server_step_size=eta_g)
+                for run in self.runs(eta_l / limits.max_steps, work=work, server_step_size=eta_g)
             ]
             burn_in = math.ceil(BURN_IN / (self.known.mu_objective * math.prod(steps[0])))
             total = torch.zeros(len(runs), dtype=torch.float64)
@@ -236,7 +236,7 @@ def cohort(scale: Scale) -> PanelData:
             shares[name].append(eta / limit.effective)
             most = max(most, math.ceil(10 / (known.mu * eta)))
             groups[name] = bench.runs(
-                eta / SERVER / found.longest, sampling=form.format(b), server_step_size=SERVER
+                eta / SERVER / found.max_steps, sampling=form.format(b), server_step_size=SERVER
             )
         for name, reached in bench.rounds("distance", scale.epsilon, most, groups).items():
             curves[name].append(reached)
