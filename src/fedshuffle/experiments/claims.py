@@ -15,7 +15,7 @@ from matplotlib.figure import Figure
 from fedshuffle._arrays import jsonable
 from fedshuffle._files import write_file
 from fedshuffle._terminal import Console, plain_table
-from fedshuffle.reports.drawing import clean, save
+from fedshuffle.reports.rendering import clean, save
 
 
 @dataclass(frozen=True)

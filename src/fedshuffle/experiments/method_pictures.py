@@ -31,9 +31,8 @@ from fedshuffle.errors import FedShuffleError
 from fedshuffle.experiments.quadratic.experiment import DISTANCE, SEEDS, TITLES, distances
 from fedshuffle.experiments.quadratics import toy
 from fedshuffle.local_work import LocalWork
-from fedshuffle.reports.drawing import clean
 from fedshuffle.reports.methods import markdown
-from fedshuffle.reports.page import joined
+from fedshuffle.reports.rendering import clean, joined
 from fedshuffle.training.rounds import Run
 
 PACE, ROUNDS = 1 / 40, 400

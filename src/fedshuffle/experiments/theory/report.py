@@ -23,7 +23,7 @@ from fedshuffle.experiments.theory.experiment import (
     compute,
 )
 from fedshuffle.methods import colour
-from fedshuffle.reports.drawing import set_ticks
+from fedshuffle.reports.rendering import set_ticks
 
 CLOSE = 0.25
 """A slope is as claimed if it is this close."""

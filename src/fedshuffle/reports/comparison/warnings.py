@@ -7,8 +7,7 @@ not really tuned), runs that diverged, and a model no better than the most commo
 from __future__ import annotations
 
 from fedshuffle.comparison.results import Results
-from fedshuffle.reports.comparison.model import Compared, Line
-from fedshuffle.reports.comparison.text import group_title, value_text
+from fedshuffle.reports.comparison.model import Compared, Line, group_title, value_text
 
 _TITLES = {
     "diverged": "Runs diverged",
