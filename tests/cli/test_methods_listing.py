@@ -244,8 +244,8 @@ def test_curves_are_those_of_training() -> None:
     import torch
 
     from fedshuffle import train
-    from fedshuffle.experiments.quadratic.experiment import SEEDS
     from fedshuffle.experiments.quadratics import half_squares, toy
+    from fedshuffle.experiments.toy_figures import SEEDS
     from fedshuffle.testing.problems import Point
 
     found = {n: method_pictures.compute(PICTURES[n], rounds=6) for n in ("scaffold", "baselines")}

@@ -1,6 +1,6 @@
 """The pictures of ``docs/methods``: each family of methods on the toy problem.
 
-The problem is that of :mod:`fedshuffle.experiments.quadratic`: clients hold 1, 2 and 3 points,
+The problem is that of :mod:`fedshuffle.experiments.toy_figures`: clients hold 1, 2 and 3 points,
 unless a picture says otherwise. All runs of a picture move equally far: each step size is chosen
 such that a round of full participation moves the model by the same multiple of the gradient, to
 first order. Exceptions, such as the server step size of an adaptive method, are listed under the
@@ -28,8 +28,8 @@ from fedshuffle._arrays import FloatArray
 from fedshuffle._files import results_folder, write_file
 from fedshuffle.auditing import contributions
 from fedshuffle.errors import FedShuffleError
-from fedshuffle.experiments.quadratic.experiment import DISTANCE, SEEDS, TITLES, distances
 from fedshuffle.experiments.quadratics import toy
+from fedshuffle.experiments.toy_figures import DISTANCE, SEEDS, TITLES, distances
 from fedshuffle.local_work import LocalWork
 from fedshuffle.reports.methods import markdown
 from fedshuffle.reports.rendering import clean, joined

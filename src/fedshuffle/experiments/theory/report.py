@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 
 import numpy as np
 from matplotlib.axes import Axes
 
 from fedshuffle._files import results_folder
-from fedshuffle.experiments.claims import Claim, draw_panels, publish
+from fedshuffle.experiments.claims import Claim, publish
 from fedshuffle.experiments.theory.experiment import (
     LOCAL,
     MEASURED,
@@ -160,19 +159,15 @@ def reproduce(out: Path, scale: Scale | None = None, progress: bool = True) -> l
     out = results_folder(out)
     results = compute(scale, progress)
     found = claims(results)
-    draw = partial(_draw, results)
-    figures = {
-        "theory": draw_panels([panel.__name__ for panel in MEASURED], (2, 2), (11, 10), draw),
-        "bounds": draw_panels([panel.__name__ for panel in PREDICTED], (1, 3), (15, 5), draw),
-    }
+    measured, predicted = ([panel.__name__ for panel in row] for row in (MEASURED, PREDICTED))
+    sheets = {"theory": (measured, (2, 2), (11, 10)), "bounds": (predicted, (1, 3), (15, 5))}
     title = "What the theory says, and what was measured"
-    publish(out, results, figures, found, title, READING, progress)
+    publish(out, results, _draw, sheets, found, title, READING, progress)
     return found
 
 
-def _draw(results: Results, axes: Axes, name: str) -> None:
+def _draw(axes: Axes, name: str, panel: PanelData) -> None:
     """The curves; with deviations as bars or bands, under bounds, and beside the ideal slopes."""
-    panel = results[name]
     title, x_label, y_label = (text % panel["facts"] for text in TEXTS[name])
     axes.set(title=title, xlabel=x_label, ylabel=y_label, yscale="log")
     x = np.array(panel["x"])
