@@ -1,10 +1,8 @@
 """The pictures of ``docs/methods``: each family of methods on the toy problem.
 
-The problem is that of :mod:`fedshuffle.experiments.toy_figures`: clients hold 1, 2 and 3 points,
-unless a picture says otherwise. All runs of a picture move equally far: each step size is chosen
-such that a round of full participation moves the model by the same multiple of the gradient, to
-first order. Exceptions, such as the server step size of an adaptive method, are listed under the
-picture. ``make docs-pictures`` draws them.
+All runs of a picture move equally far: each step size is chosen such that a round of full
+participation moves the model by the same multiple of the gradient, to first order. The exceptions
+are listed under the picture. ``make docs-pictures`` draws them.
 """
 
 from __future__ import annotations

@@ -1,10 +1,8 @@
 r"""The paper's toy figures: :math:`|x^r - x^*|^2` over the rounds, and what the text says of them.
 
 The problem is :math:`f_{ij}(x) = \frac12 |x - e_j|^2`: clients hold 1, 2 and 3 of the canonical
-basis vectors of :math:`R^6` (8, 1 and 1 of :math:`R^{10}` for importance sampling), every client
-runs one epoch with batch size 1, from 0. Panels ``full``, ``momentum``, ``sum_one`` and
-``importance`` are the paper's first figure, ``hybrid`` is from its appendix. Curves are means over
-three seeds, bands one standard deviation of these.
+basis vectors (8, 1 and 1 for importance sampling), and run one epoch with batch size 1, from 0.
+Curves are means over three seeds, bands one standard deviation of these.
 """
 
 from __future__ import annotations

@@ -25,7 +25,9 @@ _POINTS = 600
 
 def curves(comparison: Compared, group: str) -> Figure:
     """Metric and training loss over the rounds; a row per momentum, plain training first."""
-    momenta, metrics = comparison.momenta_of(group), comparison.pair()
+    momenta = comparison.momenta_of(group)
+    losses = [name for name in ("train_loss", "loss") if name in comparison.metrics]
+    metrics = list(dict.fromkeys([comparison.metric, *losses[:1]]))
     figure = Figure(figsize=(5.4 * len(metrics), 3.3 * len(momenta) + 1.0), layout="constrained")
     figure.suptitle(
         _plain(f"{comparison.results['title']}: {model.group_title(group)}"), fontsize=13

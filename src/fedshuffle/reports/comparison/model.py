@@ -86,16 +86,17 @@ class Line:
     def __init__(self, curve: Curve, method: ComparedMethod, results: Results) -> None:
         self.curve, self.method, self.metric = curve, method, results["metric"]
         self.group, self.momentum = curve["group"], curve["momentum"]
+        self.title = f"{method.label}, {momentum_title(self.momentum)}"
         self.step_size, self.client_steps = curve["step_size"], curve["client_step_sizes"]
         ends = [final_value(run, self.metric) for run in curve["runs"] if not run["diverged"]]
         values = np.array([value for value in ends if value is not None])
         self.planned = len(results["settings"]["seeds"])
         self.finished, self.diverged = len(values), len(curve["runs"]) - len(values)
+        self.missing = self.planned - len(curve["runs"])
         self.mean = float(values.mean()) if len(values) else None
         self.std = float(values.std(ddof=1)) if len(values) > 1 else None
-        self.best = False
-        self.near = False
-        """Not the best, but at most the best one's standard deviation away from it."""
+        self.best = self.near = False
+        """Near is not the best, but at most the best one's standard deviation away from it."""
         self.tried = _tried(curve["tuning"], results["judge"]["higher_is_better"])
         """The best value of the trials at each step size, or in words why there is none."""
         sizes = list(self.tried)
@@ -109,16 +110,6 @@ class Line:
         limit = sum(self.majority.values()) if self.majority else -math.inf
         self.trivial = self.mean is not None and self.mean <= limit
         """Whether it is no better than always predicting the most common class."""
-
-    @property
-    def title(self) -> str:
-        """The method with its momentum, in words."""
-        return f"{self.method.label}, {momentum_title(self.momentum)}"
-
-    @property
-    def missing(self) -> int:
-        """The number of runs still to be made."""
-        return self.planned - self.finished - self.diverged
 
     @property
     def value(self) -> str:
@@ -195,11 +186,6 @@ class Compared:
     def title(self, metric: str) -> str:
         """A metric in words."""
         return metric_title(metric, any(name.startswith("train_") for name in self.metrics))
-
-    def pair(self) -> list[str]:
-        """The metrics of the paper's figure: the compared one, and the training loss."""
-        second = [name for name in ("train_loss", "loss") if name in self.metrics]
-        return list(dict.fromkeys([self.metric, *second[:1]]))
 
     def _metrics(self) -> list[str]:
         """All metrics: the compared one first, then the losses, then as in the histories."""
