@@ -143,11 +143,7 @@ def collect_facts(comparison: Comparison) -> tuple[Criterion, Facts, dict[Pair, 
                 "label": label(method),
                 "momentum": method.momentum,
                 "client_step_sizes": scales,  # the smallest and the largest, for a step size of 1
-                "audit": {
-                    "consistent": found.consistent,
-                    "effective_weights": found.effective_weights,
-                    "objective_weights": found.objective_weights,
-                },
+                "audit": {key: getattr(found, key) for key in AuditRecord.__annotations__},
             }
     sizes = inputs.federation.sizes.tolist()
     parameters = sum(p.numel() for p in model.parameters() if p.requires_grad)

@@ -30,7 +30,7 @@ from fedshuffle.experiments.quadratics import toy
 from fedshuffle.experiments.toy_figures import DISTANCE, SEEDS, TITLES, distances
 from fedshuffle.local_work import LocalWork
 from fedshuffle.reports.methods import markdown
-from fedshuffle.reports.rendering import clean, joined
+from fedshuffle.reports.rendering import clean, encoded, joined
 from fedshuffle.training.rounds import Run
 
 PACE, ROUNDS = 1 / 40, 400
@@ -195,10 +195,7 @@ def draw(panels: Panels, path: Path) -> None:
     row[0].set_ylabel(DISTANCE)
     look: dict[str, Any] = {"loc": "outside lower center", "ncols": 4, "frameon": False}
     figure.legend(list(lines.values()), list(lines), fontsize=9, **look)
-    # A palette makes the file small.
-    buffer = io.BytesIO()
-    figure.savefig(buffer, format="png", dpi=110)
-    with Image.open(buffer) as image:
+    with Image.open(io.BytesIO(encoded(figure, "png", dpi=110))) as image:  # a palette is small
         image.convert("RGB").quantize(256).save(path, optimize=True)
 
 

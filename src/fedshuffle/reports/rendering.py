@@ -7,7 +7,7 @@ import io
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import matplotlib
 import numpy as np
@@ -18,6 +18,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import NullLocator
 
 from fedshuffle._arrays import FloatArray
+from fedshuffle._files import write_file
 from fedshuffle.methods import Method, colour, label
 
 
@@ -96,26 +97,28 @@ def set_ticks(axis: Axis, ticks: Sequence[float], form: str = "g") -> None:
     axis.set_minor_locator(NullLocator())
 
 
+def encoded(figure: Figure, kind: str, dpi: float | Literal["figure"] = "figure") -> bytes:
+    """The figure as a ``png``, ``pdf`` or ``svg`` file; the same numbers give the same bytes."""
+    metadata: Any = {{"png": "Software", "pdf": "CreationDate", "svg": "Date"}[kind]: None}
+    file = io.BytesIO()
+    # Letters stay letters in a paper.
+    with matplotlib.rc_context({"pdf.fonttype": 42, "svg.hashsalt": "fedshuffle"}):
+        figure.savefig(file, format=kind, dpi=dpi, metadata=metadata)
+    return file.getvalue()
+
+
 def save(figure: Figure, path: Path) -> list[Path]:
-    """Write ``path`` with .png and .pdf; the same numbers give the same bytes."""
+    """Write ``path`` with .png and .pdf."""
     files = [path.with_name(f"{path.name}.{kind}") for kind in ("png", "pdf")]
-    with matplotlib.rc_context({"pdf.fonttype": 42}):  # letters stay letters in a paper
-        figure.savefig(files[0], dpi=160, metadata={"Software": None})
-        figure.set_layout_engine("none")  # laid out once is enough
-        figure.savefig(files[1], metadata={"CreationDate": None})
+    write_file(files[0], encoded(figure, "png", dpi=160))
+    figure.set_layout_engine("none")  # laid out once is enough
+    write_file(files[1], encoded(figure, "pdf"))
     return files
 
 
-def data_uri(figure: Figure, kind: str = "png") -> str:
-    """The figure inside a page, as ``png`` or ``svg``."""
-    drawn = io.BytesIO()
-    with matplotlib.rc_context({"svg.hashsalt": "fedshuffle"}):
-        metadata: dict[str, Any] = {"Software": None} if kind == "png" else {"Date": None}
-        figure.savefig(
-            drawn, format=kind, dpi=120 if kind == "png" else "figure", metadata=metadata
-        )
-    mime = {"png": "image/png", "svg": "image/svg+xml"}[kind]
-    return f"data:{mime};base64,{base64.b64encode(drawn.getvalue()).decode('ascii')}"
+def data_uri(mime: str, data: bytes) -> str:
+    """A file inside a page."""
+    return f"data:{mime};base64,{base64.b64encode(data).decode('ascii')}"
 
 
 def render(folder: str, template: str, filters: dict[str, Any], **context: Any) -> str:

@@ -261,8 +261,7 @@ def write_picture(result: DemoResult, path: Path) -> None:
         for part, (name, draw) in zip(parts, PICTURES.values(), strict=True):
             part.suptitle(name, fontsize="large")
             draw(part, result, LIGHT)
-        # No software version in the file: the same numbers give the same bytes.
-        sheet.savefig(path, dpi=130, metadata={"Software": None})
+        write_file(path, rendering.encoded(sheet, "png", dpi=130))
 
 
 def embedded(name: str, result: DemoResult, theme: Theme) -> str:
@@ -270,4 +269,4 @@ def embedded(name: str, result: DemoResult, theme: Theme) -> str:
     with matplotlib.rc_context(theme.parameters):
         figure = Figure(figsize=(5.6, 3.7), layout="constrained")
         PICTURES[name][1](figure, result, theme)
-        return rendering.data_uri(figure, "svg")
+        return rendering.data_uri("image/svg+xml", rendering.encoded(figure, "svg"))

@@ -22,11 +22,10 @@ from markupsafe import Markup
 
 from fedshuffle._files import results_folder, write_file
 from fedshuffle.comparison.results import Results
-from fedshuffle.errors import error_context
 from fedshuffle.reports.comparison import figures, model, tables, warnings
 from fedshuffle.reports.comparison.figures import Audited
 from fedshuffle.reports.comparison.model import Compared, Line, group_title, momentum_title
-from fedshuffle.reports.rendering import DARK, data_uri, joined, render, save
+from fedshuffle.reports.rendering import DARK, data_uri, encoded, joined, render, save
 
 __all__ = ["write"]
 
@@ -47,47 +46,24 @@ def write(results: Results, out: Path) -> list[Path]:
     comparison = Compared(results)
     audits = figures.audits(comparison)
     out = results_folder(out)
-    with error_context(
-        lambda error: (
-            f"the report cannot be written to {str(out)!r} ({error.strerror or error})."
-            " Make room, or choose another folder."
-        ),
-        OSError,
-    ):
-        drawn = {group: figures.curves(comparison, group) for group in comparison.groups}
-        paths = {group: out / f"figure-{group.replace(':', '-')}" for group in drawn}
-        if (weights := figures.weights(comparison, audits)) is not None:
-            drawn["weights"], paths["weights"] = weights, out / "weights"
-        pictures = {name: data_uri(figure) for name, figure in drawn.items()}
-        written = [path for name in drawn for path in save(drawn[name], paths[name])]
-        texts = {
-            "table.md": tables.markdown(comparison),
-            "table.tex": tables.latex(comparison),
-            "curves.csv": tables.csv_text(comparison),
-        }
-        names = [*(path.name for path in written), *texts]
-        texts["report.html"] = _page(comparison, audits, out, pictures, names)
-        for name, text in texts.items():
-            write_file(out / name, text)
-            written.append(out / name)
-    return written
-
-
-def _page(
-    comparison: Compared,
-    audits: list[Audited],
-    out: Path,
-    pictures: dict[str, str],
-    names: list[str],
-) -> str:
-    """The page, which needs no other file, with the pictures as data URIs."""
+    drawn = {group: figures.curves(comparison, group) for group in comparison.groups}
+    paths = {group: out / f"figure-{group.replace(':', '-')}" for group in drawn}
+    if (weights := figures.weights(comparison, audits)) is not None:
+        drawn["weights"], paths["weights"] = weights, out / "weights"
+    pictures = {k: data_uri("image/png", encoded(x, "png", 120)) for k, x in drawn.items()}
+    written = [path for name in drawn for path in save(drawn[name], paths[name])]
+    texts = {
+        "table.md": tables.markdown(comparison),
+        "table.tex": tables.latex(comparison),
+        "curves.csv": tables.csv_text(comparison),
+    }
     script = files("fedshuffle.reports.comparison").joinpath("page.js").read_text(encoding="utf-8")
     trials = [trial for line in comparison.lines for trial in line.curve["tuning"]]
-    return render(
+    texts["report.html"] = render(
         "reports/comparison",
         "page.html",
         {"momentum": momentum_title, "group": group_title},
-        results=comparison.results,
+        results=results,
         comparison=comparison,
         answers=answers(comparison),
         figures=figures,
@@ -98,14 +74,17 @@ def _page(
         night=DARK.page,
         pictures=pictures,
         audits=audits,
-        sizes=np.array(comparison.results["federation"]["sizes"]),
+        sizes=np.array(results["federation"]["sizes"]),
         median=np.median,
         gains=gains(comparison, out),
-        names=names,
+        names=[*(path.name for path in written), *texts],
         data=_data(comparison, audits),
         script=Markup(script),
         digest=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode("ascii"),
     )
+    for name, text in texts.items():
+        write_file(out / name, text)
+    return [*written, *(out / name for name in texts)]
 
 
 def answers(comparison: Compared) -> list[tuple[str, list[str]]]:

@@ -38,16 +38,10 @@ def line_warnings(line: Line) -> dict[str, str]:
 
 def annotate(results: Results) -> None:
     """Add all warnings to the results of a comparison."""
-    results["warnings"] = [
-        {
-            "kind": kind,
-            "group": line.group,
-            "momentum": line.momentum,
-            "method": line.method.name,
-            "text": text,
-        }
-        for kind, line, text in warnings(Compared(results))
-    ]
+    results["warnings"] = []
+    for kind, line, text in warnings(Compared(results)):
+        where = {"group": line.group, "momentum": line.momentum, "method": line.method.name}
+        results["warnings"].append({"kind": kind, **where, "text": text})
 
 
 def warnings(comparison: Compared) -> list[tuple[str, Line, str]]:
