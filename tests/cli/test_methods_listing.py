@@ -19,7 +19,7 @@ from rich.console import Console
 from fedshuffle import Method, audit, cli, methods
 from fedshuffle.cli.methods import print_methods
 from fedshuffle.experiments import method_pictures
-from fedshuffle.experiments.method_pictures import PICTURES, PlottedMethod, refreshed
+from fedshuffle.experiments.method_pictures import PICTURES, Curve, refreshed
 from fedshuffle.methods import Direction, LocalPlan, MethodState, RoundContext, Steps
 from fedshuffle.reports import methods as listing
 
@@ -231,8 +231,8 @@ def test_all_runs_of_a_picture_move_equally_far() -> None:
     from fedshuffle.training.rounds import run_round
 
     for name in ("fedshuffle", "fednova-rr", "fedlin", "distributed-gd", "non-local-mvr"):
-        picture = Picture((PlottedMethod(name),), pace=1e-4)
-        one = run(PlottedMethod(name), picture, "full", seed=0)
+        picture = Picture((Curve(name),), pace=1e-4)
+        one = run(Curve(name), picture, "full", seed=0)
         assert one is not None
         engine = ReferenceEngine(toy(picture.sizes).problem)
         (state,) = run_round(engine, [one], [one.start(engine.problem.start)])
@@ -244,8 +244,8 @@ def test_curves_are_those_of_training() -> None:
     import torch
 
     from fedshuffle import train
-    from fedshuffle.experiments.quadratic.experiment import SEEDS
     from fedshuffle.experiments.quadratics import half_squares, toy
+    from fedshuffle.experiments.toy_figures import SEEDS
     from fedshuffle.testing.problems import Point
 
     found = {n: method_pictures.compute(PICTURES[n], rounds=6) for n in ("scaffold", "baselines")}

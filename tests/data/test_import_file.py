@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from fedshuffle import Federation, FedShuffleError, cli
 from fedshuffle.data import import_file
-from fedshuffle.reports.comparison.details import histogram
+from fedshuffle.reports.comparison.figures import histogram
 from tests.data.helpers import (
     leaf_json,
     table,

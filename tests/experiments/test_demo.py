@@ -47,8 +47,7 @@ from fedshuffle.experiments.demo.report import (
     reason,
     who_pays,
 )
-from fedshuffle.reports.page import number, percent
-from fedshuffle.reports.style import luminance
+from fedshuffle.reports.rendering import luminance, number, percent
 from tests.chromium import Browser
 
 pytestmark = pytest.mark.xdist_group("demo")  # what they share is made once

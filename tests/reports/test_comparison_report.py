@@ -20,10 +20,9 @@ from hypothesis import strategies as st
 from fedshuffle import FedShuffleError
 from fedshuffle.evaluation import ClientTable
 from fedshuffle.methods import colour
-from fedshuffle.reports.comparison import tables, write
-from fedshuffle.reports.comparison.details import audits, gains, histogram
+from fedshuffle.reports.comparison import answers, gains, tables, write
+from fedshuffle.reports.comparison.figures import audits, histogram
 from fedshuffle.reports.comparison.model import Compared
-from fedshuffle.reports.comparison.page import answers
 from fedshuffle.reports.comparison.warnings import headlines, warnings
 from tests.chromium import Browser
 

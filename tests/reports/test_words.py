@@ -8,34 +8,32 @@ import numpy as np
 import pytest
 
 from fedshuffle.comparison.results import _words
-from fedshuffle.reports.comparison import tables, text
+from fedshuffle.reports.comparison import model, tables
 from fedshuffle.reports.comparison.figures import where_lost
-from fedshuffle.reports.drawing import round_numbers
-from fedshuffle.reports.page import duration, joined, number
-from fedshuffle.reports.style import on_dark
+from fedshuffle.reports.rendering import duration, joined, number, on_dark, round_numbers
 
 
 @pytest.mark.parametrize(
     ("found", "want"),
     [
-        (text.momentum_title("none"), "no momentum"),
-        (text.momentum_title("global:0.1"), "momentum 0.9"),
-        (text.momentum_title("mvr:0.1"), "exact momentum (MVR) 0.9"),
-        (text.group_title("own"), "own best step size"),
-        (text.group_title("common:0.1"), "common step size 0.1"),
-        (text.metric_title("accuracy", trained=True), "test accuracy"),
-        (text.metric_title("train_loss", trained=True), "train loss"),
+        (model.momentum_title("none"), "no momentum"),
+        (model.momentum_title("global:0.1"), "momentum 0.9"),
+        (model.momentum_title("mvr:0.1"), "exact momentum (MVR) 0.9"),
+        (model.group_title("own"), "own best step size"),
+        (model.group_title("common:0.1"), "common step size 0.1"),
+        (model.metric_title("accuracy", trained=True), "test accuracy"),
+        (model.metric_title("train_loss", trained=True), "train loss"),
         (
-            text.metric_title("accuracy_worst_decile", trained=False),
+            model.metric_title("accuracy_worst_decile", trained=False),
             "accuracy, worst tenth of the clients",
         ),
-        (text.is_share("test_top-5_mean"), True),
-        (text.is_share("train_loss"), False),
-        (text.value_text(0.59571, "accuracy"), "59.57"),
-        (text.value_text(1.23456, "loss"), "1.235"),
-        (text.value_text(0.01, "loss", 1.2), "0.010"),
-        (text.spread_text(0.42, 0.0283, "accuracy"), "42.00 ± 2.83"),
-        (text.spread_text(0.42, None, "accuracy"), "42.00"),
+        (model.is_share("test_top-5_mean"), True),
+        (model.is_share("train_loss"), False),
+        (model.value_text(0.59571, "accuracy"), "59.57"),
+        (model.value_text(1.23456, "loss"), "1.235"),
+        (model.value_text(0.01, "loss", 1.2), "0.010"),
+        (model.spread_text(0.42, 0.0283, "accuracy"), "42.00 ± 2.83"),
+        (model.spread_text(0.42, None, "accuracy"), "42.00"),
         (tables._md("a|b <i> *c*"), r"a\|b \<i\> \*c\*"),
         (tables._tex("50% of a_b ± 1"), r"50\% of a\_b $\pm$ 1"),
         (_words({"use": "torch.nn:Linear", "sizes": [64, 10]}), "use torch.nn:Linear, sizes 64 10"),

@@ -120,7 +120,7 @@ def _dtypes(text: str | None) -> dict[str, str]:
 
 
 def _describe(store: Store) -> dict[str, Any]:
-    from fedshuffle.reports.comparison.details import histogram
+    from fedshuffle.reports.comparison.figures import histogram
 
     sizes = store.sizes
     return {

@@ -41,11 +41,11 @@ def reproduce(
     check_known("experiment", experiment, _UNUSED)
     refuse_unused(context, _UNUSED[experiment], experiment)
     if experiment in ("quadratic", "theory"):
-        from fedshuffle.experiments.quadratic import report as quadratic
+        from fedshuffle.experiments import toy_figures
         from fedshuffle.experiments.theory import report as theory
 
         if experiment == "quadratic":
-            claims = quadratic.reproduce(out, rounds, progress=not as_json)
+            claims = toy_figures.reproduce(out, rounds, progress=not as_json)
         else:
             claims = theory.reproduce(out, progress=not as_json)
         if as_json:  # else the table of claims is printed with the progress

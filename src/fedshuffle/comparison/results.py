@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any, NamedTuple, TypedDict, get_args, get_origin, get_type_hints, is_typeddict
+from typing import Any, TypedDict, get_args, get_origin, get_type_hints, is_typeddict
 
 import numpy as np
 from torch import nn
@@ -103,18 +103,15 @@ def check_results(found: Any, kind: Any = Results, what: str = "the results") ->
                 check_results(entry, part, f"{key!r} of {what}")
 
 
-class Facts(NamedTuple):
-    """The part of the results that is known before training."""
-
-    judge: Criterion
-    """Ranks tuning runs."""
-    common: dict[str, Any]
-    pairs: Mapping[Pair, dict[str, Any]]
-    """For each method and momentum."""
+Facts = dict[str, Any]
+"""A part of the results that is known before training."""
 
 
-def collect_facts(comparison: Comparison) -> Facts:
-    """Load everything once, so that mistakes are reported before the first run."""
+def collect_facts(comparison: Comparison) -> tuple[Criterion, Facts, dict[Pair, Facts]]:
+    """What ranks tuning runs, the facts of the whole, and those of each method and momentum.
+
+    Everything is loaded once, so that mistakes are reported before the first run.
+    """
     base = comparison.base
     with base.importable():
         methods = {
@@ -146,11 +143,7 @@ def collect_facts(comparison: Comparison) -> Facts:
                 "label": label(method),
                 "momentum": method.momentum,
                 "client_step_sizes": scales,  # the smallest and the largest, for a step size of 1
-                "audit": {
-                    "consistent": found.consistent,
-                    "effective_weights": found.effective_weights,
-                    "objective_weights": found.objective_weights,
-                },
+                "audit": {key: getattr(found, key) for key in AuditRecord.__annotations__},
             }
     sizes = inputs.federation.sizes.tolist()
     parameters = sum(p.numel() for p in model.parameters() if p.requires_grad)
@@ -165,7 +158,7 @@ def collect_facts(comparison: Comparison) -> Facts:
         "settings": _settings(comparison, judge, parameters),
         "versions": versions(),
     }
-    return Facts(judge, common, pairs)
+    return judge, common, pairs
 
 
 def _check_names(methods: Mapping[Pair, Method]) -> None:

@@ -64,7 +64,7 @@ def run(
         """Write ``results.json``."""
         seconds = (before.get("seconds") or 0.0) + time.monotonic() - start
         repeat = command or before.get("command") or resuming(folder)
-        found = study.results(facts, repeat, seconds)
+        found = study.results(common, facts, repeat, seconds)
         if annotate is not None:
             annotate(found)
         write_file(folder / "results.json", json.dumps(found, allow_nan=False))
@@ -76,8 +76,8 @@ def run(
         try:
             if not (folder / "compare.toml").exists():
                 _save(comparison, folder)  # Ctrl-C may come while the data are loaded
-            facts = collect_facts(comparison)
-            study = Study(comparison, folder, facts.judge)
+            judge, common, facts = collect_facts(comparison)
+            study = Study(comparison, folder, judge)
             _save(comparison, folder)  # its runs have been checked to be those of this comparison
             return _work(study, jobs, progress, update)
         except KeyboardInterrupt:
@@ -227,23 +227,25 @@ class Study:
         waiting = sum(self.tuning(pair)[1] is None for pair in self.comparison.pairs)
         return waiting * len(self.comparison.seeds) if self.comparison.grid else 0
 
-    def results(self, facts: Facts, command: str, seconds: float) -> Results:
+    def results(
+        self, common: Facts, facts: Mapping[Pair, Facts], command: str, seconds: float
+    ) -> Results:
         """The results of all runs that have ended."""
         done = all(trial.outcome in _ENDED for trial in self.trials())
         found: Results = jsonable(
             {
-                **facts.common,
+                **common,
                 "command": command,
                 "complete": done and not self.undecided(),
                 "seconds": seconds,
-                "curves": [self._curve(facts.pairs[x[0]], *x) for x in self.replicates()],
+                "curves": [self._curve(facts[x[0]], *x) for x in self.replicates()],
                 "warnings": [],
             }
         )
         return found
 
     def _curve(
-        self, facts: dict[str, Any], pair: Pair, group: str, point: GridPoint, trials: list[Trial]
+        self, facts: Facts, pair: Pair, group: str, point: GridPoint, trials: list[Trial]
     ) -> dict[str, Any]:
         scales = facts["client_step_sizes"]
         return {

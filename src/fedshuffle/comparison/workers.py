@@ -121,8 +121,7 @@ def _watched(config: Config, inputs: RunInputs) -> RunInputs:
 
 def write_outcome(folder: Path, outcome: str, reason: str = "") -> None:
     """Record how the run in a folder ended."""
-    text = json.dumps({"outcome": outcome, "reason": reason}, indent=2)
-    write_file(folder / OUTCOME, text)
+    write_file(folder / OUTCOME, json.dumps({"outcome": outcome, "reason": reason}, indent=2))
 
 
 def _do(folder: Path, inputs: RunInputs, config: Config) -> None:

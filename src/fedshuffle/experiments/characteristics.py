@@ -24,14 +24,7 @@ from fedshuffle.federation import Federation
 from fedshuffle.local_work import LocalWork
 from fedshuffle.methods import Method
 from fedshuffle.state import State
-from fedshuffle.testing.problems import (
-    make_run,
-    numbers,
-    partial_sampling,
-    quadratic_clients,
-    sizes,
-    without_server_optimiser,
-)
+from fedshuffle.testing import problems
 from fedshuffle.testing.report import DoesNotApplyError
 from fedshuffle.testing.unbiasedness import OPTIMA, limit_point, measured_weights
 from fedshuffle.training.rounds import Run
@@ -60,11 +53,11 @@ def characteristics(method: str | Method) -> dict[str, bool]:
 
 def reaches_the_optimum(sampling: str, work: LocalWork, method: Method) -> bool:
     """In the limit of small steps, and in the mean over all cohorts."""
-    plain = without_server_optimiser(method)
+    plain = problems.without_server_optimiser(method)
     try:
         found = limit_point(plain, sampling, _CURVATURES, _CLIENTS, work)
     except DoesNotApplyError:  # no fixed point: compare the weights of the mean update instead
-        run = make_run(plain, sampling, _CLIENTS, work=work, step_size=2.0**-24)
+        run = problems.make_run(plain, sampling, _CLIENTS, work=work, step_size=2.0**-24)
         weights, errors = measured_weights(run)
         return bool((np.abs(weights - _CLIENTS.weights) <= _TOLERANCE + 5 * errors).all())
     return bool(np.abs(found - _optimum()).max() < _TOLERANCE)
@@ -77,7 +70,7 @@ def _optimum() -> float:
 
 def reshuffling(method: Method) -> bool:
     """A client's epoch visits each of its examples once, in another order every round."""
-    run = _everyone(method, _UNEQUAL, Federation.from_sizes(sizes(method)))
+    run = _everyone(method, _UNEQUAL, Federation.from_sizes(problems.sizes(method)))
     clients = _quadratic(run, OPTIMA * _STRETCHED)
     state, orders = run.start(torch.zeros(3, dtype=torch.float64)), set()
     for _ in range(5):
@@ -120,9 +113,9 @@ def global_momentum(method: Method) -> bool:
     """The server carries vectors from round to round, and the weighted mean of the clients' first
     steps depends on the gradients of earlier rounds.
     """
-    x = numbers(3, seed=3)
+    x = problems.numbers(3, seed=3)
     run = _everyone(method, _ONE_STEP)
-    both = [_quadratic(run, numbers(4, 3, seed=seed).numpy()) for seed in (1, 2)]
+    both = [_quadratic(run, problems.numbers(4, 3, seed=seed).numpy()) for seed in (1, 2)]
     states = [_settled(clients, x, rounds=3) for clients in both]
     if not states[0].method_state:
         return False
@@ -133,21 +126,23 @@ def global_momentum(method: Method) -> bool:
 
 def server_step_size(method: Method) -> bool:
     """A server step size of 2 moves the model twice as far in the first round."""
-    start, sampling, moves = numbers(3, seed=3), partial_sampling(method), []
+    start, sampling, moves = problems.numbers(3, seed=3), problems.partial_sampling(method), []
     for size in (1.0, 2.0):
-        run = make_run(method, sampling, _CLIENTS, work=_EQUAL, server_step_size=size)
+        run = problems.make_run(method, sampling, _CLIENTS, work=_EQUAL, server_step_size=size)
         moves.append(_quadratic(run, OPTIMA * _STRETCHED).run_round(run.start(start)).x - start)
     return bool(torch.allclose(moves[1], 2 * moves[0], rtol=1e-9, atol=1e-12))
 
 
 def _everyone(method: Method, work: LocalWork, federation: Federation = _CLIENTS) -> Run:
     """All clients take part; without a server optimiser."""
-    return make_run(without_server_optimiser(method), "full", federation, work=work)
+    return problems.make_run(
+        problems.without_server_optimiser(method), "full", federation, work=work
+    )
 
 
 def _quadratic(run: Run, optima: FloatArray) -> QuadraticClients:
     """Clients with these optima."""
-    return quadratic_clients(run, _CURVATURES, _CURVATURES[:, None] * optima, scaled=False)
+    return problems.quadratic_clients(run, _CURVATURES, _CURVATURES[:, None] * optima, scaled=False)
 
 
 def _settled(clients: QuadraticClients, x: Tensor, rounds: int = 250) -> State:

@@ -15,7 +15,7 @@ from matplotlib.figure import Figure
 from fedshuffle._arrays import jsonable
 from fedshuffle._files import write_file
 from fedshuffle._terminal import Console, plain_table
-from fedshuffle.reports.drawing import clean, save
+from fedshuffle.reports.rendering import clean, save
 
 
 @dataclass(frozen=True)
@@ -28,27 +28,15 @@ class Claim:
     evidence: str
 
 
-def draw_panels(
-    names: Sequence[str],
-    grid: tuple[int, int],
-    size: tuple[float, float],
-    draw: Callable[[Axes, str], None],
-) -> Figure:
-    """A figure of panels, each with its legend under it."""
-    figure = Figure(figsize=size, layout="constrained")
-    for axes, name in zip(figure.subplots(*grid, squeeze=False).flat, names, strict=True):
-        draw(axes, name)
-        clean(axes)
-        columns = 2 if len(axes.get_lines()) > 3 else 1
-        where: dict[str, Any] = {"loc": "upper center", "bbox_to_anchor": (0.5, -0.15)}
-        axes.legend(**where, ncols=columns, frameon=False, fontsize=10)
-    return figure
+Sheet = tuple[Sequence[str], tuple[int, int], tuple[float, float]]
+"""The panels of a figure, their numbers of rows and columns, and the size in inches."""
 
 
 def publish(
     out: Path,
     results: Mapping[str, Any],
-    figures: Mapping[str, Figure],
+    draw: Callable[[Axes, str, Any], None],
+    sheets: Mapping[str, Sheet],
     claims: Sequence[Claim],
     title: str,
     reading: str,
@@ -56,9 +44,17 @@ def publish(
 ) -> None:
     """Write the figures, ``results.json`` and ``claims.md``; print the claims if wanted.
 
-    ``reading`` goes on after the number of claims that were seen, and explains the terms.
+    ``draw`` gets the name and the results of a panel, ``reading`` goes on after the number of
+    claims that were seen, and explains the terms.
     """
-    for name, figure in figures.items():
+    for name, (panels, grid, size) in sheets.items():
+        figure = Figure(figsize=size, layout="constrained")
+        for axes, panel in zip(figure.subplots(*grid, squeeze=False).flat, panels, strict=True):
+            draw(axes, panel, results[panel])
+            clean(axes)
+            columns = 2 if len(axes.get_lines()) > 3 else 1
+            under: dict[str, Any] = {"loc": "upper center", "bbox_to_anchor": (0.5, -0.15)}
+            axes.legend(**under, ncols=columns, frameon=False, fontsize=10)
         save(figure, out / name)
     write_file(out / "results.json", json.dumps(jsonable(results)))
     table = plain_table("panel", "seen", "what the paper says", align="lc")
@@ -68,11 +64,7 @@ def publish(
     for claim in claims:
         found, colour = ("yes", "green") if claim.seen else ("**no**", "bold red")
         item = f"{claim.panel}, seen: {found}. *{claim.text}* {claim.evidence}"
-        lines.append(
-            textwrap.fill(
-                item, 100, initial_indent="- ", subsequent_indent="  ", break_on_hyphens=False
-            )
-        )
+        lines.append("- " + "\n  ".join(textwrap.wrap(item, 98, break_on_hyphens=False)))
         missing = "" if claim.seen else f"\n[dim]{claim.evidence}[/]"
         table.add_row(claim.panel, f"[{colour}]{found.strip('*')}[/]", claim.text + missing)
     write_file(out / "claims.md", "\n".join([*lines, ""]))

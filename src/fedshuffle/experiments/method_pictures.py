@@ -1,10 +1,8 @@
 """The pictures of ``docs/methods``: each family of methods on the toy problem.
 
-The problem is that of :mod:`fedshuffle.experiments.quadratic`: clients hold 1, 2 and 3 points,
-unless a picture says otherwise. All runs of a picture move equally far: each step size is chosen
-such that a round of full participation moves the model by the same multiple of the gradient, to
-first order. Exceptions, such as the server step size of an adaptive method, are listed under the
-picture. ``make docs-pictures`` draws them.
+All runs of a picture move equally far: each step size is chosen such that a round of full
+participation moves the model by the same multiple of the gradient, to first order. The exceptions
+are listed under the picture. ``make docs-pictures`` draws them.
 """
 
 from __future__ import annotations
@@ -28,12 +26,11 @@ from fedshuffle._arrays import FloatArray
 from fedshuffle._files import results_folder, write_file
 from fedshuffle.auditing import contributions
 from fedshuffle.errors import FedShuffleError
-from fedshuffle.experiments.quadratic.experiment import DISTANCE, SEEDS, TITLES, distances
 from fedshuffle.experiments.quadratics import toy
+from fedshuffle.experiments.toy_figures import DISTANCE, SEEDS, TITLES, distances
 from fedshuffle.local_work import LocalWork
-from fedshuffle.reports.drawing import clean
 from fedshuffle.reports.methods import markdown
-from fedshuffle.reports.page import joined
+from fedshuffle.reports.rendering import clean, encoded, joined
 from fedshuffle.training.rounds import Run
 
 PACE, ROUNDS = 1 / 40, 400
@@ -47,7 +44,7 @@ GREY = {"fedavg-rr": "#b5b5b5", "fedshuffle": "#707070"}
 
 
 @dataclass(frozen=True)
-class PlottedMethod:
+class Curve:
     """A method in a picture. ``step`` is a factor on its step size."""
 
     name: str
@@ -75,77 +72,72 @@ class PlottedMethod:
 class Picture:
     """The methods of a page, and the toy problem they run on."""
 
-    curves: tuple[PlottedMethod, ...]
+    curves: tuple[Curve, ...]
     pace: float = PACE
     rounds: int = ROUNDS
     sizes: tuple[int, ...] = (1, 2, 3)
 
     @property
-    def grey(self) -> tuple[PlottedMethod, ...]:
+    def grey(self) -> tuple[Curve, ...]:
         """FedAvgRR and FedShuffle, unless the picture is about them."""
         shown = {curve.name for curve in self.curves if not curve.momentum}
-        return tuple(PlottedMethod(n, paint) for n, paint in GREY.items() if n not in shown)
+        return tuple(Curve(n, paint) for n, paint in GREY.items() if n not in shown)
 
 
-def _picture(*curves: str | PlottedMethod) -> Picture:
-    return Picture(tuple(PlottedMethod(c) if isinstance(c, str) else c for c in curves))
+def _picture(*curves: str | Curve, **settings: Any) -> Picture:
+    return Picture(tuple(Curve(c) if isinstance(c, str) else c for c in curves), **settings)
 
 
 PICTURES: dict[str, Picture] = {
-    "fedavg": _picture(
-        PlottedMethod("fedavg", "#0072B2"), "fedavg-rr", "fedavg-min", "fedavg-mean"
-    ),
+    "fedavg": _picture(Curve("fedavg", "#0072B2"), "fedavg-rr", "fedavg-min", "fedavg-mean"),
     "fednova": _picture("fednova", "fednova-rr", "fednova-original", "fednova-original-rr"),
     "fedshuffle": _picture("fedshuffle", "fedshuffle-so", "fedshuffle-gen", "fedshuffle-mvr"),
-    "fedrr-nastya": Picture(
-        (
-            PlottedMethod("fedrr"),
-            PlottedMethod("nastya", "", "NASTYA, server step 4", 1 / 4, 4),
-            PlottedMethod("fedshuffle", "", "FedShuffle, server step 4", 1 / 4, 4),
-        ),
+    "fedrr-nastya": _picture(
+        "fedrr",
+        Curve("nastya", "", "NASTYA, server step 4", 1 / 4, 4),
+        Curve("fedshuffle", "", "FedShuffle, server step 4", 1 / 4, 4),
         sizes=(2, 2, 2),
     ),
-    "capped": Picture(
-        tuple(
-            PlottedMethod(f"fedshuffle-capped:rho={rho}", paint, f"capped, rho = {rho}")
-            for rho, paint in ((1, "#0072B2"), (2, "#56B4E9"), (4, "#CC79A7"))
-        ),
+    "capped": _picture(
+        Curve("fedshuffle-capped:rho=1", "#0072B2", "capped, rho = 1"),
+        Curve("fedshuffle-capped:rho=2", "#56B4E9", "capped, rho = 2"),
+        Curve("fedshuffle-capped:rho=4", "#CC79A7", "capped, rho = 4"),
         pace=0.2,
         rounds=60,
         sizes=(4, 8, 48),
     ),
     "fedprox": _picture(
-        PlottedMethod("fedprox", "#56B4E9", "FedProx, mu = 0.01"),
-        PlottedMethod("fedprox:mu=20", "#0072B2", "FedProx, mu = 20"),
-        PlottedMethod("fedprox:mu=20+fedshuffle", "#CC79A7", "FedProx, mu = 20, with FedShuffle"),
+        Curve("fedprox", "#56B4E9", "FedProx, mu = 0.01"),
+        Curve("fedprox:mu=20", "#0072B2", "FedProx, mu = 20"),
+        Curve("fedprox:mu=20+fedshuffle", "#CC79A7", "FedProx, mu = 20, with FedShuffle"),
     ),
     "scaffold": _picture("scaffold", "scaffold-i"),
     "vrl-sgd": _picture("vrl-sgd"),
     "fedlin": _picture("fedlin", "fedlin-sparse"),
     "mime": _picture(
         *("mime", "mime-sgd", "mime-lite", "mime-mvr"),
-        PlottedMethod("mime-adam", step=0.1),
-        PlottedMethod("mime-lite-adam", step=0.1),
+        Curve("mime-adam", step=0.1),
+        Curve("mime-lite-adam", step=0.1),
     ),
     "adaptive": _picture(
-        PlottedMethod("fedavgm", server_step_size=0.1),
-        PlottedMethod("fedadagrad", server_step_size=0.05),
-        PlottedMethod("fedadam", server_step_size=0.005),
-        PlottedMethod("fedyogi", server_step_size=0.005),
-        PlottedMethod("fedadam+fedshuffle", "#009E73", "FedAdam with FedShuffle", 1, 0.005),
+        Curve("fedavgm", server_step_size=0.1),
+        Curve("fedadagrad", server_step_size=0.05),
+        Curve("fedadam", server_step_size=0.005),
+        Curve("fedyogi", server_step_size=0.005),
+        Curve("fedadam+fedshuffle", "#009E73", "FedAdam with FedShuffle", 1, 0.005),
     ),
     "baselines": _picture("pooled-sgd", "pooled-rr", "distributed-gd", "non-local-mvr"),
     "momentum": _picture(
-        PlottedMethod("fedavg-rr", "#D55E00", "FedAvgRR, mvr:0.1", momentum="mvr:0.1"),
-        PlottedMethod("fedavg-rr", "#E69F00", "FedAvgRR, global:0.1", momentum="global:0.1"),
-        PlottedMethod("fedshuffle", "#0072B2", "FedShuffle, mvr:0.1", momentum="mvr:0.1"),
-        PlottedMethod("fedshuffle", "#56B4E9", "FedShuffle, global:0.1", momentum="global:0.1"),
+        Curve("fedavg-rr", "#D55E00", "FedAvgRR, mvr:0.1", momentum="mvr:0.1"),
+        Curve("fedavg-rr", "#E69F00", "FedAvgRR, global:0.1", momentum="global:0.1"),
+        Curve("fedshuffle", "#0072B2", "FedShuffle, mvr:0.1", momentum="mvr:0.1"),
+        Curve("fedshuffle", "#56B4E9", "FedShuffle, global:0.1", momentum="global:0.1"),
     ),
 }
 """By the name of their page."""
 
 
-def run(curve: PlottedMethod, picture: Picture, sampling: str, seed: int) -> Run | None:
+def run(curve: Curve, picture: Picture, sampling: str, seed: int) -> Run | None:
     """A method's run; None where the method is not defined under the sampling."""
     clients, work = toy(picture.sizes).problem.federation, LocalWork()
     method = methods.get(curve.name)
@@ -159,13 +151,13 @@ def run(curve: PlottedMethod, picture: Picture, sampling: str, seed: int) -> Run
         return None
 
 
-Panels = dict[str, dict[PlottedMethod, FloatArray]]
+Panels = dict[str, dict[Curve, FloatArray]]
 """``{sampling: {method: distances}}``, the mean over the seeds, one per round."""
 
 
 def compute(picture: Picture, rounds: int = ROUNDS) -> Panels:
     """The curves of a picture, where they are defined."""
-    runs: dict[tuple[str, PlottedMethod], list[Run]] = {}
+    runs: dict[tuple[str, Curve], list[Run]] = {}
     for sampling in SAMPLINGS:
         for curve in (*picture.grey, *picture.curves):
             tried = [run(curve, picture, sampling, seed) for seed in SEEDS]
@@ -203,10 +195,7 @@ def draw(panels: Panels, path: Path) -> None:
     row[0].set_ylabel(DISTANCE)
     look: dict[str, Any] = {"loc": "outside lower center", "ncols": 4, "frameon": False}
     figure.legend(list(lines.values()), list(lines), fontsize=9, **look)
-    # A palette makes the file small.
-    buffer = io.BytesIO()
-    figure.savefig(buffer, format="png", dpi=110)
-    with Image.open(buffer) as image:
+    with Image.open(io.BytesIO(encoded(figure, "png", dpi=110))) as image:  # a palette is small
         image.convert("RGB").quantize(256).save(path, optimize=True)
 
 

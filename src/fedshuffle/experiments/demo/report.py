@@ -28,9 +28,8 @@ from fedshuffle.engines.cpu_tuning import one_thread
 from fedshuffle.experiments.demo import experiment
 from fedshuffle.experiments.demo.experiment import ALL, RARE, DemoResult, MethodResult
 from fedshuffle.randomness import check_seed
-from fedshuffle.reports.drawing import data_uri, round_numbers, set_ticks
-from fedshuffle.reports.page import joined, number, percent, render
-from fedshuffle.reports.style import DARK, LIGHT, Theme
+from fedshuffle.reports import rendering
+from fedshuffle.reports.rendering import DARK, LIGHT, Theme, joined, number, percent
 
 FILES = {"page": "report.html", "picture": "picture.png", "results": "results.json"}
 """What the demo writes."""
@@ -130,7 +129,7 @@ def render_page(result: DemoResult, out: Path) -> str:
     """The text of the page, which needs no other file."""
     command = ["fedshuffle", "demo", "--out", str(out), "--seed", str(result.seed)]
     command += ["--rounds", str(result.rounds)] if result.rounds != experiment.ROUNDS else []
-    return render(
+    return rendering.render(
         "experiments/demo",
         "demo.html",
         {"mean_and_std": _mean_and_std},
@@ -226,7 +225,8 @@ def _by_size(
 
 
 def _log_ticks(axis: Axis, values: NDArray[Any]) -> None:
-    set_ticks(axis, round_numbers((values.min() / 1.5, values.max() * 1.5), (1, 2, 3, 5)))
+    ends = (values.min() / 1.5, values.max() * 1.5)
+    rendering.set_ticks(axis, rendering.round_numbers(ends, (1, 2, 3, 5)))
 
 
 def draw_training(figure: FigureBase, result: DemoResult, theme: Theme) -> None:
@@ -261,8 +261,7 @@ def write_picture(result: DemoResult, path: Path) -> None:
         for part, (name, draw) in zip(parts, PICTURES.values(), strict=True):
             part.suptitle(name, fontsize="large")
             draw(part, result, LIGHT)
-        # No software version in the file: the same numbers give the same bytes.
-        sheet.savefig(path, dpi=130, metadata={"Software": None})
+        write_file(path, rendering.encoded(sheet, "png", dpi=130))
 
 
 def embedded(name: str, result: DemoResult, theme: Theme) -> str:
@@ -270,4 +269,4 @@ def embedded(name: str, result: DemoResult, theme: Theme) -> str:
     with matplotlib.rc_context(theme.parameters):
         figure = Figure(figsize=(5.6, 3.7), layout="constrained")
         PICTURES[name][1](figure, result, theme)
-        return data_uri(figure, "svg")
+        return rendering.data_uri("image/svg+xml", rendering.encoded(figure, "svg"))

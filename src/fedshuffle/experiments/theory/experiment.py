@@ -48,10 +48,7 @@ SHARE = 1152 * LOCAL_STEP**2
 COHORT = 8
 """``sampling``: this many of the hundred clients take part in a round."""
 
-ORDERS = {
-    "reshuffled": LocalWork(order="reshuffled"),
-    "with replacement": LocalWork(order="replacement"),
-}
+ORDERS = {"reshuffled": LocalWork(), "with replacement": LocalWork(order="replacement")}
 SAMPLINGS = {"importance": "importance:{}", "uniform": "uniform:{}"}
 LOCAL, NON_LOCAL = "FedShuffleMVR", "non-local MVR"
 

@@ -4,26 +4,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 
 import numpy as np
 from matplotlib.axes import Axes
 
 from fedshuffle._files import results_folder
-from fedshuffle.experiments.claims import Claim, draw_panels, publish
-from fedshuffle.experiments.theory.experiment import (
-    LOCAL,
-    MEASURED,
-    NON_LOCAL,
-    PREDICTED,
-    PanelData,
-    Results,
-    Scale,
-    compute,
-)
+from fedshuffle.experiments.claims import Claim, publish
+from fedshuffle.experiments.theory import experiment
+from fedshuffle.experiments.theory.experiment import LOCAL, NON_LOCAL, PanelData, Results, Scale
 from fedshuffle.methods import colour
-from fedshuffle.reports.drawing import set_ticks
+from fedshuffle.reports.rendering import set_ticks
 
 CLOSE = 0.25
 """A slope is as claimed if it is this close."""
@@ -48,20 +39,18 @@ def slope(x: Sequence[float], y: Sequence[float | None]) -> float:
     return float(np.polyfit(np.log(x), np.log(np.array(y, dtype=np.float64)), 1)[0])
 
 
+_SPEED_UP = "Under importance sampling the rounds to a given error go with 1/b: linear speed-up."
+_MIDDLE = "The middle term vanishes as eta_g grows, with 1 / eta_g^2, at the same effective step."
+_IMPORTANCE = "Importance sampling needs fewer rounds than uniform sampling, as its M is smaller."
+_BEATS = "FedShuffleMVR beats non-local MVR when delta is much smaller than L, at"
 SLOPES = {
     "noise": {
         "Reshuffled, the stationary error goes with eta^2.": ("reshuffled", 2),
         "With replacement, it goes with eta only.": ("with replacement", 1),
     },
-    "cohort": {
-        "Under importance sampling the rounds to a given error go with 1/b: linear speed-up.": (
-            *("importance", -1),
-        )
-    },
+    "cohort": {_SPEED_UP: ("importance", -1)},
     "server": {
-        "The middle term vanishes as eta_g grows, with 1 / eta_g^2, at the same effective step.": (
-            *("reshuffled", -2),
-        ),
+        _MIDDLE: ("reshuffled", -2),
         "With replacement the noise stays.": ("with replacement", 0),
     },
     "similarity": {
@@ -70,13 +59,8 @@ SLOPES = {
     },
 }
 """For each panel: sentences, each with its curve and the slope that it claims."""
-_BEATS = "FedShuffleMVR beats non-local MVR when delta is much smaller than L, at"
 FEWER = {
-    "cohort": {
-        "Importance sampling needs fewer rounds than uniform sampling, as its M is smaller.": (
-            *("importance", "uniform", 0),
-        )
-    },
+    "cohort": {_IMPORTANCE: ("importance", "uniform", 0)},
     "similarity": {
         f"{_BEATS} the theorem's step sizes.": (f"{LOCAL}, theorem", f"{NON_LOCAL}, theorem", -1),
         f"{_BEATS} the best found for each.": (f"{LOCAL}, best", f"{NON_LOCAL}, best", -1),
@@ -158,21 +142,18 @@ def reproduce(out: Path, scale: Scale | None = None, progress: bool = True) -> l
     ``results.json`` and ``claims.md``.
     """
     out = results_folder(out)
-    results = compute(scale, progress)
+    results = experiment.compute(scale, progress)
     found = claims(results)
-    draw = partial(_draw, results)
-    figures = {
-        "theory": draw_panels([panel.__name__ for panel in MEASURED], (2, 2), (11, 10), draw),
-        "bounds": draw_panels([panel.__name__ for panel in PREDICTED], (1, 3), (15, 5), draw),
-    }
+    rows = (experiment.MEASURED, experiment.PREDICTED)
+    measured, predicted = ([panel.__name__ for panel in row] for row in rows)
+    sheets = {"theory": (measured, (2, 2), (11, 10)), "bounds": (predicted, (1, 3), (15, 5))}
     title = "What the theory says, and what was measured"
-    publish(out, results, figures, found, title, READING, progress)
+    publish(out, results, _draw, sheets, found, title, READING, progress)
     return found
 
 
-def _draw(results: Results, axes: Axes, name: str) -> None:
+def _draw(axes: Axes, name: str, panel: PanelData) -> None:
     """The curves; with deviations as bars or bands, under bounds, and beside the ideal slopes."""
-    panel = results[name]
     title, x_label, y_label = (text % panel["facts"] for text in TEXTS[name])
     axes.set(title=title, xlabel=x_label, ylabel=y_label, yscale="log")
     x = np.array(panel["x"])

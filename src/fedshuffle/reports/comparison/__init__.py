@@ -9,18 +9,28 @@ out/report.html                     all of it, interactive
 
 from __future__ import annotations
 
+import base64
+import csv
+import hashlib
+from collections import Counter
+from importlib.resources import files
 from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from markupsafe import Markup
 
 from fedshuffle._files import results_folder, write_file
 from fedshuffle.comparison.results import Results
-from fedshuffle.errors import error_context
-from fedshuffle.reports.comparison import figures, tables
-from fedshuffle.reports.comparison.details import audits, gains
-from fedshuffle.reports.comparison.model import Compared
-from fedshuffle.reports.comparison.page import render_page
-from fedshuffle.reports.drawing import data_uri, save
+from fedshuffle.reports.comparison import figures, model, tables, warnings
+from fedshuffle.reports.comparison.figures import Audited
+from fedshuffle.reports.comparison.model import Compared, Line, group_title, momentum_title
+from fedshuffle.reports.rendering import DARK, data_uri, encoded, joined, render, save
 
 __all__ = ["write"]
+
+_POINTS = 400
+"""The largest number of points of a curve on the page; the CSV has all."""
 
 
 def write(results: Results, out: Path) -> list[Path]:
@@ -34,34 +44,191 @@ def write(results: Results, out: Path) -> list[Path]:
         The files written, the page last.
     """
     comparison = Compared(results)
-    found = audits(comparison)
+    audits = figures.audits(comparison)
     out = results_folder(out)
-    written: list[Path] = []
-    with error_context(
-        lambda error: (
-            f"the report cannot be written to {str(out)!r} ({error.strerror or error})."
-            " Make room, or choose another folder."
-        ),
-        OSError,
-    ):
-        pictures: dict[str, str] = {}
-        for group in comparison.groups:
-            figure = figures.curves(comparison, group)
-            pictures[group] = data_uri(figure)
-            written += save(figure, out / f"figure-{group.replace(':', '-')}")
-        shown = None
-        if (sheet := figures.weights(comparison, found)) is not None:
-            shown = data_uri(sheet)
-            written += save(sheet, out / "weights")
-        texts = {
-            "table.md": tables.markdown(comparison),
-            "table.tex": tables.latex(comparison),
-            "curves.csv": tables.csv_text(comparison),
-        }
-        names = [*(path.name for path in written), *texts]
-        clients = gains(comparison, out)
-        texts["report.html"] = render_page(comparison, found, pictures, shown, names, clients)
-        for name, text in texts.items():
-            write_file(out / name, text)
-            written.append(out / name)
-    return written
+    drawn = {group: figures.curves(comparison, group) for group in comparison.groups}
+    paths = {group: out / f"figure-{group.replace(':', '-')}" for group in drawn}
+    if (weights := figures.weights(comparison, audits)) is not None:
+        drawn["weights"], paths["weights"] = weights, out / "weights"
+    pictures = {k: data_uri("image/png", encoded(x, "png", 120)) for k, x in drawn.items()}
+    written = [path for name in drawn for path in save(drawn[name], paths[name])]
+    texts = {
+        "table.md": tables.markdown(comparison),
+        "table.tex": tables.latex(comparison),
+        "curves.csv": tables.csv_text(comparison),
+    }
+    script = files("fedshuffle.reports.comparison").joinpath("page.js").read_text(encoding="utf-8")
+    trials = [trial for line in comparison.lines for trial in line.curve["tuning"]]
+    texts["report.html"] = render(
+        "reports/comparison",
+        "page.html",
+        {"momentum": momentum_title, "group": group_title},
+        results=results,
+        comparison=comparison,
+        answers=answers(comparison),
+        figures=figures,
+        model=model,
+        tables=tables,
+        warnings=warnings,
+        searched=[k for k in ("weight_decay", "clip") if len({trial[k] for trial in trials}) > 1],
+        night=DARK.page,
+        pictures=pictures,
+        audits=audits,
+        sizes=np.array(results["federation"]["sizes"]),
+        median=np.median,
+        gains=gains(comparison, out),
+        names=[*(path.name for path in written), *texts],
+        data=_data(comparison, audits),
+        script=Markup(script),
+        digest=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode("ascii"),
+    )
+    for name, text in texts.items():
+        write_file(out / name, text)
+    return [*written, *(out / name for name in texts)]
+
+
+def answers(comparison: Compared) -> list[tuple[str, list[str]]]:
+    """Who is best, group by group and momentum by momentum."""
+    unit = "%" if model.is_share(comparison.metric) else ""
+    found = []
+    for group in comparison.groups:
+        sentences = []
+        for momentum in comparison.momenta_of(group):
+            lines = comparison.of(group, momentum)
+            best = [line for line in lines if line.best]
+            near = [line.method.label for line in lines if line.near]
+            title = momentum_title(momentum).capitalize()
+            if not best:
+                sentences.append(f"{title}: no method has finished without diverging.")
+                continue
+            names, verb = joined([x.method.label for x in best]), "is" if len(best) == 1 else "are"
+            text = f"{title}: {names} {verb} best, {best[0].value}{unit}"
+            verb = "is" if len(near) == 1 else "are"
+            text += f"; {joined(near)} {verb} within its standard deviation." if near else "."
+            sentences.append(text)
+        found.append((group_title(group).capitalize(), sentences))
+    return found
+
+
+def _data(comparison: Compared, found: list[Audited]) -> dict[str, Any]:
+    """What the script of the page draws."""
+    metrics = comparison.metrics
+    return {
+        "rounds": comparison.rounds,
+        "seeds": len(comparison.seeds),
+        "methods": [
+            {"name": method.name, "label": method.label, "path": method.path}
+            for method in comparison.methods
+        ],
+        "groups": comparison.groups,
+        "momenta": comparison.momenta,
+        "metrics": [
+            {"name": name, "title": comparison.title(name), "share": model.is_share(name)}
+            for name in metrics
+        ],
+        "limits": {
+            group: {name: _short(comparison.limits(group, name)) for name in metrics}
+            for group in comparison.groups
+        },
+        "curves": [
+            {
+                "group": line.group,
+                "momentum": line.momentum,
+                "method": line.method.name,
+                "metrics": {name: _curve(comparison, line, name) for name in metrics},
+            }
+            for line in comparison.lines
+        ],
+        "audits": [
+            {
+                "method": audited.method.name,
+                "momenta": audited.momenta,
+                "points": [_short(point) for point in audited.points.tolist()],
+            }
+            for audited in found
+        ],
+        "ratios": _short(figures.ratio_limits(found)),
+    }
+
+
+def _curve(comparison: Compared, line: Line, metric: str) -> dict[str, Any]:
+    band, limits = line.band(metric), comparison.limits(line.group, metric)
+    some = _thin(len(band.rounds))
+    return {
+        "rounds": band.rounds[some].tolist(),
+        **{name: _short(getattr(band, name)[some]) for name in ("mean", "low", "high")},
+        "runs": band.runs[some].tolist(),
+        "stops": [
+            {
+                "rounds": rounds[_thin(len(rounds))].tolist(),
+                "values": _short(values[_thin(len(rounds))]),
+                "cross": _short(figures.where_lost(rounds, values, limits)),
+            }
+            for rounds, values in line.stopped(metric)
+        ],
+    }
+
+
+def _thin(points: int) -> Any:
+    """Evenly spread places, with the first and the last."""
+    return np.unique(np.linspace(0, points - 1, min(points, _POINTS)).round().astype(int))
+
+
+def _short(values: Any) -> list[float]:
+    """Six significant digits, so that the page stays small."""
+    return [float(f"{value:.6g}") for value in values]
+
+
+class Gains(NamedTuple):
+    """Who gains and who loses with a method against the first one; means over the seeds."""
+
+    line: Line
+    reference: Line
+    metric: str
+    better: int
+    worse: int
+    same: int
+    gains_most: str
+    loses_most: str
+
+
+def gains(comparison: Compared, out: Path) -> list[Gains]:
+    """Every method against the first one of its column, from the ``clients.csv`` of the runs."""
+    metric = comparison.metric.removesuffix("_mean").removesuffix("_worst_decile")
+    sign = 1 if comparison.results["higher_is_better"] else -1
+    references: dict[tuple[str, str], tuple[Line, dict[str, float]]] = {}
+    found = []
+    for line in comparison.lines:
+        if not (after := _clients(line, metric, out)):
+            continue
+        reference, before = references.setdefault((line.group, line.momentum), (line, after))
+        if reference is line or after.keys() != before.keys():
+            continue
+        change = {name: sign * (after[name] - before[name]) for name in before}
+        counts = Counter(np.sign(list(change.values())).tolist())
+        ends = []
+        for pick, there in ((max, counts[1]), (min, counts[-1])):
+            name = pick(change, key=lambda name: change[name])
+            texts = (model.value_text(values[name], metric) for values in (before, after))
+            ends.append(f"{name}: {' to '.join(texts)}" if there else "nobody")
+        found.append(Gains(line, reference, metric, counts[1], counts[-1], counts[0], *ends))
+    return found
+
+
+def _clients(line: Line, metric: str, out: Path) -> dict[str, float]:
+    """Per client the mean over the finished runs; empty if one of them did not measure it."""
+    folders = [out / run["folder"] for run in line.curve["runs"] if not line.lost(run)]
+    tables = [_read(folder / "clients.csv", metric) for folder in folders]
+    if not tables or not all(table.keys() == tables[0].keys() for table in tables):
+        return {}
+    return {name: float(np.mean([table[name] for table in tables])) for name in tables[0]}
+
+
+def _read(file: Path, metric: str) -> dict[str, float]:
+    """The clients of a run for which the metric is defined."""
+    try:
+        with file.open(newline="", encoding="utf-8") as lines:
+            rows = csv.DictReader(lines)
+            return {row["client"]: float(row[metric]) for row in rows if row[metric]}
+    except (OSError, KeyError, TypeError, ValueError):  # not measured, or not by this metric
+        return {}

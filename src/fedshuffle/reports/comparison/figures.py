@@ -1,9 +1,11 @@
-"""The figures of a comparison: the paper's, one per group, and the audits."""
+"""The figures of a comparison: the paper's, one per group, and the audits behind the last one."""
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -13,23 +15,28 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from fedshuffle._arrays import FloatArray, IntArray
-from fedshuffle.reports.comparison.details import Audited, ratio_limits
+from fedshuffle.reports.comparison import model
 from fedshuffle.reports.comparison.model import Compared, ComparedMethod
-from fedshuffle.reports.comparison.text import group_title, is_share, momentum_title
-from fedshuffle.reports.drawing import clean, round_numbers, set_ticks
-from fedshuffle.reports.style import LIGHT
+from fedshuffle.reports.rendering import LIGHT, clean, round_numbers, set_ticks
+
+_POINTS = 600
+"""The largest number of dots per method; more cannot be told apart."""
 
 
 def curves(comparison: Compared, group: str) -> Figure:
     """Metric and training loss over the rounds; a row per momentum, plain training first."""
-    momenta, metrics = comparison.momenta_of(group), comparison.pair()
+    momenta = comparison.momenta_of(group)
+    losses = [name for name in ("train_loss", "loss") if name in comparison.metrics]
+    metrics = list(dict.fromkeys([comparison.metric, *losses[:1]]))
     figure = Figure(figsize=(5.4 * len(metrics), 3.3 * len(momenta) + 1.0), layout="constrained")
-    figure.suptitle(_plain(f"{comparison.results['title']}: {group_title(group)}"), fontsize=13)
+    figure.suptitle(
+        _plain(f"{comparison.results['title']}: {model.group_title(group)}"), fontsize=13
+    )
     grid = figure.subplots(len(momenta), len(metrics), sharex=True, sharey="col", squeeze=False)
     for k, metric in enumerate(metrics):
         for momentum, axes in zip(momenta, grid[:, k], strict=True):
             _panel(axes, comparison, group, momentum, metric)
-            axes.set_title(_plain(momentum_title(momentum)), loc="left", fontsize=10.5)
+            axes.set_title(_plain(model.momentum_title(momentum)), loc="left", fontsize=10.5)
             axes.set_ylabel(_plain(comparison.title(metric)))
         grid[-1, k].set_xlabel("round")
     seeds = len(comparison.seeds)
@@ -59,7 +66,7 @@ def _panel(axes: Axes, comparison: Compared, group: str, momentum: str, metric: 
     axes.set(xlim=(0, 1.012 * comparison.rounds), ylim=(low, high))
     axes.xaxis.set_major_locator(MaxNLocator(6, steps=[1, 2, 5, 10], integer=True))
     axes.tick_params(labelbottom=True)
-    if is_share(metric):
+    if model.is_share(metric):
         axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{100 * value:g}%"))
     _calm(axes)
 
@@ -84,6 +91,58 @@ def where_lost(
     return float(rounds[last] + share * (rounds[last + 1] - rounds[last])), edge
 
 
+@dataclass(frozen=True)
+class Audited:
+    """The audit of a method, for all momenta under which it is the same."""
+
+    method: ComparedMethod
+    momenta: list[str]
+    consistent: bool | None
+    wrong: float
+    """The share of the weight that is in the wrong place."""
+    largest: float
+    """The largest factor between a client's effective and intended weight, either way."""
+    points: FloatArray
+    """Distinct rows of size and ``w-hat_i / w_i``."""
+
+
+def audits(comparison: Compared) -> list[Audited]:
+    """All audits, one per method and per effect of momentum."""
+    found: dict[tuple[Any, ...], Audited] = {}
+    sizes = np.array(comparison.results["federation"]["sizes"])
+    # The step size changes nothing in the audit: it is the same in all groups.
+    for line in sorted(comparison.lines, key=lambda x: (x.method.index, x.momentum != "none")):
+        audit = line.curve["audit"]
+        meant = np.array(audit["objective_weights"])
+        effective = np.array(audit["effective_weights"])
+        ratios = effective / meant
+        key = (line.method, audit["consistent"], ratios.round(6).tobytes())
+        if key not in found:
+            positive = ratios[ratios > 0]
+            largest = float(np.maximum(positive, 1 / positive).max(initial=0)) or math.inf
+            wrong = 0.5 * float(np.abs(effective - meant).sum())
+            points = _points(sizes, ratios)
+            found[key] = Audited(line.method, [], audit["consistent"], wrong, largest, points)
+        if line.momentum not in found[key].momenta:
+            found[key].momenta.append(line.momentum)
+    return list(found.values())
+
+
+def _points(sizes: Any, ratios: FloatArray) -> FloatArray:
+    """Clients of the same size and ratio are one dot; a ratio of zero has no place on the axis."""
+    there = ratios > 0
+    rows = np.stack([sizes[there], [float(f"{ratio:.3g}") for ratio in ratios[there]]], 1)
+    rows = np.unique(rows.astype(np.float64), axis=0)
+    some: FloatArray = rows[np.linspace(0, len(rows) - 1, min(len(rows), _POINTS)).astype(int)]
+    return some
+
+
+def ratio_limits(found: Sequence[Audited]) -> tuple[float, float]:
+    """The ends of the axis of ratios, with one in it and room to both sides."""
+    ratios = [float(ratio) for audited in found for ratio in audited.points[:, 1]]
+    return min([0.7, *ratios]) / 1.25, max([1.4, *ratios]) * 1.25
+
+
 def weights(comparison: Compared, found: Sequence[Audited]) -> Figure | None:
     """The effective over the intended weight of each client; None without an audit."""
     shown = [audited for audited in found if len(audited.points)]
@@ -101,7 +160,7 @@ def weights(comparison: Compared, found: Sequence[Audited]) -> Figure | None:
                 dots = {**audited.method.style, "linestyle": "none", "markeredgewidth": 0}
                 axes.plot(*audited.points.T, alpha=0.75, **dots)
         if len(panels) > 1:
-            axes.set_title(_plain(momentum_title(momentum)), loc="left", fontsize=10.5)
+            axes.set_title(_plain(model.momentum_title(momentum)), loc="left", fontsize=10.5)
         axes.set(xscale="log", yscale="log", ylim=ratio_limits(found))
         axes.set_xlabel("examples of the client")
         _calm(axes)
@@ -135,3 +194,19 @@ def _calm(axes: Axes) -> None:
     clean(axes)
     axes.spines[["left", "bottom"]].set_color(LIGHT.axis)
     axes.tick_params(colors=LIGHT.ink, which="both", length=3)
+
+
+def histogram(sizes: Sequence[int], most: int = 24) -> list[tuple[int, int, int]]:
+    """First size, last size and number of clients of each bar; bars widen where sizes differ much.
+
+    >>> histogram([1, 2, 2, 3])
+    [(1, 1, 1), (2, 2, 2), (3, 3, 1)]
+    >>> histogram([1, 100], most=4)
+    [(1, 2, 1), (3, 9, 0), (10, 31, 0), (32, 100, 1)]
+    """
+    low, high = min(sizes), max(sizes)
+    space = np.geomspace if high > 20 * low else np.linspace
+    inner = np.round(space(low, high + 1, min(most, high + 1 - low) + 1)).astype(int)
+    edges = np.unique([low, *inner, high + 1])
+    counts = np.histogram(sizes, edges)[0].tolist()
+    return list(zip(edges[:-1].tolist(), (edges[1:] - 1).tolist(), counts, strict=True))

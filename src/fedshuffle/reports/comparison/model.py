@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -19,7 +20,6 @@ import numpy as np
 from fedshuffle._arrays import FloatArray, IntArray
 from fedshuffle.comparison.results import Curve, Results, RunRecord, TrialRecord, check_results
 from fedshuffle.methods import colour
-from fedshuffle.reports.comparison.text import metric_title, momentum_title, spread_text
 
 # The first is nearest to the colour of the FedNova variants.
 _PALETTE = (
@@ -86,16 +86,17 @@ class Line:
     def __init__(self, curve: Curve, method: ComparedMethod, results: Results) -> None:
         self.curve, self.method, self.metric = curve, method, results["metric"]
         self.group, self.momentum = curve["group"], curve["momentum"]
+        self.title = f"{method.label}, {momentum_title(self.momentum)}"
         self.step_size, self.client_steps = curve["step_size"], curve["client_step_sizes"]
         ends = [final_value(run, self.metric) for run in curve["runs"] if not run["diverged"]]
         values = np.array([value for value in ends if value is not None])
         self.planned = len(results["settings"]["seeds"])
         self.finished, self.diverged = len(values), len(curve["runs"]) - len(values)
+        self.missing = self.planned - len(curve["runs"])
         self.mean = float(values.mean()) if len(values) else None
         self.std = float(values.std(ddof=1)) if len(values) > 1 else None
-        self.best = False
-        self.near = False
-        """Not the best, but at most the best one's standard deviation away from it."""
+        self.best = self.near = False
+        """Near is not the best, but at most the best one's standard deviation away from it."""
         self.tried = _tried(curve["tuning"], results["judge"]["higher_is_better"])
         """The best value of the trials at each step size, or in words why there is none."""
         sizes = list(self.tried)
@@ -109,16 +110,6 @@ class Line:
         limit = sum(self.majority.values()) if self.majority else -math.inf
         self.trivial = self.mean is not None and self.mean <= limit
         """Whether it is no better than always predicting the most common class."""
-
-    @property
-    def title(self) -> str:
-        """The method with its momentum, in words."""
-        return f"{self.method.label}, {momentum_title(self.momentum)}"
-
-    @property
-    def missing(self) -> int:
-        """The number of runs still to be made."""
-        return self.planned - self.finished - self.diverged
 
     @property
     def value(self) -> str:
@@ -196,11 +187,6 @@ class Compared:
         """A metric in words."""
         return metric_title(metric, any(name.startswith("train_") for name in self.metrics))
 
-    def pair(self) -> list[str]:
-        """The metrics of the paper's figure: the compared one, and the training loss."""
-        second = [name for name in ("train_loss", "loss") if name in self.metrics]
-        return list(dict.fromkeys([self.metric, *second[:1]]))
-
     def _metrics(self) -> list[str]:
         """All metrics: the compared one first, then the losses, then as in the histories."""
         runs = [run for curve in self.results["curves"] for run in curve["runs"]]
@@ -271,3 +257,48 @@ def _looks(labels: Mapping[str, str]) -> dict[str, ComparedMethod]:
         name: ComparedMethod(name, label, k, colours[name], shapes[k % len(shapes)])
         for k, (name, label) in enumerate(labels.items())
     }
+
+
+# In words -----------------------------------------------------------------------------------------
+
+
+def momentum_title(momentum: str) -> str:
+    """A momentum in words; ``a`` is the share of the new gradient."""
+    kind, _, share = momentum.partition(":")
+    words = {"global": "momentum", "mvr": "exact momentum (MVR)"}
+    return f"{words[kind]} {1 - float(share):.6g}" if kind in words else "no momentum"
+
+
+def group_title(group: str) -> str:
+    """What the curves of a group share."""
+    kind, _, size = group.partition(":")
+    return "own best step size" if kind == "own" else f"common step size {size}"
+
+
+def metric_title(metric: str, trained: bool) -> str:
+    """A metric in words; it is on test data if others are on training data (``train_``)."""
+    words = re.sub("_worst_decile$", ", worst tenth of the clients", metric)
+    words = re.sub("^train_", "train ", re.sub("_mean$", ", mean of clients", words))
+    return f"test {words}" if trained and not metric.startswith("train_") else words
+
+
+def is_share(metric: str) -> bool:
+    """Whether a metric is a share of examples, which is shown in percent."""
+    return re.search(r"(^|_)(accuracy|top-[0-9]+)(_|$)", metric) is not None
+
+
+def value_text(value: float, metric: str, near: float | None = None) -> str:
+    """A value for a person: percent without the sign, or four significant digits (of ``near``)."""
+    if is_share(metric):
+        return f"{100 * value:.2f}"
+    size = abs(value if near is None else near)
+    if size == 0:
+        return f"{value:.3g}"
+    digits = 3 - math.floor(math.log10(size))
+    return f"{value:.{digits}f}" if 0 <= digits <= 7 else f"{value:.3e}"
+
+
+def spread_text(mean: float, std: float | None, metric: str) -> str:
+    """Mean and standard deviation."""
+    text = value_text(mean, metric)
+    return text if std is None else f"{text} ± {value_text(std, metric, mean)}"

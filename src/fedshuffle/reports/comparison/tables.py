@@ -15,8 +15,7 @@ from rich.text import Text
 
 from fedshuffle._terminal import Console
 from fedshuffle.comparison.results import Results
-from fedshuffle.reports.comparison.model import Compared
-from fedshuffle.reports.comparison.text import group_title, is_share, momentum_title
+from fedshuffle.reports.comparison.model import Compared, group_title, is_share, momentum_title
 from fedshuffle.reports.comparison.warnings import headlines, line_warnings, marks, notes
 
 _LATEX = {

@@ -7,8 +7,7 @@ not really tuned), runs that diverged, and a model no better than the most commo
 from __future__ import annotations
 
 from fedshuffle.comparison.results import Results
-from fedshuffle.reports.comparison.model import Compared, Line
-from fedshuffle.reports.comparison.text import group_title, value_text
+from fedshuffle.reports.comparison.model import Compared, Line, group_title, value_text
 
 _TITLES = {
     "diverged": "Runs diverged",
@@ -39,16 +38,10 @@ def line_warnings(line: Line) -> dict[str, str]:
 
 def annotate(results: Results) -> None:
     """Add all warnings to the results of a comparison."""
-    results["warnings"] = [
-        {
-            "kind": kind,
-            "group": line.group,
-            "momentum": line.momentum,
-            "method": line.method.name,
-            "text": text,
-        }
-        for kind, line, text in warnings(Compared(results))
-    ]
+    results["warnings"] = []
+    for kind, line, text in warnings(Compared(results)):
+        where = {"group": line.group, "momentum": line.momentum, "method": line.method.name}
+        results["warnings"].append({"kind": kind, **where, "text": text})
 
 
 def warnings(comparison: Compared) -> list[tuple[str, Line, str]]:

@@ -1,22 +1,161 @@
-"""What the paper says about its toy figures, checked against the curves; and the figures."""
+r"""The paper's toy figures: :math:`|x^r - x^*|^2` over the rounds, and what the text says of them.
+
+The problem is :math:`f_{ij}(x) = \frac12 |x - e_j|^2`: clients hold 1, 2 and 3 of the canonical
+basis vectors (8, 1 and 1 for importance sampling), and run one epoch with batch size 1, from 0.
+Curves are means over three seeds, bands one standard deviation of these.
+"""
 
 from __future__ import annotations
 
 import math
 import re
 from collections.abc import Mapping, Sequence
-from functools import partial
+from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 from matplotlib.axes import Axes
+from rich.progress import MofNCompleteColumn, TimeRemainingColumn
 from scipy.stats import gmean
 
+from fedshuffle import methods
 from fedshuffle._arrays import FloatArray, count
 from fedshuffle._files import results_folder
-from fedshuffle.experiments.claims import Claim, draw_panels, publish
-from fedshuffle.experiments.quadratic import experiment
-from fedshuffle.experiments.quadratic.experiment import DISTANCE, SEEDS, TITLES, Results, label
+from fedshuffle._terminal import progress_bar
+from fedshuffle.auditing import Audit, audit, contributions
+from fedshuffle.engines import VectorizedEngine
+from fedshuffle.experiments.claims import Claim, publish
+from fedshuffle.experiments.quadratics import toy, trajectory
+from fedshuffle.local_work import LocalWork, MissLast
+from fedshuffle.methods import MVR, Method
+from fedshuffle.training.rounds import Run
+
+SEEDS = (123, 124, 125)
+Key = TypeVar("Key")
+
+Results = dict[str, dict[str, dict[str, list[float]]]]
+"""``{panel: {method: {"mean": [...], "std": [...]}}}`` with one value per round."""
+
+EPOCH, UNFINISHED = LocalWork(), LocalWork(interruption=MissLast(1))
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """What one curve shows. ``eta`` is the paper's eta_l: the steps of a client sum to it."""
+
+    method: Method
+    eta: float
+    sampling: str = "full"
+    work: LocalWork = EPOCH
+    sizes: tuple[int, ...] = (1, 2, 3)
+
+    def run(self, seed: int) -> Run:
+        """With a seed; the step size is eta over the largest number of steps of a client."""
+        federation = toy(self.sizes).problem.federation
+        workload = self.method.local_work(self.work).on(federation.sizes)
+        steps = workload.plan(np.arange(len(self.sizes)), seed=0, round=0).planned.max()
+        step_size = self.eta / int(steps)
+        return Run(federation, self.method, self.sampling, self.work, step_size, seed=seed)
+
+    def audit(self) -> Audit:
+        """The objective that the scenario really minimises."""
+        return audit(self.run(0).federation, self.method, self.sampling, self.work)
+
+    def bias(self) -> float:
+        """``|x^ - x*|^2`` between the optimum of the effective objective and the intended one.
+
+        A client's own optimum is the mean of its basis vectors: they are orthogonal, with squared
+        length ``1 / |D_i|``.
+        """
+        found = self.audit()
+        gap = found.effective_weights - found.objective_weights
+        return float((gap**2 / np.array(self.sizes)).sum())
+
+    def pace(self) -> float:
+        """How far a round of full participation moves along the gradient."""
+        run = self.run(seed=0)
+        return float(run.step_size * contributions(self.method, run.cohort(round=0)).sum())
+
+
+DISTANCE = r"$\|x^r - x^\star\|^2$"
+TITLES = {
+    "full": "Full participation",
+    "momentum": "Full participation, momentum 0.9",
+    "sum_one": "Two of three clients per round",
+    "importance": "One of three clients per round",
+    "hybrid": "Clients miss their last step",
+}
+"""The panels: four in the first figure, the last in the appendix."""
+
+_SAMPLINGS = {
+    "fedshuffle-uniform": ("FedShuffle, uniform", "#0072B2"),
+    "fedshuffle-importance": ("FedShuffle w/ IS", "#009E73"),
+}
+
+
+def look(curve: str) -> tuple[str, str]:
+    """Name and colour of a curve in the figure: those of its sampling, or of its method."""
+    return _SAMPLINGS.get(curve) or (methods.label(curve), methods.colour(curve))
+
+
+def panels() -> dict[str, dict[str, Scenario]]:
+    """Every curve of every panel, with the step sizes of the paper's authors."""
+    get = methods.get
+    averaging = ["fedavg", "fedavg-rr", "fedavg-min", "fedavg-mean", "fednova", "fednova-rr"]
+    all_methods, uneven = [*averaging, "fedshuffle"], (8, 1, 1)
+    return {
+        "full": {name: Scenario(get(name), 1 / 80) for name in all_methods},
+        "momentum": {
+            name: Scenario(get(name).with_momentum(MVR(0.1)), 1 / 80) for name in all_methods
+        },
+        "sum_one": {
+            name: Scenario(get(name), 1 / 160, "uniform:2")
+            for name in ("fedshuffle-so", "fedshuffle")
+        },
+        "importance": {
+            "fedshuffle-uniform": Scenario(get("fedshuffle"), 1 / 500, "uniform:1", sizes=uneven),
+            "fedshuffle-importance": Scenario(get("fedshuffle"), 1 / 300, "one", sizes=uneven),
+        },
+        "hybrid": {
+            name: Scenario(get(name), 1 / 80, work=UNFINISHED)
+            for name in ("fednova-rr", "fedshuffle", "fedshuffle-gen")
+        },
+    }
+
+
+def compute(rounds: int, progress: bool = False) -> Results:
+    """The curves of all panels."""
+    scenarios = {(panel, name): s for panel, row in panels().items() for name, s in row.items()}
+    runs = {place: [s.run(seed) for seed in SEEDS] for place, s in scenarios.items()}
+    results: Results = {panel: {} for panel, _ in scenarios}
+    for (panel, name), curves in distances(runs, rounds, progress).items():
+        mean, std = curves.mean(axis=0), curves.std(axis=0)
+        results[panel][name] = {"mean": mean.tolist(), "std": std.tolist()}
+    return results
+
+
+def distances(
+    runs: Mapping[Key, Sequence[Run]], rounds: int, progress: bool = False
+) -> dict[Key, FloatArray]:
+    """``|x - x*|^2`` on the toy problem, by run and round; runs on the same clients in lockstep."""
+    clients = {key: tuple(mine[0].federation.sizes.tolist()) for key, mine in runs.items()}
+    found: dict[Key, FloatArray] = {}
+    for sizes in dict.fromkeys(clients.values()):
+        same = [key for key in runs if clients[key] == sizes]
+        together = [run for key in same for run in runs[key]]
+        models = trajectory(VectorizedEngine(toy(sizes).problem), together, rounds)
+        text = f"{len(together)} runs in R^{sum(sizes)}"
+        with progress_bar(progress, MofNCompleteColumn(), "rounds", TimeRemainingColumn()) as bars:
+            after = bars.track(islice(models, 1, None), rounds, description=text)
+            columns = [(x - 1 / sum(sizes)).square().sum(1).numpy() for x in after]
+        table = np.stack(columns, axis=-1).reshape(len(same), -1, rounds)
+        found |= dict(zip(same, table, strict=True))
+    return found
+
+
+# What the paper says ------------------------------------------------------------------------------
 
 CLEARLY = 2.0
 """One number is clearly below another if this many times the one does not exceed the other."""
@@ -42,7 +181,7 @@ class Panel:
     """The curves of one panel, and what claims ask about them."""
 
     def __init__(self, name: str, curves: Mapping[str, Mapping[str, Sequence[float]]]) -> None:
-        self.name, self.scenarios = name, experiment.panels()[name]
+        self.name, self.scenarios = name, panels()[name]
         self.plain: Panel | None = None
         """The same methods without momentum."""
         self.consistent = {c: bool(s.audit().consistent) for c, s in self.scenarios.items()}
@@ -92,7 +231,7 @@ class Panel:
 
     def claim(self, text: str, seen: bool, note: str = "") -> Claim:
         """With the ends of the curves that the text names; of all, if it names fewer than two."""
-        names = {label(curve): curve for curve in self.mean}
+        names = {look(curve)[0]: curve for curve in self.mean}
         about = [names[word] for word in re.findall(r"\w+", text) if word in names]
         curves = about if len(set(about)) > 1 else list(self.mean)
         evidence = []
@@ -100,7 +239,7 @@ class Panel:
             bias = "" if self.consistent[c] else f" [{self.scenarios[c].bias():.2g}]"
             falling = "" if seen or self.settled(c) else " (still falling)"
             before = f"{self.plain.end[c]:.2g} to " if self.plain else ""
-            evidence.append(f"{label(c)} {before}{self.end[c]:.2g}{bias}{falling}")
+            evidence.append(f"{look(c)[0]} {before}{self.end[c]:.2g}{bias}{falling}")
         return Claim(self.name, text, seen, f"Ends: {', '.join(evidence)}.{note}")
 
 
@@ -193,31 +332,26 @@ def reproduce(out: Path, rounds: int = 1000, progress: bool = True) -> list[Clai
     """Simulate all panels; write ``figure1``, ``hybrid``, ``results.json`` and ``claims.md``."""
     count(rounds, "rounds")
     out = results_folder(out)
-    results = experiment.compute(rounds, progress)
+    results = compute(rounds, progress)
     found = claims(results)
     *first, appendix = results
-    draw = partial(_draw, results)
-    figures = {
-        "figure1": draw_panels(first, (1, 4), (16, 4.8), draw),
-        "hybrid": draw_panels([appendix], (1, 1), (5, 4.4), draw),
-    }
+    sheets = {"figure1": (first, (1, 4), (16, 4.8)), "hybrid": ([appendix], (1, 1), (5, 4.4))}
     title = "What the paper says about its toy figures"
     seeds = ", ".join(map(str, SEEDS))
     reading = f" in {rounds} rounds with seeds {seeds}.\n\n{READING}"
-    publish(out, results, figures, found, title, reading, progress)
+    publish(out, results, _draw, sheets, found, title, reading, progress)
     return found
 
 
-def _draw(results: Results, axes: Axes, panel: str) -> None:
-    curves = results[panel]
+def _draw(axes: Axes, panel: str, curves: dict[str, dict[str, list[float]]]) -> None:
     for method, curve in curves.items():
         mean, std = np.array(curve["mean"]), np.array(curve["std"])
         rounds = np.arange(1, len(mean) + 1)
         # Dashes let the curve show that a reshuffled method covers.
         dashes = "--" if method.endswith("-rr") else "-"
-        paint = experiment.colour(method)
+        label, paint = look(method)
         front = 3 if method.startswith("fedshuffle") else 2
-        axes.plot(rounds, mean, dashes, color=paint, lw=1.6, label=label(method), zorder=front)
+        axes.plot(rounds, mean, dashes, color=paint, lw=1.6, label=label, zorder=front)
         # Where the deviation reaches the mean, a logarithmic axis would show an endless fall.
         lower = np.maximum(mean - std, mean / 10)
         band = axes.fill_between(rounds, lower, mean + std, color=paint, alpha=0.25, lw=0)

@@ -1,1 +1,0 @@
-"""Experiment: the paper's toy figures."""
