@@ -34,7 +34,7 @@ from fedshuffle.engines import (
     choose,
     make,
 )
-from fedshuffle.engines.linear_stack import LinearStack
+from fedshuffle.engines.fast_gradients import LinearStack
 from fedshuffle.kernel import ClientTask, FullGradient, LocalTraining, StepCoefficients, step
 from fedshuffle.local_work import Minibatches
 from fedshuffle.models import CharLSTM, ResNet

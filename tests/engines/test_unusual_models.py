@@ -24,8 +24,7 @@ from fedshuffle.engines import (
     choose,
     make,
 )
-from fedshuffle.engines.gradcheck import SlowerWarning
-from fedshuffle.engines.linear_stack import LinearStack
+from fedshuffle.engines.fast_gradients import LinearStack, SlowerWarning
 from fedshuffle.state import State
 from fedshuffle.training.rounds import Run, simulate
 
@@ -246,7 +245,7 @@ def test_the_reference_is_the_bare_loop(case: str) -> None:
     assert all(map(torch.equal, federation.tensors(), data))
 
 
-@pytest.mark.filterwarnings("ignore::fedshuffle.engines.gradcheck.SlowerWarning")
+@pytest.mark.filterwarnings("ignore::fedshuffle.engines.fast_gradients.SlowerWarning")
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("case", CASES)
 def test_every_engine_honours_the_model_or_refuses_it(case: str, method: str) -> None:

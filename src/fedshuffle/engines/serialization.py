@@ -27,7 +27,7 @@ from torch import Tensor
 
 from fedshuffle import fingerprint
 from fedshuffle.engines.base import Engine
-from fedshuffle.engines.gradcheck import check_gradient_norm, gradient_norm
+from fedshuffle.engines.fast_gradients import check_gradient_norm, gradient_norm
 from fedshuffle.engines.problem import Problem
 from fedshuffle.errors import FedShuffleError, TrainingError, error_context
 from fedshuffle.federation import Federation

@@ -19,10 +19,17 @@ from torch import Tensor
 from fedshuffle._arrays import FloatArray, IntArray
 from fedshuffle.engines import base
 from fedshuffle.engines.cpu_tuning import flushed_denormals, keep_freed_memory, threads_for
-from fedshuffle.engines.gradcheck import fault, trusted
-from fedshuffle.engines.linear_stack import LinearStack
+from fedshuffle.engines.fast_gradients import (
+    Batch,
+    Descend,
+    LinearStack,
+    Tables,
+    by_vmap,
+    column,
+    fault,
+    trusted,
+)
 from fedshuffle.engines.problem import GRADIENT_ROWS, Problem
-from fedshuffle.engines.vmap import Batch, Descend, Tables, by_vmap, column
 from fedshuffle.errors import FedShuffleError
 from fedshuffle.kernel import ClientTask, FullGradient, LocalTraining
 from fedshuffle.local_work import Minibatches
