@@ -12,7 +12,7 @@ from typing import NamedTuple
 from fedshuffle._arrays import count, expect
 from fedshuffle.engines.base import Engine, OneWorker
 from fedshuffle.engines.cpu_tuning import available_cores
-from fedshuffle.engines.fast_gradients import SlowerWarning, tolerance
+from fedshuffle.engines.gradients import SlowerWarning, tolerance
 from fedshuffle.engines.problem import Problem
 from fedshuffle.engines.ray.engine import KINDS, Ray, RayEngine
 from fedshuffle.engines.reference import ReferenceEngine

@@ -7,7 +7,7 @@ gathered at once, and nothing is allocated per step but what the gradient needs.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import lru_cache, partial
 
 import torch
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from fedshuffle import kernel
 from fedshuffle.engines import base
 from fedshuffle.engines.cpu_tuning import flushed_denormals, keep_freed_memory, threads_for
-from fedshuffle.engines.fast_gradients import Gradients, LinearStack, hooked, trusted
+from fedshuffle.engines.gradients import Batch, Descend, by_hand, fault, hooked
 from fedshuffle.engines.problem import GRADIENT_ROWS, Problem
 from fedshuffle.kernel import ClientTask, FullGradient, LocalTraining
 from fedshuffle.losses import MeanLoss
@@ -64,7 +64,7 @@ class SequentialEngine(base.OneWorker):
         sums = x.new_zeros(request.sums, len(x))
         largest = max((task.minibatches.batch_size for task in request.tasks), default=1)
         # Where no autograd is needed, its bookkeeping would only cost.
-        by_hand = self._here.stack is not None
+        by_hand = self._here.by_hand is not None
         with threads_for(self.problem, largest), torch.inference_mode(by_hand):
             for task in request.tasks:
                 stream, coefficients = task.minibatches, task.coefficients
@@ -146,7 +146,7 @@ class SequentialEngine(base.OneWorker):
         if self.problem.changes_parameters:
             replica.flat.copy_(point)
 
-    def _batches(self, task: ClientTask) -> Iterator[tuple[int, tuple[Tensor, ...]]]:
+    def _batches(self, task: ClientTask) -> Iterator[tuple[int, Batch]]:
         """The minibatches of a client, with the seeds for the model's own randomness."""
         stream = task.minibatches
         seed = stream.model_seed() if self._random else 0
@@ -185,12 +185,13 @@ def _needs_direction(task: ClientTask) -> bool:
 
 
 class Layout:
-    """The order of numbers in a flat vector of parameters: each parameter's axes may be permuted.
+    """The order of numbers in a flat vector of parameters, each stored with some axis last:
+    ``last_axis[ndim]``, for those with so many axes.
 
     Methods know only plain vectors. The engine arranges what it is given, computes, and restores
     its answer.
 
-        >>> layout = Layout([torch.Size([2, 3]), torch.Size([2])], [(1, 0), (0,)])
+        >>> layout = Layout([torch.Size([2, 3]), torch.Size([2])], {2: -2})
         >>> x = torch.arange(8.0)
         >>> layout.arrange(x)
         tensor([0., 3., 1., 4., 2., 5., 6., 7.])
@@ -198,22 +199,22 @@ class Layout:
         True
     """
 
-    def __init__(self, shapes: Sequence[torch.Size], axes: Sequence[tuple[int, ...]]) -> None:
-        self._shapes = list(shapes)
-        self._axes = list(axes)
+    def __init__(self, shapes: Sequence[torch.Size], last_axis: Mapping[int, int]) -> None:
         self._lengths = [shape.numel() for shape in shapes]
-        self._plain = all(order == tuple(range(len(order))) for order in axes)
+        self._axes = [last_axis.get(len(shape), -1) for shape in shapes]
+        empty = [torch.empty(shape, device="meta") for shape in shapes]
+        self._stored = [
+            e.movedim(axis, -1).shape for e, axis in zip(empty, self._axes, strict=True)
+        ]
+        self._plain = set(self._axes) <= {-1}
 
     def views(self, flat: Tensor) -> list[Tensor]:
         """The parameters in their own shape, as views of an arranged vector (or rows of them)."""
-        lead = flat.shape[:-1]
-        found = []
         parts = torch.split(flat, self._lengths, dim=-1)
-        for part, shape, axes in zip(parts, self._shapes, self._axes, strict=True):
-            stored = part.view([*lead, *(shape[axis] for axis in axes)])
-            back = [len(lead) + axes.index(axis) for axis in range(len(axes))]
-            found.append(stored.permute([*range(len(lead)), *back]))
-        return found
+        return [
+            part.view(*flat.shape[:-1], *shape).movedim(-1, axis)
+            for part, shape, axis in zip(parts, self._stored, self._axes, strict=True)
+        ]
 
     def arrange(self, plain: Tensor) -> Tensor:
         """Plain vectors (one, or rows) in this layout."""
@@ -239,22 +240,16 @@ class Replica:
     """
 
     def __init__(
-        self, problem: Problem, stack: LinearStack | None = None, channels_last: bool = False
+        self, problem: Problem, by_hand: Descend | None = None, channels_last: bool = False
     ) -> None:
         self.problem = problem
-        self.stack = stack
+        self.by_hand = by_hand
         self._channels_last = channels_last
-
-        def axes(ndim: int) -> tuple[int, ...]:
-            permuted = {2: (1, 0)} if stack else {4: (0, 2, 3, 1)} if channels_last else {}
-            return permuted.get(ndim, tuple(range(ndim)))
-
-        shapes = [p.shape for p in problem.parameters.values()]
-        self.layout = Layout(shapes, [axes(len(shape)) for shape in shapes])
+        last_axis = {2: -2} if by_hand else {4: -3} if channels_last else {}
+        self.layout = Layout([p.shape for p in problem.parameters.values()], last_axis)
         self.flat = self.layout.arrange(problem.start).clone()
         self._views = self.layout.views(self.flat)
-        if stack is not None:
-            self._scratch: list[Tensor] = []
+        if by_hand is not None:
             return
         self._model = problem.replica()
         self._parameters = [p for p in self._model.parameters() if p.requires_grad]
@@ -263,20 +258,20 @@ class Replica:
         if channels_last and isinstance(problem.loss, MeanLoss):  # it runs the model as a whole
             _pool_first(self._model)
 
-    def ready(self, fields: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    def ready(self, fields: Batch) -> Batch:
         """Examples in the memory format of this replica."""
         if not self._channels_last:
             return fields
         last = torch.channels_last
         return tuple(f.contiguous(memory_format=last) if f.ndim == 4 else f for f in fields)
 
-    def spare(self, batch: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    def spare(self, batch: Batch) -> Batch:
         """The same examples once more, as a model may change its inputs."""
-        return batch if self.stack else tuple(field.clone() for field in batch)
+        return batch if self.by_hand else tuple(field.clone() for field in batch)
 
     def descend(
         self,
-        batch: tuple[Tensor, ...],
+        batch: Batch,
         by: float,
         into: Replica,
         keep: float = 1.0,
@@ -286,11 +281,17 @@ class Replica:
         """``into <- keep into + by g``, with g the clipped gradient at this replica's parameters;
         the seed is for the model's own randomness.
         """
-        if self.stack and clip == math.inf:
-            self.stack.descend(self._views, batch, by / len(batch[0]), into._views, keep)
+        if self.by_hand and clip == math.inf:
+            self.by_hand(self._views, batch, by / len(batch[0]), into._views, keep)
             return
-        found: list[Tensor] | tuple[Tensor, ...]
-        found = self._by_hand(batch) if self.stack else self._by_autograd(batch, seed)
+        found: Sequence[Tensor]
+        if self.by_hand:
+            found = [torch.zeros_like(view) for view in self._views]
+            self.by_hand(self._views, batch, 1 / len(batch[0]), found)
+        else:
+            with base.model_randomness(self.problem, seed):
+                loss = self.problem.loss(self._model, *batch)
+            found = base.gradients(loss, self._parameters)
         if clip < math.inf:
             norm = float(torch.stack(torch._foreach_norm(found)).norm())
             by *= min(1.0, clip / norm) if norm else 1.0
@@ -298,56 +299,35 @@ class Replica:
             into.flat.mul_(keep)
         torch._foreach_add_(into._views, found, alpha=by)
 
-    def _by_autograd(self, batch: tuple[Tensor, ...], seed: int) -> tuple[Tensor, ...]:
-        with base.model_randomness(self.problem, seed):
-            loss = self.problem.loss(self._model, *batch)
-        return base.gradients(loss, self._parameters)
-
-    def _by_hand(self, batch: tuple[Tensor, ...]) -> list[Tensor]:
-        assert self.stack is not None
-        self._scratch = self._scratch or [torch.empty_like(view) for view in self._views]
-        torch._foreach_zero_(self._scratch)
-        self.stack.descend(self._views, batch, 1 / len(batch[0]), self._scratch)
-        return self._scratch
-
 
 def fastest_replica(problem: Problem) -> Callable[[], Replica]:
-    """Makes the fastest replica that agrees with the reference.
-
-    On a CPU, max-pooling is ten times as fast with channels last, while convolutions hardly care.
-    But a model that looks at the memory of its activations cannot be run so.
-    """
+    """Makes the fastest replica that agrees with the reference."""
     ways: dict[str, Callable[[], Replica]] = {}
-    if (stack := LinearStack.of(problem)) is not None:
+    if (stack := by_hand(problem)) is not None:
         ways["differentiated by hand"] = partial(Replica, problem, stack)
     pools = any(isinstance(module, nn.MaxPool2d) for module in problem.model.modules())
-    if pools and problem.device.type == "cpu":
+    if pools and problem.device.type == "cpu":  # ten times as fast; convolutions hardly care
         ways["with channels last"] = partial(Replica, problem, channels_last=True)
     for way, make in ways.items():
-        if trusted(problem, way, partial(_gradients, make)):
+        if not fault(problem, way, partial(_gradients, make), warn=True):
             return make
     return partial(Replica, problem)
 
 
-def _gradients(make: Callable[[], Replica]) -> Gradients:
+def _gradients(make: Callable[[], Replica], points: Tensor, batch: Batch) -> Tensor:
     here, own = make(), make()
-
-    def found(points: Tensor, batch: tuple[Tensor, ...]) -> Tensor:
-        rows = []
-        for point in here.layout.arrange(points):
-            here.flat.copy_(point)
-            own.flat.zero_()
-            here.descend(here.spare(here.ready(batch)), 1.0, own)
-            rows.append(own.flat.clone())
-        return here.layout.restore(torch.stack(rows))
-
-    return found
+    rows = []
+    for point in here.layout.arrange(points):
+        here.flat.copy_(point)
+        own.flat.zero_()
+        here.descend(here.spare(here.ready(batch)), 1.0, own)
+        rows.append(own.flat.clone())
+    return here.layout.restore(torch.stack(rows))
 
 
 def _pool_first(layers: nn.Module) -> None:
-    """Swap a ReLU with the max-pooling after it: exactly the same, on a quarter of the numbers.
-
-    Only in layers that are sure to run one after another.
+    """Swap a ReLU with the max-pooling after it, where layers are sure to run one after another:
+    exactly the same, on a quarter of the numbers.
     """
     if type(layers) is not nn.Sequential or hooked(layers):
         return

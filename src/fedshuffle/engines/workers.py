@@ -3,10 +3,6 @@
 The longest clients come first, and every worker has one running sum. Which worker trains which
 client, and in which order the sums are added, depend on the request and the number of workers
 alone. So threads, processes and the machines of a cluster give the same bits.
-
-Threads come first: torch releases the interpreter's lock while it computes, and threads share the
-model and the data for free. Processes serve where Python itself is the cost, as for small models
-trained one client at a time, and for models that draw random numbers.
 """
 
 from __future__ import annotations
@@ -71,9 +67,7 @@ class Workers(Engine, abc.ABC):
         return totals
 
     def _shares(self, request: Request) -> list[tuple[Request, Tensor]]:
-        """Each worker's part of a request, with only the sums to which its clients contribute, and
-        the places of these among all sums.
-        """
+        """Each worker's part of a request, and the places of its sums among all sums."""
         weights: FloatArray
         if isinstance(request, LocalTraining):
             streams = [task.minibatches for task in request.tasks]
@@ -253,30 +247,23 @@ def _serve(connection: Connection, make: type[OneWorker], dumped: bytes, in_memo
 class WorkerProcess:
     """A process that runs ``work(connection, *args)``, and dies with this program.
 
-    A fork of the program itself inherits the locks of its libraries (MKL, OpenMP) but not the
-    threads that would release them, and may wait for ever. So it is a fork of
-    :mod:`multiprocessing`'s fork server: a new Python that imports torch once, computes nothing and
-    has a single thread.
+    It is a fork of :mod:`multiprocessing`'s fork server, a clean process with a single thread. A
+    fork of the program itself might wait for ever for a lock of a thread that it does not have.
     """
 
     def __init__(self, work: Callable[..., None], *args: Any, daemon: bool = True) -> None:
-        if "forkserver" not in multiprocessing.get_all_start_methods():
-            raise FedShuffleError(
-                "worker processes need Linux or macOS. Use threads: the engine 'sequential:2'."
-            )
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["fedshuffle.engines"])
-        self.connection, theirs = context.Pipe()
-        mine = work, theirs, os.environ | _ONE_THREAD, args
-        self.process = context.Process(target=_run, args=mine, daemon=daemon)
         try:
+            context = multiprocessing.get_context("forkserver")
+            context.set_forkserver_preload(["fedshuffle.engines"])
+            self.connection, theirs = context.Pipe()
+            mine = work, theirs, os.environ | _ONE_THREAD, args
+            self.process = context.Process(target=_run, args=mine, daemon=daemon)
             with theirs, _clean_start():
                 self.process.start()
-        except (EOFError, OSError) as error:
-            self.connection.close()
+        except (EOFError, OSError, ValueError) as error:
             raise FedShuffleError(
-                f"no worker process can be started ({type(error).__name__}: {error}). Use threads:"
-                " the engine 'sequential:2'."
+                f"no worker process can be started ({type(error).__name__}: {error}). They need"
+                " Linux or macOS. Use threads: the engine 'sequential:2'."
             ) from error
 
     def send(self, message: object) -> None:
@@ -299,11 +286,10 @@ class WorkerProcess:
 
 @contextlib.contextmanager
 def _clean_start() -> Iterator[None]:
-    """Let the fork server and its workers inherit nothing of the program but what they need.
+    """Let workers start no threads of libraries, and leave Ctrl-C to the program.
 
-    They start no threads of libraries, and leave Ctrl-C to the program. And they do not import the
-    user's script: multiprocessing would, in every worker, if ``__main__`` had a name or a file. But
-    nothing needs it there, since models and losses travel by cloudpickle.
+    multiprocessing would import the user's script in every worker if ``__main__`` had a name or a
+    file. Nothing needs it there, since models and losses travel by cloudpickle.
     """
     main = vars(sys.modules["__main__"])
     with _lock:

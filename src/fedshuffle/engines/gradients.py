@@ -1,13 +1,10 @@
 """Fast ways to compute gradients: by hand for a stack of linear layers, or through vmap.
 
-Autograd costs a small model more than its arithmetic. For linear layers with simple activations,
-under a loss whose derivative is known, the gradient is written out here, and the matrix product
-that computes each layer's part adds it to the parameters. The same lines serve one client
-(matrices) and many clients side by side (a leading dimension everywhere).
+By hand, the matrix product that computes a layer's gradient adds it to the parameters. The same
+lines serve one client (matrices) and many side by side (a leading dimension everywhere).
 
-Every fast way is compared with the reference once, before it is used. It is tried on examples from
-all over the federation, so the result depends on the problem alone: it is the same in every worker
-and in a resumed run.
+Every fast way is compared with the reference once, before it is used. The result depends on the
+problem alone: it is the same in every worker and in a resumed run.
 """
 
 from __future__ import annotations
@@ -15,6 +12,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from itertools import count
 from typing import Any, NamedTuple
 
@@ -27,7 +25,7 @@ from fedshuffle import losses
 from fedshuffle._arrays import IntArray
 from fedshuffle.engines.base import client_context, gradients
 from fedshuffle.engines.cpu_tuning import threads_for
-from fedshuffle.engines.problem import Fault, Loss, Problem
+from fedshuffle.engines.problem import Loss, Problem
 from fedshuffle.engines.reference import gradient_at
 from fedshuffle.errors import FedShuffleError
 
@@ -38,30 +36,20 @@ Tables = list[Tensor]
 """The parameters of many models: one table per parameter, one row per model."""
 
 Batch = tuple[Tensor, ...]
-Descend = Callable[[Tables, Batch, Tensor, Tables, Tensor | None], None]
+Descend = Callable[..., None]
 """``descend(at, batch, shares, into, keep)``: for every client i (a row everywhere)
 ``into_i <- keep_i into_i + sum_j shares_ij grad f_ij(at_i)`` over the examples j of its minibatch.
 """
 
-Gradients = Callable[[Tensor, tuple[Tensor, ...]], Tensor]
-"""``gradients(points, batch)``: for every point a row, the gradient of the mean loss over the
-batch, with the seed 0 for the model's own randomness.
-"""
+_Activation = tuple[Callable[[Tensor], Tensor], Callable[[Tensor, Tensor], Tensor]]
+"""``forward(z)`` works in place; ``backward(slope, output)`` needs only the output."""
 
-
-class _Activation(NamedTuple):
-    """``forward`` works in place; ``backward(slope, output)`` needs only the output."""
-
-    forward: Callable[[Tensor], Tensor]
-    backward: Callable[[Tensor, Tensor], Tensor]
-
-
-_NONE = _Activation(lambda z: z, lambda slope, _: slope)
+_NONE: _Activation = (lambda z: z, lambda slope, _: slope)
 _ACTIVATIONS: dict[type[nn.Module], _Activation] = {
     nn.Identity: _NONE,
-    nn.ReLU: _Activation(torch.relu_, lambda slope, a: _aten.threshold_backward(slope, a, 0)),
-    nn.Tanh: _Activation(torch.tanh_, _aten.tanh_backward),
-    nn.Sigmoid: _Activation(torch.sigmoid_, _aten.sigmoid_backward),
+    nn.ReLU: (torch.relu_, lambda slope, output: _aten.threshold_backward(slope, output, 0)),
+    nn.Tanh: (torch.tanh_, _aten.tanh_backward),
+    nn.Sigmoid: (torch.sigmoid_, _aten.sigmoid_backward),
 }
 
 
@@ -74,71 +62,63 @@ class _Layer(NamedTuple):
     activation: _Activation = _NONE
 
 
-class LinearStack:
-    """The gradient of a problem whose model is a stack of linear layers."""
+def by_hand(problem: Problem) -> Descend | None:
+    """The gradient of a stack of linear layers; None for any other model.
 
-    def __init__(self, layers: Sequence[_Layer], slope: Callable[..., Tensor]) -> None:
-        self._layers = layers
-        self._slope = slope
+    For one client, ``shares`` and ``keep`` are numbers, and tables are the parameters themselves.
+    """
+    layers = _layers(problem)
+    slope_of = _slope(problem, layers[-1].width) if layers else None
+    return None if slope_of is None else partial(_descend, layers, slope_of)
 
-    @classmethod
-    def of(cls, problem: Problem) -> LinearStack | None:
-        """The stack that a problem's model is, or None if it is anything else."""
-        layers = _layers(problem)
-        slope = _slope(problem, layers[-1].width) if layers else None
-        return None if slope is None else cls(layers, slope)
 
-    def descend(
-        self,
-        at: Sequence[Tensor],
-        batch: tuple[Tensor, ...],
-        scale: float | Tensor,
-        into: Sequence[Tensor],
-        keep: float | Tensor | None = None,
-    ) -> None:
-        """``into <- keep into + sum_j scale_j grad f_j(at)``, parameter by parameter.
-
-        The sum runs over the examples of the batch; ``into`` may be ``at`` itself. With clients
-        side by side, everything has a leading dimension: ``scale`` has shape (clients, examples)
-        and ``keep`` (clients,).
-        """
-        inputs, targets = batch
-        many = at[0].ndim == 3
-        output, outputs = inputs.flatten(2 if many else 1), []
-        for layer in self._layers:
-            outputs.append(output)
-            weight = at[layer.weight].mT
-            if layer.bias is None:
-                output = output @ weight
-            elif many:
-                output = torch.baddbmm(at[layer.bias].unsqueeze(1), output, weight)
-            else:
-                output = torch.addmm(at[layer.bias], output, weight)
-            output = layer.activation.forward(output)
-        slope, alpha = self._slope(output, targets), 1.0
-        if isinstance(scale, Tensor):
-            slope.mul_(scale.unsqueeze(2))
+def _descend(
+    layers: Sequence[_Layer],
+    slope_of: Callable[..., Tensor],
+    at: Sequence[Tensor],
+    batch: Batch,
+    shares: float | Tensor,
+    into: Sequence[Tensor],
+    keep: float | Tensor | None = None,
+) -> None:
+    """``into <- keep into + sum_j shares_j grad f_j(at)``; ``into`` may be ``at`` itself."""
+    inputs, targets = batch
+    many = at[0].ndim == 3
+    output, outputs = inputs.flatten(2 if many else 1), []
+    for layer in layers:
+        outputs.append(output)
+        weight = at[layer.weight].mT
+        if layer.bias is None:
+            output = output @ weight
+        elif many:
+            output = torch.baddbmm(at[layer.bias].unsqueeze(1), output, weight)
         else:
-            alpha = scale
-        of_weight = of_bias = 1.0 if keep is None else keep
-        if isinstance(keep, Tensor):
-            of_weight, of_bias = keep.view(-1, 1, 1), keep.view(-1, 1)
-        shrinks = isinstance(keep, Tensor) or of_weight != 1
-        add_product = Tensor.baddbmm_ if many else Tensor.addmm_
-        for layer in reversed(self._layers):
-            slope = layer.activation.backward(slope, output)
-            output = outputs.pop()
-            # The layer below needs the weights before they change.
-            below = slope @ at[layer.weight] if outputs else slope
+            output = torch.addmm(at[layer.bias], output, weight)
+        output = layer.activation[0](output)
+    slope, alpha = slope_of(output, targets), 1.0
+    if isinstance(shares, Tensor):
+        slope.mul_(shares.unsqueeze(2))
+    else:
+        alpha = shares
+    of_weight = of_bias = 1.0 if keep is None else keep
+    if isinstance(keep, Tensor):
+        of_weight, of_bias = keep.view(-1, 1, 1), keep.view(-1, 1)
+    shrinks = isinstance(keep, Tensor) or of_weight != 1
+    add_product = Tensor.baddbmm_ if many else Tensor.addmm_
+    for layer in reversed(layers):
+        slope = layer.activation[1](slope, output)
+        output = outputs.pop()
+        # The layer below needs the weights before they change.
+        below = slope @ at[layer.weight] if outputs else slope
+        if shrinks:
+            into[layer.weight].mul_(of_weight)
+        add_product(into[layer.weight], slope.mT, output, alpha=alpha)
+        if layer.bias is not None:
+            bias = into[layer.bias]
             if shrinks:
-                into[layer.weight].mul_(of_weight)
-            add_product(into[layer.weight], slope.mT, output, alpha=alpha)
-            if layer.bias is not None:
-                bias = into[layer.bias]
-                if shrinks:
-                    bias.mul_(of_bias)
-                bias.add_(slope.sum(dim=-2), alpha=alpha)
-            slope = below
+                bias.mul_(of_bias)
+            bias.add_(slope.sum(dim=-2), alpha=alpha)
+        slope = below
 
 
 def _layers(problem: Problem) -> list[_Layer]:
@@ -279,25 +259,35 @@ def tolerance(dtype: torch.dtype) -> float:
     return min(0.1, max(1e-9, 1e4 * torch.finfo(dtype).eps))
 
 
-def fault(problem: Problem, way: str, make: Callable[[], Gradients]) -> Fault | None:
-    """What is wrong with a way to compute gradients; None if it gives those of the reference."""
-    if way not in problem.tried:
-        problem.tried[way] = _fault(problem, make)
-    return problem.tried[way]
+def fault(
+    problem: Problem, way: str, compute: Callable[[Tensor, Batch], Tensor], warn: bool = False
+) -> str:
+    """What is wrong with ``compute(points, batch)``, which should give for every point a row: the
+    gradient of the mean loss, as by the reference. Empty if it does.
 
-
-def trusted(problem: Problem, way: str, make: Callable[[], Gradients]) -> bool:
-    """Whether to use a way to compute gradients; warn, once, if it gives other gradients."""
-    first = way not in problem.tried
-    found = fault(problem, way, make)
-    if found and found.differs and first:
+    Warn, once, if it gives other gradients and a slower way takes its place.
+    """
+    if way in problem.tried:
+        return problem.tried[way]
+    points, rows, wanted = _reference(problem)
+    limit, off = tolerance(problem.dtype), 0.0
+    try:
+        with threads_for(problem, len(rows)):
+            found = compute(points, problem.batch(rows))
+        off = max(_distance(problem, *pair) for pair in zip(found, wanted, strict=True))
+        why = f"its gradient is off by {off:.2g} of its size" if off > limit else ""
+    except Exception as error:
+        cause = error.__cause__ or error
+        why = f"{type(cause).__name__}: " + str(cause).split("\n")[0]
+    problem.tried[way] = why
+    if warn and off > limit:
         warnings.warn(
-            f"{way}, the model computes something else: {found.why}. So it is trained in a slower"
-            " way, which agrees with the reference.",
+            f"{way}, the model computes something else: {why}. So it is trained in a slower way,"
+            " which agrees with the reference.",
             SlowerWarning,
             stacklevel=2,
         )
-    return found is None
+    return why
 
 
 def gradient_norm(problem: Problem) -> float:
@@ -329,27 +319,10 @@ def _reference(problem: Problem) -> tuple[Tensor, IntArray, list[Tensor]]:
         return points, rows, [gradient_at(problem, point, rows, seed=0)[0] for point in points]
 
 
-def _fault(problem: Problem, make: Callable[[], Gradients]) -> Fault | None:
-    points, rows, wanted = _reference(problem)
-    try:
-        with threads_for(problem, len(rows)):
-            found = make()(points, problem.batch(rows))
-    except Exception as error:
-        cause = error.__cause__ or error
-        first = str(cause).split("\n")[0]
-        return Fault(f"{type(cause).__name__}: {first}", differs=False)
-    off = max(_distance(problem, *pair) for pair in zip(found, wanted, strict=True))
-    if off <= tolerance(problem.dtype):
-        return None
-    return Fault(f"its gradient is off by {off:.2g} of its size", differs=True)
-
-
 def _distance(problem: Problem, have: Tensor, want: Tensor) -> float:
-    """The largest relative error of any parameter's gradient; that of small ones by a tenth of the
-    whole. Zero where the reference is not finite: training will say so.
-    """
+    """The largest error of a parameter's gradient, relative to it or to a tenth of the whole."""
     if not torch.isfinite(want).all():
-        return 0.0
+        return 0.0  # training will say so
     lengths = [parameter.numel() for parameter in problem.parameters.values()]
     pairs = zip(torch.split(have - want, lengths), torch.split(want, lengths), strict=True)
     norms = torch.tensor([[float(off.norm()), float(part.norm())] for off, part in pairs])
