@@ -20,7 +20,7 @@ from tests.engines.models import SIZES, data, text_data
 
 @pytest.fixture
 def two_cores(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fedshuffle.engines.auto.available_cores", lambda: 2)
+    monkeypatch.setattr("fedshuffle.engines.registry.available_cores", lambda: 2)
 
 
 def pretend(monkeypatch: pytest.MonkeyPatch, **seconds: float) -> None:
@@ -30,7 +30,7 @@ def pretend(monkeypatch: pytest.MonkeyPatch, **seconds: float) -> None:
         kind = type(engine).__name__.removesuffix("Engine")
         return seconds.get(kind, 1.0)
 
-    monkeypatch.setattr("fedshuffle.engines.auto._seconds", took)
+    monkeypatch.setattr("fedshuffle.engines.registry._seconds", took)
 
 
 @pytest.mark.parametrize(

@@ -34,7 +34,7 @@ from fedshuffle.engines import (
     choose,
     make,
 )
-from fedshuffle.engines.linear_stack import LinearStack
+from fedshuffle.engines.gradients import by_hand
 from fedshuffle.kernel import ClientTask, FullGradient, LocalTraining, StepCoefficients, step
 from fedshuffle.local_work import Minibatches
 from fedshuffle.models import CharLSTM, ResNet
@@ -84,7 +84,7 @@ def all_engines(problem: Problem) -> dict[str, Engine]:
     """Every engine in every variant that makes a difference to this model."""
     vectorised = not any(isinstance(module, nn.LSTM) for module in problem.model.modules())
     problems = {"": problem}
-    if LinearStack.of(problem) is not None:  # not with a loss of unknown derivative
+    if by_hand(problem) is not None:  # not with a loss of unknown derivative
         loss = problem.loss
         opaque = lambda m, *batch: loss(m, *batch)  # noqa: E731
         by_autograd = Problem(problem.replica(), opaque, problem.federation)
@@ -157,7 +157,7 @@ def test_stacks_are_differentiated_by_hand(
     body = nn.Sequential(nn.Linear(6, 5, bias), activation(), nn.Linear(5, 4, bias), activation())
     model = nn.Sequential(nn.Flatten(), body, nn.Linear(4, 3, bias), activation()).double()
     problem = Problem(model, loss, federation)
-    assert LinearStack.of(problem) is not None
+    assert by_hand(problem) is not None
     run = Run(federation, "fedshuffle", "full", LocalWork(epochs=2, batch_size=4), 0.05)
     *_, (want,) = simulate(ReferenceEngine(problem), [run], 3)
     for engine in (SequentialEngine(problem), VectorizedEngine(problem)):
@@ -189,7 +189,7 @@ def test_what_only_looks_like_a_stack_is_left_to_autograd() -> None:
         nn.Sequential(nn.ReLU(), nn.Linear(6, 3)),
     ):
         problem = Problem(model.double(), losses.cross_entropy, federation)
-        assert LinearStack.of(problem) is None, model
+        assert by_hand(problem) is None, model
         run = Run(federation, "fedshuffle", "full", LocalWork(batch_size=4), 0.05)
         *_, (want,) = simulate(ReferenceEngine(problem), [run], 2)
         *_, (have,) = simulate(make("sequential", problem), [run], 2)
@@ -197,10 +197,10 @@ def test_what_only_looks_like_a_stack_is_left_to_autograd() -> None:
     mine = Problem(
         nn.Linear(6, 3).double(), lambda m, x, y: losses.cross_entropy(m, x, y), federation
     )
-    assert LinearStack.of(mine) is None
+    assert by_hand(mine) is None
     rows, labels = federation.tensors()
     some = Federation.from_arrays(rows, labels.where(labels > 0, -100), sizes=SIZES)
-    assert LinearStack.of(Problem(nn.Linear(6, 3).double(), losses.cross_entropy, some)) is None
+    assert by_hand(Problem(nn.Linear(6, 3).double(), losses.cross_entropy, some)) is None
 
 
 def task(client: int, size: int, steps: int, **coefficients: object) -> ClientTask:
@@ -356,7 +356,7 @@ def test_every_engine_uses_all_coefficients_like_the_reference(case: str) -> Non
     make_model, federation = COEFFICIENTS[case]
     torch.manual_seed(0)
     problem = Problem(make_model().double(), losses.cross_entropy, federation)
-    few = case == "many" or LinearStack.of(problem) is None
+    few = case == "many" or by_hand(problem) is None
     kinds = [(seed, bool(seed % 3)) for seed in range(2 if few else 6)]
     trainings = [every_coefficient(problem, *kind) for kind in kinds]
     gradients = [asked(problem, *kind) for kind in kinds]

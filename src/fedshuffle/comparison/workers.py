@@ -27,7 +27,7 @@ from fedshuffle.comparison.spec import SHORT
 from fedshuffle.config import Config, load
 from fedshuffle.config import runner as config_runner
 from fedshuffle.config.runner import RunInputs
-from fedshuffle.engines.processes import WorkerProcess
+from fedshuffle.engines.workers import WorkerProcess
 from fedshuffle.errors import DivergedError, FedShuffleError
 from fedshuffle.evaluation import Evaluation, Evaluations
 from fedshuffle.training.divergence import has_diverged, monitored_loss

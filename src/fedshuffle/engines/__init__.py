@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from fedshuffle.engines.auto import Choice, choose
 from fedshuffle.engines.base import Engine
 from fedshuffle.engines.problem import Loss, Problem
 from fedshuffle.engines.ray.engine import Ray, RayEngine
 from fedshuffle.engines.reference import ReferenceEngine
-from fedshuffle.engines.registry import at_address, check, make, resumed
+from fedshuffle.engines.registry import Choice, at_address, check, choose, make, resumed
 from fedshuffle.engines.sequential import SequentialEngine
 from fedshuffle.engines.vectorized import VectorizedEngine
 from fedshuffle.engines.workers import ProcessesEngine, ThreadsEngine

@@ -28,9 +28,8 @@ _TRIM_THRESHOLD, _TOP_PAD, _MMAP_MAX = -1, -2, -4  # the names of glibc's malloc
 def keep_freed_memory() -> bool:
     """Tell glibc's allocator not to return freed memory to the system; whether it obeyed.
 
-    By default it maps every large activation and returns it after the step, which costs an LSTM
-    12,000 page faults per step. This holds for the whole process: its memory stays at its peak.
-    Does nothing on systems without glibc, or if ``FEDSHUFFLE_KEEP_MEMORY=0``.
+    By default it returns every large activation after the step, which costs an LSTM 12,000 page
+    faults per step. This holds for the whole process: its memory stays at its peak.
     """
     if not sys.platform.startswith("linux") or os.environ.get("FEDSHUFFLE_KEEP_MEMORY") == "0":
         return False
@@ -76,19 +75,18 @@ def one_thread() -> Iterator[None]:
 def threads_for(problem: Problem, rows: int) -> AbstractContextManager[None]:
     """One thread of torch for gradients over this many rows if they are small, then as before.
 
-    Threads that share small work spend their time waiting for each other, and where other programs
-    use the cores, too, training is up to a hundred times slower. What is small depends on the model
-    and the data alone, so that a run has the same rounding on every machine.
+    Threads that share small work wait for each other. What is small depends on the model and the
+    data alone, so that a run has the same rounding on every machine.
     """
     small = torch.get_num_threads() > 1 and operations(problem, rows) < _SMALL
     return one_thread() if small else nullcontext()
 
 
 def operations(problem: Problem, rows: int) -> float:
-    """An upper bound of the operations that the model needs for this many examples.
+    """An upper bound of the operations for this many examples.
 
-    Linear layers on vectors use every parameter once per example. Other layers, such as
-    convolutions, may use it once for every number of the example.
+    Linear layers on vectors use every parameter once per example; other layers, such as
+    convolutions, at most once for every number of the example.
     """
     example = problem.fields[0][0]
     vector = example.ndim <= 1 and example.is_floating_point()

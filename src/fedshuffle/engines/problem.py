@@ -6,14 +6,13 @@ import copy
 import functools
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.loss import _Loss
 from torch.nn.parameter import is_lazy
-from torch.nn.utils.weight_norm import WeightNorm
 
 from fedshuffle import losses
 from fedshuffle._arrays import IntArray, expect
@@ -24,14 +23,6 @@ GRADIENT_ROWS = 1024  # full gradients are computed in pieces of at most this ma
 
 Loss = Callable[..., Tensor]
 """``loss(model, *fields)``: the mean loss over the examples of a minibatch, a scalar tensor."""
-
-
-class Fault(NamedTuple):
-    """Why a fast way to compute gradients cannot be used."""
-
-    why: str
-    differs: bool
-    """Whether it gives other gradients than the reference, or none at all."""
 
 
 class Problem:
@@ -54,8 +45,9 @@ class Problem:
         with error_context(
             lambda error: (
                 f"the model cannot be copied ({type(error).__name__}:"
-                f" {str(error).split('.  ')[0].rstrip('.')}). It may hold an activation or"
-                " something open: let it hold only what it was made of."
+                f" {str(error).split('.  ')[0].rstrip('.')}). It may hold something open, or an"
+                " activation, as by torch.nn.utils.weight_norm: let it hold only what it was made"
+                " of, and use torch.nn.utils.parametrizations.weight_norm."
             ),
             Exception,
         ):
@@ -80,8 +72,8 @@ class Problem:
         self._untouched = copy.deepcopy(self.model)
         self._given = list(model.parameters())
         self._shares: dict[int, list[float]] = {}
-        self.tried: dict[str, Fault | None] = {}
-        """Fast ways to compute gradients that were compared with the reference: their faults."""
+        self.tried: dict[str, str] = {}
+        """Fast ways to compute gradients that were compared with the reference: what is wrong."""
 
     def _converted(self, field: Tensor) -> Tensor:
         """Examples on the model's device, and floating-point ones in its precision."""
@@ -124,7 +116,8 @@ class Problem:
         versions = [p._version for p in parameters.values()]
         with forked(self.device):
             before = _random_state(self.device)
-            loss = self.loss(model, *self.few())
+            few = torch.arange(min(2, int(self.federation.offsets[-1])))
+            loss = self.loss(model, *self.batch(few))
             random = not torch.equal(before, _random_state(self.device))
         buffers = dict(self._untouched.named_buffers())
         for name, buffer in model.named_buffers():
@@ -136,10 +129,6 @@ class Problem:
         _check_gradients(loss, parameters, self._given)
         self._given = []
         return random, versions != [p._version for p in parameters.values()]
-
-    def few(self) -> tuple[Tensor, ...]:
-        """An example or two, to try things on."""
-        return self.batch(torch.arange(min(2, int(self.federation.offsets[-1]))))
 
     def rows(self, client: Any, positions: Any) -> Any:
         """Positions among a client's examples as rows of the packed layout."""
@@ -218,7 +207,7 @@ def _check_loss(loss: Loss) -> None:
 
 
 def _check_model(model: nn.Module) -> None:
-    """Refuse a model that has no values yet, cannot be copied, or is not averaged as a whole."""
+    """Refuse a model that has no values yet, loses hooks in a copy, or is not averaged whole."""
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         fault = ""
         if is_lazy(tensor):
@@ -236,11 +225,6 @@ def _check_model(model: nn.Module) -> None:
         if fault:
             raise FedShuffleError(f"parameter {name!r} {fault}.")
     for name, module in model.named_modules():
-        if any(isinstance(hook, WeightNorm) for hook in module._forward_pre_hooks.values()):
-            raise FedShuffleError(
-                f"layer {name!r} uses torch.nn.utils.weight_norm, with which a model cannot be"
-                " copied. Use torch.nn.utils.parametrizations.weight_norm."
-            )
         tracks = getattr(module, "track_running_stats", False)
         if tracks and getattr(module, "running_mean", 0) is not None:
             raise FedShuffleError(

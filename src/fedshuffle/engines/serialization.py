@@ -1,8 +1,6 @@
 """What travels to workers in other processes and on other machines: the problem, then requests.
 
-The model and the loss are pickled, with their code where no module has it, as in a notebook. Data
-on disk are opened by every worker; data in memory are shared by all workers of a machine.
-
+The model and the loss are pickled, with their code where no module has it, as in a notebook.
 Tensors travel apart from the requests, each only once. Those that all workers need, such as the
 model at the start of the round, become one object that a cluster sends to each machine once.
 """
@@ -27,7 +25,7 @@ from torch import Tensor
 
 from fedshuffle import fingerprint
 from fedshuffle.engines.base import Engine
-from fedshuffle.engines.gradcheck import check_gradient_norm, gradient_norm
+from fedshuffle.engines.gradients import check_gradient_norm, gradient_norm
 from fedshuffle.engines.problem import Problem
 from fedshuffle.errors import FedShuffleError, TrainingError, error_context
 from fedshuffle.federation import Federation
@@ -84,9 +82,8 @@ def dump_problem(problem: Problem) -> bytes:
     federation = problem.federation
     if federation.path is None:
         federation = replace(federation, fields=())
-    settings = torch.get_default_dtype(), torch.get_float32_matmul_precision()
-    data = federation, _stamp(federation)
-    checks = gradient_norm(problem), problem.tried
+    precision = torch.get_default_dtype(), torch.get_float32_matmul_precision()
+    data, norm = (federation, _stamp(federation)), gradient_norm(problem)
     with error_context(
         lambda error: (
             f"the model or the loss cannot be sent to workers: {error}. Make them in a"
@@ -94,8 +91,8 @@ def dump_problem(problem: Problem) -> bytes:
         ),
         Exception,
     ):
-        parts = settings, problem.replica().cpu(), problem.loss, data, checks
-        return bytes(cloudpickle.dumps(parts))
+        model = problem.replica().cpu()
+        return bytes(cloudpickle.dumps((precision, model, problem.loss, data, norm, problem.tried)))
 
 
 def load_problem(
@@ -103,7 +100,7 @@ def load_problem(
 ) -> Problem:
     """The problem and torch's settings where it was dumped; the fields are data in memory."""
     try:
-        (dtype, precision), model, loss, (federation, stamp), checks = pickle.loads(dumped)
+        (dtype, precision), model, loss, (federation, stamp), norm, tried = pickle.loads(dumped)
     except (ImportError, AttributeError) as error:
         missing = isinstance(error, ImportError) and error.name
         raise FedShuffleError(
@@ -121,7 +118,7 @@ def load_problem(
     if federation.path is None:
         federation = replace(federation, fields=tuple(fields))
     problem = Problem(model.to(device), loss, federation)
-    norm, problem.tried = checks  # all workers compute in the same way
+    problem.tried = tried  # all workers compute in the same way
     check_gradient_norm(problem, norm)
     return problem
 

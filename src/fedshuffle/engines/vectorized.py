@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 
 import numpy as np
@@ -19,10 +19,8 @@ from torch import Tensor
 from fedshuffle._arrays import FloatArray, IntArray
 from fedshuffle.engines import base
 from fedshuffle.engines.cpu_tuning import flushed_denormals, keep_freed_memory, threads_for
-from fedshuffle.engines.gradcheck import fault, trusted
-from fedshuffle.engines.linear_stack import LinearStack
+from fedshuffle.engines.gradients import Batch, Descend, Tables, by_hand, by_vmap, column, fault
 from fedshuffle.engines.problem import GRADIENT_ROWS, Problem
-from fedshuffle.engines.vmap import Batch, Descend, Tables, by_vmap, column
 from fedshuffle.errors import FedShuffleError
 from fedshuffle.kernel import ClientTask, FullGradient, LocalTraining
 from fedshuffle.local_work import Minibatches
@@ -34,11 +32,9 @@ _FEW_SUMS = 16  # with more sums than this, clients may contribute to few of the
 
 
 class VectorizedEngine(base.OneWorker):
-    """Trains up to ``width`` clients at once, each in one row.
+    """Trains up to ``width`` clients at once, each in one row, with one dispatch per step for all.
 
-    Python and dispatch are paid once per step of a whole group instead of once per client, which
-    decides the speed of small models. A stack of linear layers is differentiated by hand, any other
-    model through vmap.
+    A stack of linear layers is differentiated by hand, any other model through vmap.
     """
 
     name = "vectorized"
@@ -55,20 +51,20 @@ class VectorizedEngine(base.OneWorker):
             )
         self._shapes = [p.shape for p in problem.parameters.values()]
         self._draw = ReusableGenerator()
-        stack = LinearStack.of(problem)
+        descend = by_hand(problem)
         way = "differentiated by hand, many clients at once"
         # Without autograd, the examples of a minibatch may have different shares, even none.
-        self._by_hand = stack is not None and trusted(
-            problem, way, lambda: partial(self._gradients, stack.descend)
+        self._by_hand = descend is not None and not fault(
+            problem, way, partial(self._gradients, descend), warn=True
         )
-        if stack is not None and self._by_hand:
-            self._descend: Descend = stack.descend
+        if descend is not None and self._by_hand:
+            self._descend: Descend = descend
             return
         self._descend = by_vmap(problem)
-        wrong = fault(problem, "vectorized", lambda: partial(self._gradients, self._descend))
-        if wrong is not None:
+        wrong = fault(problem, "vectorized", partial(self._gradients, self._descend))
+        if wrong:
             raise FedShuffleError(
-                f"this model or loss cannot be vectorized ({wrong.why}). Use the engine"
+                f"this model or loss cannot be vectorized ({wrong}). Use the engine"
                 " 'sequential', or 'reference' to see at which client it fails."
             )
 
@@ -99,10 +95,8 @@ class VectorizedEngine(base.OneWorker):
                 self._train_group(group, starts, sums, first)
         return list(torch.split(torch.cat(sums, dim=1), [request.sums for request in requests]))
 
-    def _groups(
-        self, tasks: Iterable[tuple[int, ClientTask]]
-    ) -> Iterator[list[tuple[int, ClientTask]]]:
-        group: list[tuple[int, ClientTask]] = []
+    def _groups(self, tasks: Iterable[_Owned]) -> Iterator[list[_Owned]]:
+        group: list[_Owned] = []
         examples = 0
         for one in tasks:
             if len(group) == self.width or (group and examples > _MAX_EXAMPLES):
@@ -114,7 +108,7 @@ class VectorizedEngine(base.OneWorker):
             yield group
 
     def _train_group(
-        self, group: list[tuple[int, ClientTask]], starts: Tables, sums: Tables, first: IntArray
+        self, group: list[_Owned], starts: Tables, sums: Tables, first: IntArray
     ) -> None:
         """Train the clients of a group, and add their weighted updates to the sums."""
         tasks = [task for _, task in group]
@@ -127,12 +121,12 @@ class VectorizedEngine(base.OneWorker):
             weights = np.zeros((int(first[-1]), len(group)))
             for row, (k, task) in enumerate(group):
                 weights[first[k] : first[k + 1], row] = task.weights
-            product = _Product(starts[0], weights, int(np.diff(first).max()))
+            add = _adder(starts[0], weights, int(np.diff(first).max()))
             sizes = starts[0].new_zeros(len(group))
             for table, end, begin in zip(sums, y, x, strict=True):
                 update = _flat(end.sub_(begin))
                 sizes += update.sum(dim=1)
-                product.add(update, table)
+                add(update, table)
             finite = torch.isfinite(sizes)
             if not finite.all():
                 raise base.not_finite(self.problem, tasks[int((~finite).nonzero()[0])])
@@ -250,7 +244,7 @@ class VectorizedEngine(base.OneWorker):
                 for k, (place, row) in enumerate(zip(places, each_weights, strict=True)):
                     weights[place, k] = row
                 flat = torch.cat([_flat(table) for table in found], dim=1)
-                _Product(flat, weights, most).add(flat, answers)
+                _adder(flat, weights, most)(flat, answers)
         parts = torch.split(answers, [math.prod(shape) for shape in shapes])
         return [
             base.finished_gradients(request, part.view(*shape, -1))
@@ -273,6 +267,9 @@ class VectorizedEngine(base.OneWorker):
         return found
 
 
+_Owned = tuple[int, ClientTask]
+"""A task, and the place of its request among all."""
+
 _Piece = tuple[IntArray, int, slice, FloatArray]
 """Add the mean gradient of these rows at this point to these answers, with these weights."""
 
@@ -283,10 +280,9 @@ mean of its minibatch."""
 
 
 class _PackedMinibatches:
-    """The minibatches of a group of clients, of which the longest come first.
+    """The minibatches of a group of clients, the longest clients first.
 
-    In every step, each client that is not done has ``width`` places; places that a shorter
-    minibatch leaves empty hold the client's first row, with no share.
+    In a step, each client has ``width`` places; empty ones hold its first row, with no share.
     """
 
     def __init__(
@@ -320,27 +316,24 @@ class _PackedMinibatches:
             yield slice(0, shape[0]), rows.reshape(shape), shares.reshape(shape)
 
     def by_length(self) -> Iterator[_Step]:
-        """Clients whose next minibatches have the same length step together, the largest such
-        group first; the others wait.
-        """
+        """Clients whose next minibatches have the same length step together; the others wait."""
         waiting: dict[int, list[tuple[int, int]]] = defaultdict(list)
-
-        def wait(client: int, step: int) -> None:
-            if step < self.steps[client]:
-                begin = int(self.begins[step]) + client * self.width
-                length = int(np.count_nonzero(self.shares[begin : begin + self.width]))
-                waiting[length].append((client, step))
-
-        for client in range(len(self.steps)):
-            wait(client, 0)
-        while waiting:
+        clients, steps = np.arange(len(self.steps)), np.zeros_like(self.steps)
+        while True:
+            for client, step in zip(clients.tolist(), steps.tolist(), strict=True):
+                if step < self.steps[client]:
+                    begin = int(self.begins[step]) + client * self.width
+                    length = int(np.count_nonzero(self.shares[begin : begin + self.width]))
+                    waiting[length].append((client, step))
+            if not waiting:
+                return
+            # The largest such group comes first.
             length = max(waiting, key=lambda length: (len(waiting[length]), length))
             clients, steps = np.array(waiting.pop(length)).T
             begins = self.begins[steps] + clients * self.width
             rows = self.rows[begins[:, None] + np.arange(length)]
             yield clients.tolist(), rows, np.full(rows.shape, 1 / length)
-            for client, step in zip(clients.tolist(), steps.tolist(), strict=True):
-                wait(client, step + 1)
+            steps = steps + 1
 
 
 def _ranges(lengths: IntArray) -> IntArray:
@@ -348,27 +341,25 @@ def _ranges(lengths: IntArray) -> IntArray:
     return np.arange(lengths.sum()) - np.repeat(np.cumsum(lengths) - lengths, lengths)
 
 
-class _Product:
-    """Adds ``weights @ table``: a row of weights for every sum, a column for every client."""
+def _adder(like: Tensor, weights: FloatArray, sums: int) -> Callable[[Tensor, Tensor], object]:
+    """``add(table, into)`` adds ``weights @ table``: a row of weights per sum, a column per client.
 
-    def __init__(self, like: Tensor, weights: FloatArray, sums: int) -> None:
-        entries = np.nonzero(weights) if sums > _FEW_SUMS else None
-        self._sparse: tuple[Tensor, ...] | None = None
-        if entries is None or 8 * len(entries[0]) > weights.size:
-            self._dense = like.new_tensor(weights)
-        else:  # when every client has its own sum, nearly all of the product is zeros
-            rows, columns = (torch.as_tensor(part, device=like.device) for part in entries)
-            self._sparse = rows, columns, like.new_tensor(weights[entries])
+    It uses at most the memory of the table once more.
+    """
+    entries = np.nonzero(weights) if sums > _FEW_SUMS else None
+    if entries is None or 8 * len(entries[0]) > weights.size:
+        dense = like.new_tensor(weights)
+        return lambda table, into: into.addmm_(dense, table)
+    # When every client has its own sum, nearly all of the product is zeros.
+    rows, columns = (torch.as_tensor(part, device=like.device) for part in entries)
+    sparse = rows, columns, like.new_tensor(weights[entries]).unsqueeze(1)
 
-    def add(self, table: Tensor, into: Tensor) -> None:
-        """Use at most the memory of the table once more."""
-        if self._sparse is None:
-            into.addmm_(self._dense, table)
-            return
-        for rows, columns, weights in zip(
-            *(torch.split(part, len(table)) for part in self._sparse), strict=True
-        ):
-            into.index_add_(0, rows, table[columns].mul_(weights.unsqueeze(1)))
+    def add(table: Tensor, into: Tensor) -> None:
+        parts = (torch.split(part, len(table)) for part in sparse)
+        for rows, columns, some in zip(*parts, strict=True):
+            into.index_add_(0, rows, table[columns].mul_(some))
+
+    return add
 
 
 def _flat(table: Tensor) -> Tensor:

@@ -3,20 +3,20 @@
 The longest clients come first, and every worker has one running sum. Which worker trains which
 client, and in which order the sums are added, depend on the request and the number of workers
 alone. So threads, processes and the machines of a cluster give the same bits.
-
-Threads come first: torch releases the interpreter's lock while it computes, and threads share the
-model and the data for free. Processes serve where Python itself is the cost, as for small models
-trained one client at a time, and for models that draw random numbers.
 """
 
 from __future__ import annotations
 
 import abc
 import contextlib
+import multiprocessing
 import os
 import pickle
+import signal
+import sys
+import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import replace
 from multiprocessing.connection import Connection
@@ -31,9 +31,12 @@ from fedshuffle._arrays import FloatArray
 from fedshuffle.engines import serialization
 from fedshuffle.engines.base import Engine, OneWorker, check_model
 from fedshuffle.engines.problem import Problem
-from fedshuffle.engines.processes import WorkerProcess
 from fedshuffle.errors import FedShuffleError, TrainingError
 from fedshuffle.kernel import FullGradient, LocalTraining, Request
+
+_ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
+_SERVER = {**_ONE_THREAD, "PYTHONSAFEPATH": "1"}  # and no modules from the current folder
+_lock = threading.Lock()
 
 
 class Workers(Engine, abc.ABC):
@@ -64,9 +67,7 @@ class Workers(Engine, abc.ABC):
         return totals
 
     def _shares(self, request: Request) -> list[tuple[Request, Tensor]]:
-        """Each worker's part of a request, with only the sums to which its clients contribute, and
-        the places of these among all sums.
-        """
+        """Each worker's part of a request, and the places of its sums among all sums."""
         weights: FloatArray
         if isinstance(request, LocalTraining):
             streams = [task.minibatches for task in request.tasks]
@@ -241,3 +242,84 @@ def _serve(connection: Connection, make: type[OneWorker], dumped: bytes, in_memo
     while True:
         connection.send_bytes(pickle.dumps(reply, protocol=5))
         reply = serialization.answer(engine, *pickle.loads(connection.recv_bytes()))
+
+
+class WorkerProcess:
+    """A process that runs ``work(connection, *args)``, and dies with this program.
+
+    It is a fork of :mod:`multiprocessing`'s fork server, a clean process with a single thread. A
+    fork of the program itself might wait for ever for a lock of a thread that it does not have.
+    """
+
+    def __init__(self, work: Callable[..., None], *args: Any, daemon: bool = True) -> None:
+        try:
+            context = multiprocessing.get_context("forkserver")
+            context.set_forkserver_preload(["fedshuffle.engines"])
+            self.connection, theirs = context.Pipe()
+            mine = work, theirs, os.environ | _ONE_THREAD, args
+            self.process = context.Process(target=_run, args=mine, daemon=daemon)
+            with theirs, _clean_start():
+                self.process.start()
+        except (EOFError, OSError, ValueError) as error:
+            raise FedShuffleError(
+                f"no worker process can be started ({type(error).__name__}: {error}). They need"
+                " Linux or macOS. Use threads: the engine 'sequential:2'."
+            ) from error
+
+    def send(self, message: object) -> None:
+        """Send a message. If the worker is dead, that shows when it should answer."""
+        with contextlib.suppress(ConnectionError):
+            self.connection.send_bytes(pickle.dumps(message, protocol=5))
+
+    def receive(self) -> Any:
+        """The next message; EOFError or ConnectionError if the worker is dead."""
+        return pickle.loads(self.connection.recv_bytes())
+
+    def end(self, patience: float = 0.0) -> int | None:
+        """Kill the worker unless it ends within some seconds; its exit code."""
+        self.process.join(patience)
+        self.process.kill()
+        self.process.join()
+        self.connection.close()
+        return self.process.exitcode
+
+
+@contextlib.contextmanager
+def _clean_start() -> Iterator[None]:
+    """Let workers start no threads of libraries, and leave Ctrl-C to the program.
+
+    multiprocessing would import the user's script in every worker if ``__main__`` had a name or a
+    file. Nothing needs it there, since models and losses travel by cloudpickle.
+    """
+    main = vars(sys.modules["__main__"])
+    with _lock:
+        hidden = {name: main.pop(name) for name in {"__spec__", "__file__"} & main.keys()}
+        before = {name: os.environ.get(name) for name in _SERVER}
+        blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        main["__spec__"] = None
+        os.environ.update(_SERVER)
+        try:
+            yield
+        finally:
+            main.update(hidden)
+            os.environ.update({name: value for name, value in before.items() if value is not None})
+            for name in (name for name, value in before.items() if value is None):
+                del os.environ[name]
+            signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
+
+
+def _run(
+    work: Callable[..., None], connection: Connection, variables: dict[str, str], args: Any
+) -> None:
+    threading.Thread(target=_exit_with_parent, daemon=True).start()
+    os.environ.clear()
+    os.environ.update(variables)
+    with contextlib.suppress(EOFError, ConnectionError):  # the parent is gone
+        work(connection, *args)
+
+
+def _exit_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(0)

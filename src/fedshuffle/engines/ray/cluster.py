@@ -17,20 +17,12 @@ from fedshuffle._terminal import signals
 from fedshuffle.engines.cpu_tuning import available_cores
 from fedshuffle.errors import FedShuffleError, optional_import
 
-_TIMEOUT = 10.0  # seconds within which a cluster must accept a connection
-
-# Settings of a local cluster that Ray reads only once, when it is imported.
-_BEFORE_IMPORT = {
-    "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # listen on the loopback address only
-    "RAY_AUTH_MODE": "token",
-}
-
 
 def library(local: bool = False) -> Any:
     """Ray, imported on first use; ``local``: for a cluster of this machine alone."""
-    if local and "ray" not in sys.modules:
-        for name, value in _BEFORE_IMPORT.items():
-            os.environ.setdefault(name, value)
+    if local and "ray" not in sys.modules:  # which reads these only once, when it is imported
+        os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")  # listen on loopback only
+        os.environ.setdefault("RAY_AUTH_MODE", "token")
     with signals(None, signal.SIGTERM, signal.SIGINT):  # Ray takes SIGTERM, which saves runs
         return optional_import("ray", "the engine 'ray'", "ray")
 
@@ -45,7 +37,7 @@ def current() -> str | None:
 
 
 def join(address: str | None, cpus: float) -> bool:
-    """Use a cluster; whether it was joined here, and is to be left by :func:`leave`.
+    """Use a cluster; whether it was joined here, and is to be left in the end.
 
     If the program has initialised Ray, that cluster is used and stays. Otherwise the one at the
     address (or ``RAY_ADDRESS``), or else a new one on this machine with at least this many CPUs.
@@ -60,40 +52,31 @@ def join(address: str | None, cpus: float) -> bool:
                 f" {address!r}. Leave the address out, or call ray.shutdown() first."
             )
         return False
+    options: dict[str, Any] = {}
     if wanted == "local":
         _create_token()
         cores = max(available_cores(), math.ceil(cpus))
-        _initialise(ray, wanted, num_cpus=cores, include_dashboard=False)
+        options = {"num_cpus": cores, "include_dashboard": False}
     else:
         _check(wanted)
-        _initialise(ray, wanted)
-    return True
-
-
-def leave(cluster: str | None) -> None:
-    """Leave a cluster, and shut it down if it is a local one, unless the program has done so."""
-    if current() == cluster:
-        library().shutdown()
-
-
-def _initialise(ray: Any, address: str, **options: Any) -> None:
     try:
         with signals(None, signal.SIGTERM, signal.SIGINT), warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)
             warnings.simplefilter("ignore", ResourceWarning)
-            ray.init(address, log_to_driver=False, configure_logging=False, **options)
+            ray.init(wanted, log_to_driver=False, configure_logging=False, **options)
     except BaseException as error:
         ray.shutdown()
         if not isinstance(error, OSError | RuntimeError | ValueError):
             raise
-        lines = [line.strip() for line in str(error).split("\n") if line.strip()]  # often a page
-        said = f"{type(error).__name__}: {lines[0] if lines else ''}"[:300].rstrip(".")
-        if address == "local":
+        first = str(error).strip().partition("\n")[0].rstrip()  # of what is often a page
+        said = f"{type(error).__name__}: {first}"[:300].rstrip(".")
+        if wanted == "local":
             raise FedShuffleError(f"Ray cannot be started here: {said}.") from error
         raise FedShuffleError(
-            f"the Ray cluster at {address!r} cannot be joined: {said}. Is it a Ray"
+            f"the Ray cluster at {wanted!r} cannot be joined: {said}. Is it a Ray"
             f" {ray.__version__}, and do RAY_AUTH_MODE and RAY_AUTH_TOKEN_PATH name its token?"
         ) from error
+    return True
 
 
 def _create_token() -> None:
@@ -119,7 +102,7 @@ def _check(address: str) -> None:
             " HOST:PORT of its head."
         )
     try:
-        socket.create_connection((host.strip("[]"), int(port)), _TIMEOUT).close()
+        socket.create_connection((host.strip("[]"), int(port)), timeout=10.0).close()
     except OSError as error:
         raise FedShuffleError(
             f"no Ray cluster answers at {address!r}. Start one with 'ray start --head', or leave"

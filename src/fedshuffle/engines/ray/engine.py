@@ -220,7 +220,7 @@ class RayEngine(Workers):
                 ok, result = self._ray.get(done[0])
             except self._ray.exceptions.RayError as error:
                 if share is None:  # it cannot even start: Ray has given it up
-                    failure = _last_line(error)
+                    failure = str(error).strip().rpartition("\n")[2].strip()  # after a page
                     _LOG.warning("Ray: a worker cannot start: %s", failure)
                     continue
                 losses[share] += 1
@@ -245,9 +245,7 @@ class RayEngine(Workers):
         return [worker for worker in self._ready if worker not in busy]
 
     def _lost(self, worker: Any, request: Any, losses: int, error: Exception) -> None:
-        """Say that a worker was lost over a share. Perhaps its machine is: ask all that are idle
-        whether they are still there.
-        """
+        """Say that a worker was lost over a share, and ask the idle ones if they are there."""
         lost = lost_worker(
             self.problem,
             request,
@@ -339,11 +337,6 @@ def _resources(found: dict[str, float]) -> str:
     return " and ".join(f"{found[k]:g} {k}s" for k in ("CPU", "GPU") if k in found) or "none"
 
 
-def _last_line(error: Exception) -> str:
-    """What Ray says in the end, after a page of context."""
-    return next((line.strip() for line in reversed(str(error).split("\n")) if line.strip()), "")
-
-
 def _kill(ray: Any, ready: dict[Any, str], pending: dict[Any, Any]) -> None:
     if ray.is_initialized():  # or else it would start a cluster to kill them in
         for worker in {*ready, *(worker for worker, _ in pending.values())}:
@@ -359,6 +352,6 @@ def _close(owner: int, ray: Any, cluster_to_leave: str | None, *mine: Any) -> No
     ready, pending, held = mine
     _kill(ray, ready, pending)
     held.clear()
-    if cluster_to_leave:
-        with contextlib.suppress(ImportError):  # the program ends, and its cluster with it
-            cluster.leave(cluster_to_leave)
+    with contextlib.suppress(ImportError):  # the program ends, and its cluster with it
+        if cluster_to_leave and cluster.current() == cluster_to_leave:
+            ray.shutdown()
