@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from fedshuffle import __version__
-from fedshuffle.cli import advise, audit, compare, data, experiments, flower, methods, new, run
+from fedshuffle.cli import advise, audit, data, flower, methods, new, run
 from fedshuffle.cli.shared import Command, Group, say
 from fedshuffle.errors import FedShuffleError
 
@@ -24,11 +24,11 @@ app.command(cls=Command)(run.run)
 app.command(cls=Command)(advise.advise)
 app.command(name="methods", cls=Command)(methods.list_methods)
 app.command(cls=Command)(methods.conformance)
-app.command(cls=Command)(experiments.reproduce)
-app.command(cls=Command)(compare.compare)
-app.command(cls=Command)(experiments.demo)
+app.command(cls=Command)(run.reproduce)
+app.command(cls=Command)(run.compare)
+app.command(cls=Command)(run.demo)
+app.command(no_args_is_help=True, cls=Command)(new.new)
 app.add_typer(data.app, name="data")
-app.add_typer(new.app, name="new")
 app.add_typer(flower.app, name="flower")
 
 

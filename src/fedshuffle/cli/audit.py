@@ -2,27 +2,29 @@
 
 from __future__ import annotations
 
-import json
+from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import numpy as np
 import typer
 from typer import Option
 
-from fedshuffle import auditing, methods
+from fedshuffle import auditing
 from fedshuffle._arrays import FloatArray, number
-from fedshuffle.cli.shared import AsJson, console, refuse_unused, was_given
+from fedshuffle.cli.shared import AsJson, console, emit, refuse_unused, was_given
 from fedshuffle.errors import FedShuffleError, error_context
 from fedshuffle.federation import Federation
 from fedshuffle.local_work import LocalWork
 from fedshuffle.methods import Method
 from fedshuffle.sampling import Sampling
 
+if TYPE_CHECKING:
+    from fedshuffle.config import Config
+
 _Text = str | None
 _Path = Path | None
 _Count = int | None
-_Subject = tuple[Federation, Method, Sampling, LocalWork]
 _SAMPLINGS = (
     "full, uniform:B, importance:B, independent:p1,p2,..., one, ais:B, stratified:B:K, optimal:B,"
     " optimal:B:of:SAMPLING."
@@ -80,6 +82,10 @@ def audit(
     as_json: AsJson = False,
 ) -> None:
     """Say which objective a method, or other people's code, really minimises."""
+    from fedshuffle.auditing.adapters import Aggregator, FlowerAggregator, read_log
+    from fedshuffle.auditing.display import print_audit
+    from fedshuffle.config import imports, loader
+
     server = flower if flower is not None else function
     if sum(one is not None for one in (flower, function, log)) > 1:
         raise FedShuffleError("give one of --flower, --callable and --log.")
@@ -95,45 +101,31 @@ def audit(
         refuse_unused(context, ["sizes", "data", "weights", "epochs", "batch_size"], "--config")
     objective = None if weights is None else _numbers(weights, "--weights")
     if log is not None:
-        from fedshuffle.auditing.adapters import read_log
-
         result, _ = read_log(log, weights=objective, confidence=confidence)
     else:
-        from fedshuffle.config import imports
-
+        counts = {"draws": draws, "rounds": rounds}
+        given: dict[str, Any] = {key: value for key, value in counts.items() if value is not None}
         here = Path.cwd()
         with imports.importable(here):
             if config is not None:
                 names = {"method": method, "sampling": sampling, "momentum": momentum}
                 changes = {key: value for key, value in names.items() if was_given(context, key)}
-                subject = _subject_of_config(config, changes)
+                federation, rule, drawn, work = _parts_of_config(loader.load(config, changes))
             else:
                 federation = _clients(sizes, data, objective)
-                chosen = imports.method(method, here)
-                if momentum is not None:
-                    chosen = chosen.with_momentum(methods.parse_momentum(momentum))
-                work = LocalWork(None if epochs is None else _epochs(epochs), batch_size=batch_size)
+                rule = imports.method(method, here, momentum)
                 drawn = imports.sampling(sampling, federation, here)
-                subject = federation, chosen, drawn, work
-            counts = {"draws": draws, "rounds": rounds}
-            given: dict[str, Any] = {
-                k: number for k, number in counts.items() if number is not None
-            }
+                passes = None if epochs is None else loader.epochs(epochs, "--epochs")
+                work = LocalWork(passes, batch_size=batch_size)
             if server is None:
-                result = auditing.audit(*subject, seed=seed, **given)
+                result = auditing.audit(federation, rule, drawn, work, seed=seed, **given)
             else:
-                given |= {"step_sizes": step_sizes, "confidence": confidence, "seed": seed}
-                federation, _, drawn, work = subject
                 found = imports.find(server, here)
-                if flower is not None:
-                    found = _aggregator(found, len(federation))
+                if flower is not None and not isinstance(found, Aggregator):
+                    found = FlowerAggregator(found, len(federation))
+                given |= {"step_sizes": step_sizes, "confidence": confidence, "seed": seed}
                 result = auditing.audit_server(found, federation, drawn, work, **given)
-    if as_json:
-        print(json.dumps(result.to_dict(), allow_nan=False))
-    else:
-        from fedshuffle.auditing.display import print_audit
-
-        print_audit(console, result)
+    emit(as_json, result.to_dict, partial(print_audit, console, result))
     if check and result.consistent is False:
         raise typer.Exit(1)
 
@@ -149,21 +141,13 @@ def _clients(sizes: str | None, data: Path | None, weights: Any) -> Federation:
     return Federation.from_sizes(_numbers(sizes, "--sizes"), weights)
 
 
-def _subject_of_config(file: Path, changes: dict[str, Any]) -> _Subject:
-    from fedshuffle import config as configs
+def _parts_of_config(config: Config) -> tuple[Federation, Method, Sampling, LocalWork]:
     from fedshuffle.config import runner
 
-    config = configs.load(file, changes)
     with config.importable():
         federation = runner.federation(config)
         sampling = runner.sampling(config, federation)
         return federation, runner.method(config), sampling, config.work
-
-
-def _aggregator(strategy: Any, clients: int) -> auditing.adapters.Aggregator:
-    from fedshuffle.auditing.adapters import Aggregator, FlowerAggregator
-
-    return strategy if isinstance(strategy, Aggregator) else FlowerAggregator(strategy, clients)
 
 
 def _numbers(text: str, option: str) -> FloatArray:
@@ -176,14 +160,3 @@ def _numbers(text: str, option: str) -> FloatArray:
     else:
         words = [(f"entry {k}", word.strip()) for k, word in enumerate(text.split(","), 1)]
     return np.array([number(word, f"{option}: {where}") for where, word in words])
-
-
-def _epochs(text: str) -> Any:
-    if ".." in text:
-        from fedshuffle.config import loader
-
-        return loader.epochs(text, "--epochs")
-    remedy = "Write 2 for all, 1,2,3 per client, or 2..5."
-    with error_context(lambda _: f"--epochs: cannot read {text!r}. {remedy}", ValueError):
-        epochs = [int(word) for word in text.split(",")]
-    return epochs[0] if len(epochs) == 1 else epochs

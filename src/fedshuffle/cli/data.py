@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import json
-import warnings
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -12,8 +11,8 @@ import typer
 from rich.filesize import decimal
 from rich.markup import escape
 
-from fedshuffle._terminal import Console, plain_table
-from fedshuffle.cli.shared import AsJson, Command, DataFolder, Group, console
+from fedshuffle._terminal import plain_table
+from fedshuffle.cli.shared import AsJson, Command, DataFolder, Group, console, emit
 from fedshuffle.errors import FedShuffleError
 
 if TYPE_CHECKING:
@@ -58,24 +57,19 @@ def import_data(
 
     if standardise and standardise_like is not None:
         raise FedShuffleError("give either --standardise or --standardise-like, not both.")
-    with warnings.catch_warnings(record=True) as notes:
-        warnings.simplefilter("always")
-        import_file(
-            source,
-            out,
-            client=client,
-            fields=_names(fields),
-            input=_names(input),
-            label=label,
-            standardise=standardise if standardise_like is None else standardise_like,
-            dtype=_dtypes(dtype),
-            format=format,
-            overwrite=overwrite,
-            progress=not as_json,
-        )
-    stream = Console(stderr=True) if as_json else console
-    for note in notes:
-        stream.print(f"[bold yellow]![/] {escape(str(note.message))}", highlight=False)
+    import_file(
+        source,
+        out,
+        client=client,
+        fields=_names(fields),
+        input=_names(input),
+        label=label,
+        standardise=standardise if standardise_like is None else standardise_like,
+        dtype=_dtypes(dtype),
+        format=format,
+        overwrite=overwrite,
+        progress=not as_json,
+    )
     show_data(out, as_json)
 
 
@@ -102,10 +96,7 @@ def show_data(
 
     store = open_store(folder)
     facts = _describe(store)
-    if as_json:
-        print(json.dumps(facts))
-    else:
-        _print_store(store.path.name, facts)
+    emit(as_json, lambda: facts, partial(_print_store, store.path.name, facts))
 
 
 def _names(text: str | None) -> list[str] | None:
@@ -151,7 +142,6 @@ def _print_store(name: str, facts: dict[str, Any]) -> None:
     console.print(
         f"[bold]{escape(name)}[/]: {facts['clients']:,} clients, {facts['examples']:,} examples,"
         f" {decimal(facts['bytes'])} on disk, objective weights {facts['weights']}",
-        highlight=False,
         soft_wrap=True,
     )
     columns = origin.get("columns", {})
@@ -168,7 +158,6 @@ def _print_store(name: str, facts: dict[str, Any]) -> None:
     console.print(
         f"\nexamples per client: min {sizes['min']:,}, median {sizes['median']:,g},"
         f" mean {sizes['mean']:,.1f}, max {sizes['max']:,}",
-        highlight=False,
     )
     bars = plain_table("examples", "clients", "", align="rr")
     most = max(bar["clients"] for bar in facts["histogram"])

@@ -9,7 +9,6 @@ from typing import Annotated
 import typer
 from rich.markup import escape
 
-from fedshuffle._terminal import interrupted_once
 from fedshuffle.cli.shared import Command, Group, console, overrides
 from fedshuffle.errors import FedShuffleError
 
@@ -45,29 +44,23 @@ def up(
         raise FedShuffleError("--set changes nothing without --app: leave it out.")
     if app_folder is not None and "clients" in app_config(app_folder, changes):
         changes = {"clients": clients, **changes}
-    try:
-        with (
-            interrupted_once(ends=True),
-            Deployment(clients, folder, port=port, progress=_say) as deployment,
-        ):
-            _say(f"logs in {deployment.logs}")
-            if app_folder is None:
-                with suppress(KeyboardInterrupt):  # from the moment on that it is promised
-                    command = deployment.command("DIR")
-                    _show(f"\nTo run an app here:\n\n    {command}\n\nCtrl-C ends it.\n")
-                    deployment.wait()
-                _say("stopping")
-                return
-            status = deployment.run(app_folder, changes)
-            _say(f"the run is {status}")
-            if status != COMPLETED:
-                raise typer.Exit(1)
-    except KeyboardInterrupt:
-        raise typer.Exit(130) from None
+    with Deployment(clients, folder, port=port, progress=_say) as deployment:
+        _say(f"logs in {deployment.logs}")
+        if app_folder is None:
+            with suppress(KeyboardInterrupt):  # from the moment on that it is promised
+                command = deployment.command("DIR")
+                _show(f"\nTo run an app here:\n\n    {command}\n\nCtrl-C ends it.\n")
+                deployment.wait()
+            _say("stopping")
+            return
+        status = deployment.run(app_folder, changes)
+        _say(f"the run is {status}")
+        if status != COMPLETED:
+            raise typer.Exit(1)
 
 
 def _say(line: str) -> None:
-    console.print(f"[dim]·[/] {escape(line)}", highlight=False, soft_wrap=True)
+    console.print(f"[dim]·[/] {escape(line)}", soft_wrap=True)
 
 
 def _show(text: str) -> None:

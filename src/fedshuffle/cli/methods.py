@@ -3,75 +3,69 @@
 from __future__ import annotations
 
 import itertools
-import json
 from collections import Counter
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
 from rich.markup import escape
-from rich.text import Text
 
 from fedshuffle._terminal import plain_table
-from fedshuffle.cli.shared import AsJson, console
+from fedshuffle.cli.shared import AsJson, console, emit
 
 if TYPE_CHECKING:
     from fedshuffle.testing import Report
 
 _STYLES = {"failed": "[bold red]failed[/]", "passed": "[green]passed[/]", "skipped": "[dim]-[/]"}
+_COLOURS = {True: "green", False: "red", None: "dim"}
 
 
 def list_methods(as_json: AsJson = False) -> None:
     """List the methods: what each is and costs, its options, and when it is consistent."""
     from fedshuffle.reports.methods import everything
 
-    if as_json:
-        print(json.dumps(everything()))
-    else:
-        print_methods(console)
+    rows = everything()
+    emit(as_json, lambda: rows, partial(print_methods, console, rows))
 
 
-def print_methods(console: Console) -> None:
+def print_methods(console: Console, rows: list[dict[str, Any]]) -> None:
     """Print all methods, family by family, two or three lines each."""
     from fedshuffle.methods import available
-    from fedshuffle.reports.methods import everything, family, options_text
+    from fedshuffle.reports.methods import MARKS, family, options_text
 
-    rows = everything()
     titles = dict(family(method)[:2] for method in available())
     width = max(len(row["name"]) for row in rows) + 1
-    console.print(Text(f"{'':{width}}         vectors  keeps  consistent if", "dim"))
-    console.print(Text(f"{'method':{width}} msgs  down   up  state  all  some  cut", "dim"))
+    lines = [
+        f"[dim]{'':{width}}         vectors  keeps  consistent if[/]",
+        f"[dim]{'method':{width}} msgs  down   up  state  all  some  cut[/]",
+    ]
     for page, members in itertools.groupby(rows, key=lambda row: row["family"]):
-        console.print()
-        console.print(Text(titles[page], "bold underline"))
+        lines += ["", f"[bold underline]{titles[page]}[/]"]
         for row in members:
-            console.print(_line(row, width), soft_wrap=True)
-            console.print(Text(f"    {row['summary']}"), soft_wrap=True)
+            down, up = row["costs"]["vectors_down"], row["costs"]["vectors_up"]
+            marks = "".join(
+                f"[{_COLOURS[found]}]{MARKS[found]:>{gap}}[/]"
+                for found, gap in zip(row["consistent"].values(), (5, 6, 5), strict=True)
+            )
+            lines += [
+                f"[bold]{escape(row['name'].ljust(width))}[/]{row['costs']['messages']:5g}"
+                f"  {down:4g}  {up:3g}  {'yes' if row['client_state'] else 'no':>5}{marks}"
+                f"  [dim]{escape(row['reference'])}[/]",
+                f"    {escape(row['summary'])}",
+            ]
             if row["options"]:
-                console.print(Text(f"    options: {options_text(row)}", "dim"), soft_wrap=True)
+                lines.append(f"    [dim]options: {escape(options_text(row))}[/]")
+    console.print("\n".join(lines), soft_wrap=True, highlight=False)
     console.print(
         "\n[dim]Messages (both ways) and vectors of the model's size are per client of the cohort"
         " and round. Consistent: the audit, on clients of unequal sizes, finds the objective you"
         " meant if all take part, if some do (two of four, uniformly), or if work is cut short"
         " (clients miss their last step); '-' means not defined there. Options follow the name:"
         " fedprox:mu=0.1. scaffold+fedshuffle is scaffold with fedshuffle's averaging. Methods"
-        " without a direction of their own also take --momentum mvr:A or global:A.[/]",
-        highlight=False,
+        " without a direction of their own also take --momentum mvr:A or global:A.[/]"
     )
-
-
-def _line(row: dict[str, Any], width: int) -> Text:
-    from fedshuffle.reports.methods import MARKS
-
-    cost = row["costs"]
-    line = Text(f"{row['name']:{width}}", "bold")
-    numbers = f"{cost['messages']:5g}  {cost['vectors_down']:4g}  {cost['vectors_up']:3g}"
-    line.append(f"{numbers}  {'yes' if row['client_state'] else 'no':>5}", "not bold")
-    styles = {True: "green", False: "red", None: "dim"}
-    for consistent, gap in zip(row["consistent"].values(), (5, 6, 5), strict=True):
-        line.append(f"{MARKS[consistent]:>{gap}}", f"not bold {styles[consistent]}")
-    return line.append(f"  {row['reference']}", "not bold dim")
 
 
 def conformance(
@@ -85,10 +79,8 @@ def conformance(
     here = Path.cwd()
     with imports.importable(here):
         report = check(imports.method(method, here))
-    if as_json:
-        print(json.dumps([result._asdict() for result in report]))
-    else:
-        _print_report(report)
+    rows = [result._asdict() for result in report]
+    emit(as_json, lambda: rows, partial(_print_report, report))
     if not report.passed:
         raise typer.Exit(1)
 
@@ -112,6 +104,5 @@ def _print_report(report: Report) -> None:
     number = Counter(result.outcome for result in report)
     console.print(
         f"\n{escape(report.subject)}: {number['passed']} passed, {number['failed']} failed,"
-        f" {number['skipped']} do not apply.",
-        highlight=False,
+        f" {number['skipped']} do not apply."
     )

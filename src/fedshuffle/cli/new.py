@@ -1,4 +1,4 @@
-"""The commands that write starter files."""
+"""The command that writes starter files."""
 
 from __future__ import annotations
 
@@ -6,32 +6,26 @@ import shlex
 from pathlib import Path
 from typing import Annotated
 
+import click
 import typer
 
-from fedshuffle.cli.shared import Command, Group
-
-app = typer.Typer(help="Write starter files into a folder.", no_args_is_help=True, cls=Group)
+_KINDS = click.Choice(["run", "flower-app"])
 
 
-@app.command(cls=Command, name="run")
-def new_run(
-    folder: Annotated[Path, typer.Argument(metavar="DIR", help="A new folder.")],
+def new(
+    kind: Annotated[str, typer.Argument(click_type=_KINDS, help="What to write.")],
+    folder: Annotated[
+        Path, typer.Argument(metavar="DIR", help="A new folder, which names a Flower app.")
+    ],
 ) -> None:
-    """Write a small run: a config, a model and data, ready to train in seconds."""
+    """Write starter files, ready to try: a run with a config, or an app of Flower."""
     from fedshuffle import templates
 
-    made = templates.new_run(folder)
-    print(f"A run is in {made}: config.toml describes it, task.py has its model and data.")
-    print(f"To try it:\n\n    fedshuffle run {shlex.quote(str(folder / 'config.toml'))}")
-
-
-@app.command(cls=Command, name="flower-app")
-def new_flower_app(
-    folder: Annotated[Path, typer.Argument(metavar="DIR", help="A new folder; names the app.")],
-) -> None:
-    """Write a small Flower app: a model, data, a client and a server, ready to run."""
-    from fedshuffle import templates
-
-    made = templates.new_flower_app(folder)
-    print(f"A Flower app is in {made}. Its README says what to change. To try it:\n")
-    print(f"    fedshuffle flower up --clients 3 --app {shlex.quote(str(folder))}")
+    if kind == "run":
+        made, command = templates.new_run(folder), ["run", str(folder / "config.toml")]
+        print(f"A run is in {made}: config.toml describes it, task.py has its model and data.")
+    else:
+        made = templates.new_flower_app(folder)
+        command = ["flower", "up", "--clients", "3", "--app", str(folder)]
+        print(f"A Flower app is in {made}. Its README says what to change.")
+    print(f"To try it:\n\n    {shlex.join(['fedshuffle', *command])}")

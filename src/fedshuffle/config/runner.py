@@ -25,7 +25,7 @@ from torch import nn
 from torch.nn.utils import vector_to_parameters
 
 import fedshuffle
-from fedshuffle import _files, devices, engines, fingerprint, losses, methods
+from fedshuffle import _files, devices, engines, fingerprint, losses
 from fedshuffle import sampling as samplings
 from fedshuffle._arrays import expect
 from fedshuffle.config import imports, loader
@@ -240,10 +240,7 @@ def initial_model(config: Config) -> nn.Module:
 def method(config: Config) -> Method:
     """The method of a config, with its momentum."""
     with at("method"):
-        found = imports.method(config.method, config.folder)
-    if config.momentum is None:
-        return found
-    return found.with_momentum(methods.parse_momentum(config.momentum))
+        return imports.method(config.method, config.folder, config.momentum)
 
 
 def sampling(config: Config, federation: Federation) -> Sampling:
