@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from fedshuffle import __version__
-from fedshuffle.cli import advise, audit, data, flower, methods, new, run
+from fedshuffle.cli import advise, audit, data, flower, methods, run
 from fedshuffle.cli.shared import Command, Group, say
 from fedshuffle.errors import FedShuffleError
 
@@ -19,15 +19,11 @@ app = typer.Typer(
     no_args_is_help=True,
     pretty_exceptions_enable=False,
 )
-app.command(cls=Command)(audit.audit)
-app.command(cls=Command)(run.run)
-app.command(cls=Command)(advise.advise)
-app.command(name="methods", cls=Command)(methods.list_methods)
-app.command(cls=Command)(methods.conformance)
-app.command(cls=Command)(run.reproduce)
-app.command(cls=Command)(run.compare)
-app.command(cls=Command)(run.demo)
-app.command(no_args_is_help=True, cls=Command)(new.new)
+for command in (
+    *(audit.audit, run.run, advise.advise, methods.methods, methods.conformance),
+    *(run.reproduce, run.compare, run.demo, run.new),
+):
+    app.command(cls=Command)(command)
 app.add_typer(data.app, name="data")
 app.add_typer(flower.app, name="flower")
 

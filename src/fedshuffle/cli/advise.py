@@ -9,9 +9,9 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
 from rich.markup import escape
 from rich.padding import Padding
+from typer import Argument, Option
 
 from fedshuffle._terminal import plain_table
 from fedshuffle.cli.shared import AsJson, Settings, alone, console, emit, overrides
@@ -26,16 +26,12 @@ _MANY = 10**7
 
 
 def advise(
-    config: Annotated[Path, typer.Argument(help="A TOML file that describes a run.")],
-    clients: Annotated[int, typer.Option(help="Largest number of clients to measure.")] = 50,
-    points: Annotated[
-        int, typer.Option(help="Number of models to measure at: the start, and during training.")
-    ] = 2,
-    target: Annotated[
-        float, typer.Option(help="Predict rounds until this share of the start is left.")
-    ] = 0.01,
+    config: Annotated[Path, Argument(help="A TOML file that describes a run.")],
+    clients: Annotated[int, Option(help="Largest number of clients to measure.")] = 50,
+    points: Annotated[int, Option(help="Models to measure at: the start, and others.")] = 2,
+    target: Annotated[float, Option(help="Predict rounds until this share is left.")] = 0.01,
     search_rounds: Annotated[
-        int, typer.Option(help="Rounds of each short run that tries a step size; 0 tries none.")
+        int, Option(help="Rounds of each short run that tries a step size; 0 tries none.")
     ] = 10,
     settings: Settings = None,
     as_json: AsJson = False,

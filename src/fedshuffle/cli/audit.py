@@ -33,24 +33,16 @@ _SAMPLINGS = (
 
 def audit(
     context: typer.Context,
-    sizes: Annotated[
-        _Text, Option(help="Examples per client: 1,2,3 or @file, a line each.")
-    ] = None,
+    sizes: Annotated[_Text, Option(help="Examples per client: 1,2,3, or @file by lines.")] = None,
     data: Annotated[_Path, Option(help="Audit on the clients of this store, not --sizes.")] = None,
     config: Annotated[
         _Path, Option(help="Take data, method, sampling and local work from a run's config.")
     ] = None,
-    method: Annotated[
-        str, Option(help="See 'fedshuffle methods'; or module:METHOD.")
-    ] = "fedavg-rr",
+    method: Annotated[str, Option(help="Of 'fedshuffle methods', or module:METHOD.")] = "fedavg-rr",
     sampling: Annotated[str, Option(help=_SAMPLINGS)] = "full",
-    epochs: Annotated[
-        _Text, Option(help="2 for all, 1,2,3 per client, or 2..5 at random; 1.")
-    ] = None,
+    epochs: Annotated[_Text, Option(help="2 for all, 1,2,3 per client, or 2..5 drawn; 1.")] = None,
     batch_size: Annotated[_Count, Option(help="Examples per local step; 1.")] = None,
-    weights: Annotated[
-        _Text, Option(help="Objective weights as for --sizes; by size if not given.")
-    ] = None,
+    weights: Annotated[_Text, Option(help="Objective weights, as --sizes; else by size.")] = None,
     momentum: Annotated[
         _Text, Option(help="none, mvr:A (exact) or global:A (cheap); 0.9 is A = 0.1.")
     ] = None,
@@ -66,13 +58,9 @@ def audit(
     step_sizes: Annotated[
         str, Option(help="Of clients under --flower or --callable: equal, or scaled.")
     ] = "equal",
-    confidence: Annotated[
-        float, Option(help="Of intervals, under --flower, --callable and --log.")
-    ] = 0.95,
+    confidence: Annotated[float, Option(help="Of intervals: --flower, --callable, --log.")] = 0.95,
     seed: Annotated[int, Option(help="For audits that have to sample.")] = 0,
-    draws: Annotated[
-        _Count, Option(help="For audits that have to sample: 32000, others' code 2000.")
-    ] = None,
+    draws: Annotated[_Count, Option(help="To sample, if needed: 32000, others' code 2000.")] = None,
     rounds: Annotated[
         _Count, Option(help="For rules that depend on the round: how many to average over, 100.")
     ] = None,

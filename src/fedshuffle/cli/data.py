@@ -10,6 +10,7 @@ import numpy as np
 import typer
 from rich.filesize import decimal
 from rich.markup import escape
+from typer import Argument, Option
 
 from fedshuffle._terminal import plain_table
 from fedshuffle.cli.shared import AsJson, Command, DataFolder, Group, console, emit
@@ -20,36 +21,32 @@ if TYPE_CHECKING:
 
 app = typer.Typer(help="Federations on disk: import, show.", no_args_is_help=True, cls=Group)
 
-
 Text = str | None
 
 
 @app.command(cls=Command, name="import")
 def import_data(
-    source: Annotated[Path, typer.Argument(help="A file, or a folder of files.")],
-    out: Annotated[Path, typer.Option(help="Folder for the store; made at the end.")],
-    client: Annotated[Text, typer.Option(help="For tables: the column of the clients.")] = None,
-    fields: Annotated[Text, typer.Option(help="Fields a,b as the loss takes them.")] = None,
-    input: Annotated[Text, typer.Option(help="Columns a,b; by default all other numbers.")] = None,
-    label: Annotated[Text, typer.Option(help="The column of the label.")] = None,
+    source: Annotated[Path, Argument(help="A file, or a folder of files.")],
+    out: Annotated[Path, Option(help="Folder for the store; made at the end.")],
+    client: Annotated[Text, Option(help="For tables: the column of the clients.")] = None,
+    fields: Annotated[Text, Option(help="Fields a,b as the loss takes them.")] = None,
+    input: Annotated[Text, Option(help="Columns a,b; by default all other numbers.")] = None,
+    label: Annotated[Text, Option(help="The column of the label.")] = None,
     standardise: Annotated[
-        bool,
-        typer.Option(
-            "--standardise", "--standardize", help="Give input columns mean 0 and deviation 1."
-        ),
+        bool, Option("--standardise", "--standardize", help="Give inputs mean 0 and deviation 1.")
     ] = False,
     standardise_like: Annotated[
         Path | None,
-        typer.Option(
+        Option(
             "--standardise-like",
             "--standardize-like",
             metavar="STORE",
             help="For held-out rows: scale them as the training rows in this store.",
         ),
     ] = None,
-    format: Annotated[Text, typer.Option(help="parquet, csv, tsv, leaf or hdf5.")] = None,
-    dtype: Annotated[Text, typer.Option(help="Types: input=float64,label=int32.")] = None,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a store.")] = False,
+    format: Annotated[Text, Option(help="parquet, csv, tsv, leaf or hdf5.")] = None,
+    dtype: Annotated[Text, Option(help="Types: input=float64,label=int32.")] = None,
+    overwrite: Annotated[bool, Option("--overwrite", help="Replace a store.")] = False,
     as_json: AsJson = False,
 ) -> None:
     """Import examples and their clients into a store that training maps instead of reading."""
@@ -75,7 +72,7 @@ def import_data(
 
 @app.command(cls=Command, name="get")
 def get_data(
-    name: Annotated[str, typer.Argument(help="shakespeare, cifar100 or femnist.")],
+    name: Annotated[str, Argument(help="shakespeare, cifar100 or femnist.")],
     data: DataFolder = None,
 ) -> None:
     """Download a data set, or resume the download; check it if it is complete."""
@@ -89,7 +86,7 @@ def get_data(
 
 @app.command(cls=Command, name="show")
 def show_data(
-    folder: Annotated[Path, typer.Argument(help="The folder of a store.")], as_json: AsJson = False
+    folder: Annotated[Path, Argument(help="The folder of a store.")], as_json: AsJson = False
 ) -> None:
     """Show what a store holds: clients, examples, fields, and the distribution of sizes."""
     from fedshuffle.data import open_store

@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 from rich.markup import escape
+from typer import Option
 
 from fedshuffle.cli.shared import Command, Group, console, overrides
 from fedshuffle.errors import FedShuffleError
@@ -19,22 +20,17 @@ app = typer.Typer(
 
 @app.command(cls=Command)
 def up(
-    clients: Annotated[int, typer.Option(help="How many SuperNodes to start.")] = 3,
+    clients: Annotated[int, Option(help="How many SuperNodes to start.")] = 3,
     app_folder: Annotated[
-        Path | None,
-        typer.Option("--app", metavar="DIR", help="Run this app, and end with its exit status."),
+        Path | None, Option("--app", metavar="DIR", help="Run this app, and end with its status.")
     ] = None,
     settings: Annotated[
-        list[str] | None,
-        typer.Option("--set", help="With --app: another value for a key, such as num-rounds=5."),
+        list[str] | None, Option("--set", help="With --app: other values, such as num-rounds=5.")
     ] = None,
     folder: Annotated[
-        Path | None,
-        typer.Option("--dir", help="For keys and logs; by default temporary, gone at a good end."),
+        Path | None, Option("--dir", help="For keys and logs; else temporary, gone at a good end.")
     ] = None,
-    port: Annotated[
-        int | None, typer.Option(help="Of the SuperLink; by default a free one.")
-    ] = None,
+    port: Annotated[int | None, Option(help="Of the SuperLink; else a free one.")] = None,
 ) -> None:
     """Bring up a SuperLink and SuperNodes on this machine only, with TLS and node keys."""
     from fedshuffle.flower.local import COMPLETED, Deployment, app_config

@@ -22,7 +22,7 @@ _STYLES = {"failed": "[bold red]failed[/]", "passed": "[green]passed[/]", "skipp
 _COLOURS = {True: "green", False: "red", None: "dim"}
 
 
-def list_methods(as_json: AsJson = False) -> None:
+def methods(as_json: AsJson = False) -> None:
     """List the methods: what each is and costs, its options, and when it is consistent."""
     from fedshuffle.reports.methods import everything
 

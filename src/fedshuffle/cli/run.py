@@ -1,4 +1,4 @@
-"""The commands that train: a run, a comparison, the paper's experiments and the demo."""
+"""The commands that train: a run, a comparison, experiments, a demo; and starter files."""
 
 from __future__ import annotations
 
@@ -10,8 +10,10 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
+import click
 import typer
 from rich.markup import escape
+from typer import Argument, Option
 
 from fedshuffle._arrays import jsonable
 from fedshuffle.cli.shared import (
@@ -31,10 +33,16 @@ if TYPE_CHECKING:
     from fedshuffle.training import Result
 
 _Text = str | None
+_Path = Path | None
 _Count = int | None
-_ConfigOut = Annotated[Path | None, typer.Option(help="Folder; by default that of the config.")]
-_Out = Annotated[Path, typer.Option(help="Folder for the results; made if it does not exist.")]
-_Jobs = Annotated[_Count, typer.Option(help="Runs at once; by default one per core.")]
+_ConfigOut = Annotated[Path | None, Option(help="Folder; by default that of the config.")]
+_Out = Annotated[Path, Option(help="Folder for the results; made if it does not exist.")]
+_Jobs = Annotated[_Count, Option(help="Runs at once; by default one per core.")]
+_ENGINES = (
+    "auto, sequential, vectorized or reference; sequential:2 for two threads,"
+    " sequential:2:processes; ray:4."
+)
+_STARTERS = click.Choice(["run", "flower-app"])
 _UNUSED = {
     "quadratic": ["scale", "data", "jobs"],
     "theory": ["rounds", "scale", "data", "jobs"],
@@ -45,23 +53,14 @@ _UNUSED = {
 
 
 def run(
-    config: Annotated[Path | None, typer.Argument(help="A TOML file that describes a run.")] = None,
-    resume: Annotated[Path | None, typer.Option(help="Resume the run in this folder.")] = None,
+    config: Annotated[Path | None, Argument(help="A TOML file that describes a run.")] = None,
+    resume: Annotated[Path | None, Option(help="Resume the run in this folder.")] = None,
     out: _ConfigOut = None,
-    rounds: Annotated[_Count, typer.Option(help="Rounds of training in all.")] = None,
-    engine: Annotated[
-        _Text,
-        typer.Option(
-            help="auto, sequential, vectorized or reference; sequential:2 for two threads,"
-            " sequential:2:processes; ray:4."
-        ),
-    ] = None,
-    device: Annotated[_Text, typer.Option(help="Where to train: cpu, cuda or mps.")] = None,
-    address: Annotated[
-        _Text,
-        typer.Option(help="HOST:PORT of the Ray cluster, for engine ray; else one is started."),
-    ] = None,
-    seed: Annotated[_Count, typer.Option(help="Seed of everything random.")] = None,
+    rounds: Annotated[_Count, Option(help="Rounds of training in all.")] = None,
+    engine: Annotated[_Text, Option(help=_ENGINES)] = None,
+    device: Annotated[_Text, Option(help="Where to train: cpu, cuda or mps.")] = None,
+    address: Annotated[_Text, Option(help="HOST:PORT of a Ray cluster; else one starts.")] = None,
+    seed: Annotated[_Count, Option(help="Seed of everything random.")] = None,
     settings: Settings = None,
     as_json: AsJson = False,
 ) -> None:
@@ -152,12 +151,12 @@ def _print_run(result: Result, address: str | None) -> None:
 
 def compare(
     config: Annotated[
-        Path | None, typer.Argument(help="A TOML file of a run with a section [compare].")
+        _Path, Argument(help="A TOML file of a run with a section [compare].")
     ] = None,
-    resume: Annotated[Path | None, typer.Option(help="Resume that of this folder.")] = None,
+    resume: Annotated[_Path, Option(help="Resume that of this folder.")] = None,
     out: _ConfigOut = None,
     jobs: _Jobs = None,
-    scale: Annotated[_Text, typer.Option(help="Use the keys of [scale.NAME].")] = None,
+    scale: Annotated[_Text, Option(help="Use the keys of [scale.NAME].")] = None,
     settings: Settings = None,
     as_json: AsJson = False,
 ) -> None:
@@ -201,13 +200,11 @@ def _run_comparison(
 def reproduce(
     context: typer.Context,
     experiment: Annotated[
-        str, typer.Argument(help="quadratic (the toy figures), theory, shakespeare or cifar100.")
+        str, Argument(help="quadratic (the toy figures), theory, shakespeare or cifar100.")
     ],
     out: _Out,
-    rounds: Annotated[int, typer.Option(help="Rounds of training, for quadratic.")] = 1000,
-    scale: Annotated[
-        str, typer.Option(help="paper, laptop or smoke, for shakespeare and cifar100.")
-    ] = "laptop",
+    rounds: Annotated[int, Option(help="Rounds of training, for quadratic.")] = 1000,
+    scale: Annotated[str, Option(help="paper, laptop, smoke: shakespeare, cifar100.")] = "laptop",
     data: DataFolder = None,
     jobs: _Jobs = None,
     as_json: AsJson = False,
@@ -237,8 +234,8 @@ def reproduce(
 
 def demo(
     out: _Out = Path("fedshuffle-demo"),
-    rounds: Annotated[int, typer.Option(help="Rounds of training.")] = 400,
-    seed: Annotated[int, typer.Option(help="Seed of the split and of the training.")] = 0,
+    rounds: Annotated[int, Option(help="Rounds of training.")] = 400,
+    seed: Annotated[int, Option(help="Seed of the split and of the training.")] = 0,
     as_json: AsJson = False,
 ) -> None:
     """Audit and train three methods on real data, and write a one-page report."""
@@ -246,3 +243,20 @@ def demo(
 
     result = report.demo(out, rounds=rounds, seed=seed, progress=not as_json)
     emit(as_json, result.to_dict, partial(report.print_summary, console, result, out))
+
+
+def new(
+    kind: Annotated[str, Argument(click_type=_STARTERS, help="What to write.")],
+    folder: Annotated[Path, Argument(metavar="DIR", help="A new folder; it names a Flower app.")],
+) -> None:
+    """Write starter files, ready to try: a run with a config, or an app of Flower."""
+    from fedshuffle import templates
+
+    if kind == "run":
+        made, command = templates.new_run(folder), ["run", str(folder / "config.toml")]
+        print(f"A run is in {made}: config.toml describes it, task.py has its model and data.")
+    else:
+        made = templates.new_flower_app(folder)
+        command = ["flower", "up", "--clients", "3", "--app", str(folder)]
+        print(f"A Flower app is in {made}. Its README says what to change.")
+    print(f"To try it:\n\n    {shlex.join(['fedshuffle', *command])}")
