@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from fedshuffle import __version__
-from fedshuffle.cli import advise, audit, data, flower, methods, run
+from fedshuffle.cli import advise, data, flower, methods, run
 from fedshuffle.cli.shared import Command, Group, say
 from fedshuffle.errors import FedShuffleError
 
@@ -19,10 +19,9 @@ app = typer.Typer(
     no_args_is_help=True,
     pretty_exceptions_enable=False,
 )
-for command in (
-    *(audit.audit, run.run, advise.advise, methods.methods, methods.conformance),
-    *(run.reproduce, run.compare, run.demo, run.new),
-):
+about_methods = (methods.audit, methods.methods, methods.conformance, advise.advise)
+training = (run.run, run.compare, run.reproduce, run.demo, run.new)
+for command in (*about_methods, *training):
     app.command(cls=Command)(command)
 app.add_typer(data.app, name="data")
 app.add_typer(flower.app, name="flower")
