@@ -21,9 +21,6 @@ if TYPE_CHECKING:
     from fedshuffle.theory.advice import Advice, StepSizeSearch
     from fedshuffle.theory.problem import AdvisedRun
 
-_MANY = 10**7
-"""Larger counts are shown as a power of ten."""
-
 
 def advise(
     config: Annotated[Path, Argument(help="A TOML file that describes a run.")],
@@ -50,7 +47,7 @@ def advise(
             search_rounds=search_rounds,
             progress=not as_json,
         )
-    emit(as_json, found.to_dict, partial(_print_advice, found))
+    emit(as_json, found.to_dict(), partial(_print_advice, found))
 
 
 def _advised_run(config: Config) -> AdvisedRun:
@@ -208,4 +205,4 @@ def _cell(value: str | float | None) -> str:
         return "-" if value is None else escape(value)
     if isinstance(value, bool):
         return "yes" if value else "no"
-    return f"{value:,}" if isinstance(value, int) and value < _MANY else f"{value:.3g}"
+    return f"{value:,}" if isinstance(value, int) and value < 10**7 else f"{value:.3g}"

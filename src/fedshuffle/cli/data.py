@@ -93,7 +93,7 @@ def show_data(
 
     store = open_store(folder)
     facts = _describe(store)
-    emit(as_json, lambda: facts, partial(_print_store, store.path.name, facts))
+    emit(as_json, facts, partial(_print_store, store.path.name, facts))
 
 
 def _names(text: str | None) -> list[str] | None:

@@ -60,18 +60,14 @@ def audit(
     log: Annotated[
         _Path, Option(help="Audit a log: CSV or JSONL of round,client,size,steps,weight.")
     ] = None,
-    step_sizes: Annotated[
-        str, Option(help="Of clients under --flower or --callable: equal, or scaled.")
-    ] = "equal",
+    step_sizes: Annotated[str, Option(help="For --flower, --callable: equal or scaled.")] = "equal",
     confidence: Annotated[float, Option(help="Of intervals: --flower, --callable, --log.")] = 0.95,
     seed: Annotated[int, Option(help="For audits that have to sample.")] = 0,
     draws: Annotated[_Count, Option(help="To sample, if needed: 32000, others' code 2000.")] = None,
     rounds: Annotated[
         _Count, Option(help="For rules that depend on the round: how many to average over, 100.")
     ] = None,
-    check: Annotated[
-        bool, Option("--check", help="Exit with 1 if the objective is not the one you meant.")
-    ] = False,
+    check: Annotated[bool, Option("--check", help="Exit with 1 if not consistent.")] = False,
     as_json: AsJson = False,
 ) -> None:
     """Say which objective a method, or other people's code, really minimises."""
@@ -124,7 +120,7 @@ def audit(
                     found = FlowerAggregator(found, len(federation))
                 given |= {"step_sizes": step_sizes, "confidence": confidence, "seed": seed}
                 result = auditing.audit_server(found, federation, drawn, work, **given)
-    emit(as_json, result.to_dict, partial(print_audit, console, result))
+    emit(as_json, result.to_dict(), partial(print_audit, console, result))
     if check and result.consistent is False:
         raise typer.Exit(1)
 
@@ -157,7 +153,7 @@ def methods(as_json: AsJson = False) -> None:
     from fedshuffle.reports.methods import everything
 
     rows = everything()
-    emit(as_json, lambda: rows, partial(print_methods, console, rows))
+    emit(as_json, rows, partial(print_methods, console, rows))
 
 
 def print_methods(console: Console, rows: list[dict[str, Any]]) -> None:
@@ -209,8 +205,7 @@ def conformance(
     here = Path.cwd()
     with imports.importable(here):
         report = check(imports.method(method, here))
-    rows = [result._asdict() for result in report]
-    emit(as_json, lambda: rows, partial(_print_report, report))
+    emit(as_json, [result._asdict() for result in report], partial(_print_report, report))
     if not report.passed:
         raise typer.Exit(1)
 

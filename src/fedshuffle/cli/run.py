@@ -93,7 +93,8 @@ def run(
         if not RunFolder(folder).begun:
             print("Interrupted before the first round: nothing was saved.", file=sys.stderr)
         raise
-    emit(as_json, partial(_summary, result), partial(_print_run, result, address))
+    found = _summary(result)
+    emit(as_json, found, partial(_print_run, result, found, address))
     if result.diverged:
         raise typer.Exit(1)
 
@@ -123,11 +124,10 @@ def _summary(result: Result) -> dict[str, Any]:
     }
 
 
-def _print_run(result: Result, address: str | None) -> None:
+def _print_run(result: Result, found: dict[str, Any], address: str | None) -> None:
     """The final metrics, the files, and how to load the model and resume the run."""
     from fedshuffle.config.runner import command
 
-    found = _summary(result)
     out = Path(found["out"])
     lines = [f"{found['rounds']} rounds are done."]
     if result.diverged:
@@ -192,7 +192,7 @@ def _run_comparison(
             out, jobs=jobs, progress=not as_json, command=command, annotate=annotate
         )
     write(results, out)
-    emit(as_json, partial(summary, results, out), partial(print_results, console, results, out))
+    emit(as_json, summary(results, out), partial(print_results, console, results, out))
     if not results["complete"]:
         raise typer.Exit(1)
 
@@ -242,7 +242,7 @@ def demo(
     from fedshuffle.experiments.demo import report
 
     result = report.demo(out, rounds=rounds, seed=seed, progress=not as_json)
-    emit(as_json, result.to_dict, partial(report.print_summary, console, result, out))
+    emit(as_json, result.to_dict(), partial(report.print_summary, console, result, out))
 
 
 def new(

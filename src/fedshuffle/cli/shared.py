@@ -44,10 +44,10 @@ def alone(as_json: bool) -> AbstractContextManager[object]:
     return redirect_stdout(sys.stderr) if as_json else nullcontext()
 
 
-def emit(as_json: bool, data: Callable[[], Any], print_text: Callable[[], None]) -> None:
+def emit(as_json: bool, data: Any, print_text: Callable[[], None]) -> None:
     """Print a result: its data as JSON for a program, or else as text."""
     if as_json:
-        print(json.dumps(data(), allow_nan=False))
+        print(json.dumps(data, allow_nan=False))
     else:
         print_text()
 

@@ -92,7 +92,7 @@ def override(tables: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str,
         table = result
         for name in path:
             inner = table.get(name, {})
-            if isinstance(inner, str) and keys(Config).get(name) in (ImportSpec, DataSpec):
+            if isinstance(inner, str):  # short for a table with only that path
                 inner = {"use": inner}
             if not isinstance(inner, dict):
                 raise FedShuffleError(f"{key} cannot be set: {name} is {inner!r}, not a table.")
