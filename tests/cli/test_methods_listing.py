@@ -137,7 +137,7 @@ def test_a_method_of_the_users_own_is_listed_too(registered: list[Method]) -> No
 
 def _printed(width: int) -> list[str]:
     file = io.StringIO()
-    print_methods(Console(width=width, file=file))
+    print_methods(Console(width=width, file=file), listing.everything())
     return file.getvalue().splitlines()
 
 

@@ -198,8 +198,8 @@ def test_reading_a_comparison_needs_no_torch(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["compare"], "give either a file"),
-        (["compare", "{file}", "--resume", "x"], "give either a file"),
+        (["compare"], "give either a config file"),
+        (["compare", "{file}", "--resume", "x"], "give either a config file"),
         (["compare", "--resume", "{here}"], "holds no comparison"),
         (["compare", "--resume", "{here}", "--set", "a=1"], "takes only --jobs"),
         (["compare", "{file}", "--jobs", "0"], "jobs is 0"),

@@ -357,7 +357,7 @@ def test_a_folder_with_a_run_is_refused_before_data_are_loaded(
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ([], "give either a config file to run, or --resume"),
+        ([], "give either a config file, or --resume"),
         (["config.toml", "--resume", "run"], "give either a config file"),
         (["--resume", "run", "--seed", "3"], "--resume takes only --rounds"),
         (["--resume", "run", "--out", "x"], "--resume takes only --rounds"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 
 import numpy as np
@@ -111,8 +112,10 @@ def test_the_command_reports_clients_left_out(
     users = {"a": {"x": [[1.0]], "y": [1]}, "b": {"x": [], "y": []}}
     (tmp_path / "t.json").write_text(leaf_json(users))
     out = tmp_path / "p"
-    assert command(monkeypatch, "data", "import", tmp_path / "t.json", "--out", out) == 0
-    assert "! 1 clients without examples were left out, such as 'b'." in capsys.readouterr().out
+    with warnings.catch_warnings():
+        warnings.simplefilter("always")
+        assert command(monkeypatch, "data", "import", tmp_path / "t.json", "--out", out) == 0
+    assert "! 1 clients without examples were left out, such as 'b'." in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from fedshuffle import __version__
-from fedshuffle.cli import advise, audit, compare, data, experiments, flower, methods, new, run
+from fedshuffle.cli import advise, data, flower, methods, run
 from fedshuffle.cli.shared import Command, Group, say
 from fedshuffle.errors import FedShuffleError
 
@@ -19,16 +19,11 @@ app = typer.Typer(
     no_args_is_help=True,
     pretty_exceptions_enable=False,
 )
-app.command(cls=Command)(audit.audit)
-app.command(cls=Command)(run.run)
-app.command(cls=Command)(advise.advise)
-app.command(name="methods", cls=Command)(methods.list_methods)
-app.command(cls=Command)(methods.conformance)
-app.command(cls=Command)(experiments.reproduce)
-app.command(cls=Command)(compare.compare)
-app.command(cls=Command)(experiments.demo)
+about_methods = (methods.audit, methods.methods, methods.conformance, advise.advise)
+training = (run.run, run.compare, run.reproduce, run.demo, run.new)
+for command in (*about_methods, *training):
+    app.command(cls=Command)(command)
 app.add_typer(data.app, name="data")
-app.add_typer(new.app, name="new")
 app.add_typer(flower.app, name="flower")
 
 

@@ -2,40 +2,33 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import astuple, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
 from rich.markup import escape
 from rich.padding import Padding
+from typer import Argument, Option
 
 from fedshuffle._terminal import plain_table
-from fedshuffle.cli.shared import AsJson, Settings, alone, console, overrides
+from fedshuffle.cli.shared import AsJson, Settings, alone, console, emit, overrides
 
 if TYPE_CHECKING:
     from fedshuffle.config.schema import Config
     from fedshuffle.theory.advice import Advice, StepSizeSearch
     from fedshuffle.theory.problem import AdvisedRun
 
-_MANY = 10**7
-"""Larger counts are shown as a power of ten."""
-
 
 def advise(
-    config: Annotated[Path, typer.Argument(help="A TOML file that describes a run.")],
-    clients: Annotated[int, typer.Option(help="Largest number of clients to measure.")] = 50,
-    points: Annotated[
-        int, typer.Option(help="Number of models to measure at: the start, and during training.")
-    ] = 2,
-    target: Annotated[
-        float, typer.Option(help="Predict rounds until this share of the start is left.")
-    ] = 0.01,
+    config: Annotated[Path, Argument(help="A TOML file that describes a run.")],
+    clients: Annotated[int, Option(help="Largest number of clients to measure.")] = 50,
+    points: Annotated[int, Option(help="Models to measure at: the start, and others.")] = 2,
+    target: Annotated[float, Option(help="Predict rounds until this share is left.")] = 0.01,
     search_rounds: Annotated[
-        int, typer.Option(help="Rounds of each short run that tries a step size; 0 tries none.")
+        int, Option(help="Rounds of each short run that tries a step size; 0 tries none.")
     ] = 10,
     settings: Settings = None,
     as_json: AsJson = False,
@@ -54,10 +47,7 @@ def advise(
             search_rounds=search_rounds,
             progress=not as_json,
         )
-    if as_json:
-        print(json.dumps(found.to_dict()))
-    else:
-        _print_advice(found)
+    emit(as_json, found.to_dict(), partial(_print_advice, found))
 
 
 def _advised_run(config: Config) -> AdvisedRun:
@@ -84,59 +74,58 @@ def _print_advice(advice: Advice) -> None:
     setting, problem, proven = advice.setting, advice.problem, advice.largest_proven
     method, rounds = escape(str(setting["method"])), f"for {setting['rounds']} rounds"
     momentum = "" if setting["momentum"] == "none" else f", momentum {setting['momentum']}"
-    _line(
+    console.print(
         f"[bold]{method}[/]{momentum} on {setting['clients']} clients with"
         f" {setting['examples']:,} examples, sampling {escape(str(setting['sampling']))},"
         f" {setting['rounds']} rounds"
     )
     if advice.step_size_search is not None:
         _print_search(advice.step_size_search, proven)
-        _line("\n[bold underline]What is proven[/]")
+        console.print("\n[bold underline]What is proven[/]")
 
-    constants = [
+    rows: list[tuple[Any, ...]] = [
         (name, f"{one.value:.4g}", one.uncertainty or None, one.note)
         for name, one in problem.constants.items()
     ]
-    columns = ["constant", "value", "+-", ""]
-    _section(f"The problem: {problem.what}", ["problem"], columns, constants, problem.notes)
+    title = f"The problem: {problem.what}"
+    _section(title, "problem", "constant|value|+-|", rows, problem.notes)
 
-    columns = ["method", "regime", "covered", "theorem", "proof", rounds]
-    columns += ["client's largest", "rounds to target"]
-    steps = []
+    rows = []
     for row in advice.steps:
         sizes = (getattr(one, "step_size", None) for one in (row.theorem, row.proof, row.tuned))
         rest = row.proof.largest_client_step, getattr(row.target, "rounds", None)
-        steps.append((row.method, row.regime, row.covered, *sizes, *rest))
+        rows.append((row.method, row.regime, row.covered, *sizes, *rest))
     notes = [f"{row.method}: {note}" for row in advice.steps for note in row.notes]
     notes += [f"{name}: {reason}" for name, reason in advice.not_covered.items()]
-    parts = ["steps.proof", "steps.tuned", "steps.target"]
-    _section("Step sizes (the key step_size of the config)", parts, columns, steps, notes)
+    title = "Step sizes (the key step_size of the config)"
+    sources = "steps.proof steps.tuned steps.target"
+    columns = f"method|regime|covered|theorem|proof|{rounds}|client's largest|rounds to target"
+    _section(title, sources, columns, rows, notes)
     if proven is not None:
         own = float(setting["step_size"])
-        _line(
+        console.print(
             f"  Your step_size {own:g} is {own / proven:.3g} times the largest that the proof"
             " allows. What is proven holds for the worst case: larger steps often work, but"
             " nothing is promised for them."
         )
-
     if advice.step_ratios:
-        columns = ["than", "regime", "step_size", "largest client step", "distance per round"]
         notes = [
             "short clients may take larger steps; this is not proven to be faster",
             "FedNova with weights w_i tau_max / (tau_i p_i) has FedShuffle's limit and rate",
         ]
         title = "How many times as large FedShuffle's steps may be"
-        _section(title, ["step_ratios"], columns, map(astuple, advice.step_ratios), notes)
+        columns = "than|regime|step_size|largest client step|distance per round"
+        _section(title, "step_ratios", columns, map(astuple, advice.step_ratios), notes)
 
-    columns = ["by the", "largest step_size", f"step_size {rounds}", "a for these"]
-    bounds = [
+    rows = [
         (bound, step["limit"].step_size, step["tuned"].step_size, step["tuned"].a)
         for bound, step in advice.mvr.items()
     ]
-    _section("FedShuffleMVR", ["mvr.proof"], columns, bounds, advice.mvr_notes)
+    columns = f"by the|largest step_size|step_size {rounds}|a for these"
+    _section("FedShuffleMVR", "mvr.proof", columns, rows, advice.mvr_notes)
     _print_sampling(advice)
-    _section("Objective", ["total_variation"])
-    _line(f"{method} is {escape(advice.conclusion)}")
+    _section("Objective", "total_variation")
+    console.print(f"{method} is {escape(advice.conclusion)}")
 
 
 def _print_search(search: StepSizeSearch, proven: float | None) -> None:
@@ -153,14 +142,14 @@ def _print_search(search: StepSizeSearch, proven: float | None) -> None:
         f"it cost {search.local_steps:,} local steps; over many rounds smaller step sizes may"
         " do better: compare tries them for longer",
     ]
-    columns = ["step_size", f"loss after {search.rounds} rounds", ""]
     title = "What can be measured: step sizes tried in short runs"
-    _section(title, ["step_size_search"], columns, rows, notes)
+    columns = f"step_size|loss after {search.rounds} rounds|"
+    _section(title, "step_size_search", columns, rows, notes)
     if search.best is None:
-        _line("  None of these step sizes lowers the loss: try smaller ones.")
+        console.print("  None of these step sizes lowers the loss: try smaller ones.")
         return
     times = f", {search.best / proven:.3g} times the largest that is proven" if proven else ""
-    _line(
+    console.print(
         f"  Try step_size {search.best:g}{times}. They differ because a proof holds for the worst"
         f" problem with the same constants and for every round, and these are {search.rounds}"
         " rounds of yours."
@@ -169,9 +158,9 @@ def _print_search(search: StepSizeSearch, proven: float | None) -> None:
 
 def _print_sampling(advice: Advice) -> None:
     title = f"Sampling: proven rounds until {advice.setting['target']:g} of the start"
-    parts, found = ["sampling", "sampling.rounds"], advice.sampling
+    sources, found = "sampling sampling.rounds", advice.sampling
     if isinstance(found, str):
-        _section(title, parts, notes=[found])
+        _section(title, sources, notes=[found])
         return
     rows = []
     for row in sorted({*found.sizes, found.options}, key=lambda row: row[0].cohort):
@@ -179,35 +168,36 @@ def _print_sampling(advice: Advice) -> None:
         cells = (f"{option.M:.3g}, {_cell(option.rounds)}" for option in row)
         rows.append((f"{row[0].cohort}{yours}", *cells))
     rows.append(("pays until", *map(_cell, found.pays_until.values())))
-    columns = ["clients per round", *(f"{kind}: M, rounds" for kind in found.pays_until)]
+    columns = "|".join(["clients per round", *(f"{kind}: M, rounds" for kind in found.pays_until)])
     notes = [
         f"for {found.regime} losses",
         "a cohort pays while it is at least half as fast as a linear speed-up over one client",
         "for fedshuffle; the numbers for best also hold for optimal:B",
     ]
-    _section(title, parts, columns, rows, notes)
+    _section(title, sources, columns, rows, notes)
 
 
 def _section(
     title: str,
-    parts: Iterable[str],
-    columns: Sequence[str] = (),
+    sources: str,
+    columns: str = "",
     rows: Iterable[Sequence[Any]] = (),
     notes: Iterable[str] = (),
 ) -> None:
     """A title with where its numbers are derived, a table unless it is empty, and notes."""
     from fedshuffle.theory.advice import SOURCES
 
-    anchors = ", ".join(SOURCES[part][0] for part in parts)
-    _line(f"\n[bold]{escape(title)}[/]  [dim]{anchors}[/]")
-    align = "".join("r" if k and column else "l" for k, column in enumerate(columns))
-    table = plain_table(*columns, align=align, overflow="fold")
+    anchors = ", ".join(SOURCES[part][0] for part in sources.split())
+    console.print(f"\n[bold]{escape(title)}[/]  [dim]{anchors}[/]")
+    names = columns.split("|")
+    align = "".join("r" if k and name else "l" for k, name in enumerate(names))
+    table = plain_table(*names, align=align, overflow="fold")
     for row in rows:
         table.add_row(*map(_cell, row))
     if table.rows:
         console.print(Padding(table, (0, 0, 0, 2)))
     for note in dict.fromkeys(notes):
-        console.print(Padding(f"[dim]- {escape(note)}[/]", (0, 0, 0, 2)), highlight=False)
+        console.print(Padding(f"[dim]- {escape(note)}[/]", (0, 0, 0, 2)))
 
 
 def _cell(value: str | float | None) -> str:
@@ -215,8 +205,4 @@ def _cell(value: str | float | None) -> str:
         return "-" if value is None else escape(value)
     if isinstance(value, bool):
         return "yes" if value else "no"
-    return f"{value:,}" if isinstance(value, int) and value < _MANY else f"{value:.3g}"
-
-
-def _line(text: str) -> None:
-    console.print(text, highlight=False)
+    return f"{value:,}" if isinstance(value, int) and value < 10**7 else f"{value:.3g}"

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import json
-import warnings
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -11,9 +10,10 @@ import numpy as np
 import typer
 from rich.filesize import decimal
 from rich.markup import escape
+from typer import Argument, Option
 
-from fedshuffle._terminal import Console, plain_table
-from fedshuffle.cli.shared import AsJson, Command, DataFolder, Group, console
+from fedshuffle._terminal import plain_table
+from fedshuffle.cli.shared import AsJson, Command, DataFolder, Group, console, emit
 from fedshuffle.errors import FedShuffleError
 
 if TYPE_CHECKING:
@@ -21,36 +21,32 @@ if TYPE_CHECKING:
 
 app = typer.Typer(help="Federations on disk: import, show.", no_args_is_help=True, cls=Group)
 
-
 Text = str | None
 
 
 @app.command(cls=Command, name="import")
 def import_data(
-    source: Annotated[Path, typer.Argument(help="A file, or a folder of files.")],
-    out: Annotated[Path, typer.Option(help="Folder for the store; made at the end.")],
-    client: Annotated[Text, typer.Option(help="For tables: the column of the clients.")] = None,
-    fields: Annotated[Text, typer.Option(help="Fields a,b as the loss takes them.")] = None,
-    input: Annotated[Text, typer.Option(help="Columns a,b; by default all other numbers.")] = None,
-    label: Annotated[Text, typer.Option(help="The column of the label.")] = None,
+    source: Annotated[Path, Argument(help="A file, or a folder of files.")],
+    out: Annotated[Path, Option(help="Folder for the store; made at the end.")],
+    client: Annotated[Text, Option(help="For tables: the column of the clients.")] = None,
+    fields: Annotated[Text, Option(help="Fields a,b as the loss takes them.")] = None,
+    input: Annotated[Text, Option(help="Columns a,b; by default all other numbers.")] = None,
+    label: Annotated[Text, Option(help="The column of the label.")] = None,
     standardise: Annotated[
-        bool,
-        typer.Option(
-            "--standardise", "--standardize", help="Give input columns mean 0 and deviation 1."
-        ),
+        bool, Option("--standardise", "--standardize", help="Give inputs mean 0 and deviation 1.")
     ] = False,
     standardise_like: Annotated[
         Path | None,
-        typer.Option(
+        Option(
             "--standardise-like",
             "--standardize-like",
             metavar="STORE",
             help="For held-out rows: scale them as the training rows in this store.",
         ),
     ] = None,
-    format: Annotated[Text, typer.Option(help="parquet, csv, tsv, leaf or hdf5.")] = None,
-    dtype: Annotated[Text, typer.Option(help="Types: input=float64,label=int32.")] = None,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a store.")] = False,
+    format: Annotated[Text, Option(help="parquet, csv, tsv, leaf or hdf5.")] = None,
+    dtype: Annotated[Text, Option(help="Types: input=float64,label=int32.")] = None,
+    overwrite: Annotated[bool, Option("--overwrite", help="Replace a store.")] = False,
     as_json: AsJson = False,
 ) -> None:
     """Import examples and their clients into a store that training maps instead of reading."""
@@ -58,30 +54,25 @@ def import_data(
 
     if standardise and standardise_like is not None:
         raise FedShuffleError("give either --standardise or --standardise-like, not both.")
-    with warnings.catch_warnings(record=True) as notes:
-        warnings.simplefilter("always")
-        import_file(
-            source,
-            out,
-            client=client,
-            fields=_names(fields),
-            input=_names(input),
-            label=label,
-            standardise=standardise if standardise_like is None else standardise_like,
-            dtype=_dtypes(dtype),
-            format=format,
-            overwrite=overwrite,
-            progress=not as_json,
-        )
-    stream = Console(stderr=True) if as_json else console
-    for note in notes:
-        stream.print(f"[bold yellow]![/] {escape(str(note.message))}", highlight=False)
+    import_file(
+        source,
+        out,
+        client=client,
+        fields=_names(fields),
+        input=_names(input),
+        label=label,
+        standardise=standardise if standardise_like is None else standardise_like,
+        dtype=_dtypes(dtype),
+        format=format,
+        overwrite=overwrite,
+        progress=not as_json,
+    )
     show_data(out, as_json)
 
 
 @app.command(cls=Command, name="get")
 def get_data(
-    name: Annotated[str, typer.Argument(help="shakespeare, cifar100 or femnist.")],
+    name: Annotated[str, Argument(help="shakespeare, cifar100 or femnist.")],
     data: DataFolder = None,
 ) -> None:
     """Download a data set, or resume the download; check it if it is complete."""
@@ -95,17 +86,14 @@ def get_data(
 
 @app.command(cls=Command, name="show")
 def show_data(
-    folder: Annotated[Path, typer.Argument(help="The folder of a store.")], as_json: AsJson = False
+    folder: Annotated[Path, Argument(help="The folder of a store.")], as_json: AsJson = False
 ) -> None:
     """Show what a store holds: clients, examples, fields, and the distribution of sizes."""
     from fedshuffle.data import open_store
 
     store = open_store(folder)
     facts = _describe(store)
-    if as_json:
-        print(json.dumps(facts))
-    else:
-        _print_store(store.path.name, facts)
+    emit(as_json, facts, partial(_print_store, store.path.name, facts))
 
 
 def _names(text: str | None) -> list[str] | None:
@@ -151,7 +139,6 @@ def _print_store(name: str, facts: dict[str, Any]) -> None:
     console.print(
         f"[bold]{escape(name)}[/]: {facts['clients']:,} clients, {facts['examples']:,} examples,"
         f" {decimal(facts['bytes'])} on disk, objective weights {facts['weights']}",
-        highlight=False,
         soft_wrap=True,
     )
     columns = origin.get("columns", {})
@@ -168,7 +155,6 @@ def _print_store(name: str, facts: dict[str, Any]) -> None:
     console.print(
         f"\nexamples per client: min {sizes['min']:,}, median {sizes['median']:,g},"
         f" mean {sizes['mean']:,.1f}, max {sizes['max']:,}",
-        highlight=False,
     )
     bars = plain_table("examples", "clients", "", align="rr")
     most = max(bar["clients"] for bar in facts["histogram"])

@@ -8,8 +8,8 @@ from typing import Annotated
 
 import typer
 from rich.markup import escape
+from typer import Option
 
-from fedshuffle._terminal import interrupted_once
 from fedshuffle.cli.shared import Command, Group, console, overrides
 from fedshuffle.errors import FedShuffleError
 
@@ -20,22 +20,17 @@ app = typer.Typer(
 
 @app.command(cls=Command)
 def up(
-    clients: Annotated[int, typer.Option(help="How many SuperNodes to start.")] = 3,
+    clients: Annotated[int, Option(help="How many SuperNodes to start.")] = 3,
     app_folder: Annotated[
-        Path | None,
-        typer.Option("--app", metavar="DIR", help="Run this app, and end with its exit status."),
+        Path | None, Option("--app", metavar="DIR", help="Run this app, and end with its status.")
     ] = None,
     settings: Annotated[
-        list[str] | None,
-        typer.Option("--set", help="With --app: another value for a key, such as num-rounds=5."),
+        list[str] | None, Option("--set", help="With --app: other values, such as num-rounds=5.")
     ] = None,
     folder: Annotated[
-        Path | None,
-        typer.Option("--dir", help="For keys and logs; by default temporary, gone at a good end."),
+        Path | None, Option("--dir", help="For keys and logs; else temporary, gone at a good end.")
     ] = None,
-    port: Annotated[
-        int | None, typer.Option(help="Of the SuperLink; by default a free one.")
-    ] = None,
+    port: Annotated[int | None, Option(help="Of the SuperLink; else a free one.")] = None,
 ) -> None:
     """Bring up a SuperLink and SuperNodes on this machine only, with TLS and node keys."""
     from fedshuffle.flower.local import COMPLETED, Deployment, app_config
@@ -45,29 +40,23 @@ def up(
         raise FedShuffleError("--set changes nothing without --app: leave it out.")
     if app_folder is not None and "clients" in app_config(app_folder, changes):
         changes = {"clients": clients, **changes}
-    try:
-        with (
-            interrupted_once(ends=True),
-            Deployment(clients, folder, port=port, progress=_say) as deployment,
-        ):
-            _say(f"logs in {deployment.logs}")
-            if app_folder is None:
-                with suppress(KeyboardInterrupt):  # from the moment on that it is promised
-                    command = deployment.command("DIR")
-                    _show(f"\nTo run an app here:\n\n    {command}\n\nCtrl-C ends it.\n")
-                    deployment.wait()
-                _say("stopping")
-                return
-            status = deployment.run(app_folder, changes)
-            _say(f"the run is {status}")
-            if status != COMPLETED:
-                raise typer.Exit(1)
-    except KeyboardInterrupt:
-        raise typer.Exit(130) from None
+    with Deployment(clients, folder, port=port, progress=_say) as deployment:
+        _say(f"logs in {deployment.logs}")
+        if app_folder is None:
+            with suppress(KeyboardInterrupt):  # from the moment on that it is promised
+                command = deployment.command("DIR")
+                _show(f"\nTo run an app here:\n\n    {command}\n\nCtrl-C ends it.\n")
+                deployment.wait()
+            _say("stopping")
+            return
+        status = deployment.run(app_folder, changes)
+        _say(f"the run is {status}")
+        if status != COMPLETED:
+            raise typer.Exit(1)
 
 
 def _say(line: str) -> None:
-    console.print(f"[dim]·[/] {escape(line)}", highlight=False, soft_wrap=True)
+    console.print(f"[dim]·[/] {escape(line)}", soft_wrap=True)
 
 
 def _show(text: str) -> None:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import sys
+import warnings
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext, redirect_stdout
 from pathlib import Path
 from typing import Annotated, Any
@@ -13,14 +16,12 @@ from rich.markup import escape
 from typer.core import TyperCommand, TyperGroup
 
 from fedshuffle import _synonyms
-from fedshuffle._terminal import Console
-from fedshuffle.errors import FedShuffleError
+from fedshuffle._terminal import Console, interrupted_once
+from fedshuffle.errors import FedShuffleError, user_error
 
-console = Console()
+console = Console(highlight=False)
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON for a program.")]
-Out = Annotated[Path, typer.Option(help="Folder for the results; made if it does not exist.")]
-Jobs = Annotated[int | None, typer.Option(help="Runs at once; by default one per core.")]
 Settings = Annotated[
     list[str] | None,
     typer.Option("--set", help="Another value for a key, such as work.batch_size=16."),
@@ -43,9 +44,17 @@ def alone(as_json: bool) -> AbstractContextManager[object]:
     return redirect_stdout(sys.stderr) if as_json else nullcontext()
 
 
+def emit(as_json: bool, data: Any, print_text: Callable[[], None]) -> None:
+    """Print a result: its data as JSON for a program, or else as text."""
+    if as_json:
+        print(json.dumps(data, allow_nan=False))
+    else:
+        print_text()
+
+
 def say(mark: str, text: object) -> None:
     """Print one line on the error stream, with a mark before it."""
-    Console(stderr=True).print(f"{mark} {escape(str(text))}", highlight=False, soft_wrap=True)
+    Console(stderr=True, highlight=False).print(f"{mark} {escape(str(text))}", soft_wrap=True)
 
 
 def was_given(context: click.Context, name: str) -> bool:
@@ -91,7 +100,13 @@ class Command(TyperCommand):
     def invoke(self, ctx: click.Context) -> Any:
         """Run the command; an error about an argument names the option."""
         try:
-            return super().invoke(ctx)
+            with interrupted_once(ends=True), warnings.catch_warnings():
+                warnings.showwarning = lambda message, *_, **__: say("[bold yellow]![/]", message)
+                return super().invoke(ctx)
+        except KeyboardInterrupt:  # whoever has saved something has said so
+            raise typer.Exit(130) from None
+        except SystemExit as error:  # by the user's code: it is not a success
+            raise FedShuffleError(f"{user_error(error)}.") from error
         except FedShuffleError as error:
             name, space, rest = str(error).partition(" ")
             for param in self.params:

@@ -22,13 +22,11 @@ from fedshuffle.methods import Method
 from fedshuffle.sampling import Sampling
 
 
-def method(text: str, folder: Path) -> Method:
-    """A method by its name, or a user's own by its import path."""
-    if not methods.is_import_path(text):
-        return methods.get(text)
-    found: Method = find(text, folder)
+def method(text: str, folder: Path, momentum: str | None = None) -> Method:
+    """A method by its name, or a user's own by its import path, with a momentum."""
+    found: Method = find(text, folder) if methods.is_import_path(text) else methods.get(text)
     expect(found, Method, repr(text))
-    return found
+    return found if momentum is None else found.with_momentum(methods.parse_momentum(momentum))
 
 
 def sampling(text: str, federation: Federation, folder: Path) -> Sampling:

@@ -27,7 +27,7 @@ from fedshuffle.config.schema import (
     keys,
     without_none,
 )
-from fedshuffle.errors import FedShuffleError, unknown
+from fedshuffle.errors import FedShuffleError, error_context, unknown
 from fedshuffle.local_work import (
     AtMost,
     EpochRange,
@@ -54,10 +54,9 @@ def described(file: Path, changes: Mapping[str, Any]) -> str:
 
 def parse(file: Path) -> dict[str, Any]:
     """The tables of a TOML file, as plain data."""
-    try:
+    unreadable = f"the config {str(file)!r} cannot be read"
+    with error_context(lambda error: f"{unreadable}: {error}.", (OSError, UnicodeDecodeError)):
         text = file.read_text(encoding="utf-8-sig")
-    except (OSError, UnicodeDecodeError) as error:
-        raise FedShuffleError(f"the config {str(file)!r} cannot be read: {error}.") from error
     try:
         return tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
@@ -93,7 +92,7 @@ def override(tables: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str,
         table = result
         for name in path:
             inner = table.get(name, {})
-            if isinstance(inner, str) and keys(Config).get(name) in (ImportSpec, DataSpec):
+            if isinstance(inner, str):  # short for a table with only that path
                 inner = {"use": inner}
             if not isinstance(inner, dict):
                 raise FedShuffleError(f"{key} cannot be set: {name} is {inner!r}, not a table.")
@@ -168,51 +167,53 @@ read_number = _of_type((int, float), "a number")
 _number_or_schedule = _of_type((int, float), 'a number, or a schedule, such as "cosine:0.1"')
 
 
-def _named(value: Any, key: str, word: str, example: str) -> tuple[str, dict[str, Any]]:
-    """The name in a table, under one of its keys, and the other keys as arguments."""
-    if not isinstance(value, Mapping) or word not in value:
-        raise FedShuffleError(f'{key}.{word} is missing: name one, such as {word} = "{example}".')
-    arguments = {name: entry for name, entry in value.items() if name != word}
-    return _text(value[word], f"{key}.{word}"), arguments
+_EXAMPLES = {"use": "module:function", "store": "folder", "schedule": "inverse_time"}
 
 
-def _import_spec(value: Any, key: str) -> ImportSpec:
-    """A text is short for a table with only that path."""
-    if isinstance(value, str):
-        return ImportSpec(_text(value, key))
-    return ImportSpec(*_named(value, key, "use", "module:function"))
+def _spec(kinds: Mapping[str, Callable[..., Any]]) -> Callable[[Any, str], Any]:
+    """Reads a table in which one of these keys names an object; the others are its arguments."""
+
+    def read(value: Any, key: str) -> Any:
+        table = {"use": value} if isinstance(value, str) else value
+        given = [word for word in kinds if isinstance(table, Mapping) and word in table]
+        if len(given) != 1:
+            choices = " or ".join(f'{key}.{word} = "{_EXAMPLES[word]}"' for word in kinds)
+            raise FedShuffleError(f"{key} needs one name: write {choices}.")
+        (word,) = given
+        arguments = {name: entry for name, entry in table.items() if name != word}
+        if word == "store" and arguments:
+            raise _unknown_key(key, next(iter(arguments)), {"store": str})
+        name = _text(table[word], f"{key}.{word}")
+        return kinds[word](name, arguments) if arguments else kinds[word](name)
+
+    return read
 
 
-def _data(value: Any, key: str) -> DataSpec:
-    if not isinstance(value, Mapping) or ("use" in value and "store" not in value):
-        return _import_spec(value, key)
-    if "use" in value or "store" not in value:
-        raise FedShuffleError(
-            f'{key} needs one of {key}.use = "module:function" and {key}.store = "folder".'
-        )
-    for name in value.keys() - {"store"}:
-        raise _unknown_key(key, name, {"store": str})
-    return StorePath(_text(value["store"], f"{key}.store"))
+_data = _spec({"use": ImportSpec, "store": StorePath})
+_schedule = _spec({"schedule": ScheduleSpec})
 
 
-def _step_size(value: Any, key: str) -> StepSize:
+def _step_size(value: Any, key: str) -> Any:
     if isinstance(value, str):
         with at(key):
             return ScheduleSpec(*schedules.parse(value))
     if isinstance(value, Mapping):
-        return ScheduleSpec(*_named(value, key, "schedule", "inverse_time"))
-    size: float = _number_or_schedule(value, key)
-    return size
+        return _schedule(value, key)
+    return _number_or_schedule(value, key)
 
 
 def epochs(value: Any, key: str) -> int | tuple[int, ...] | EpochRange:
-    """A number, a number per client, or a range such as ``"2..5"``."""
+    """A number, a number per client, or a range such as ``"2..5"``; also as texts."""
     if isinstance(value, str):
-        limits = re.fullmatch(r"\s*(\d+)\s*\.\.\s*(\d+)\s*", value)
-        if limits is None:
-            raise FedShuffleError(f'{key} is {value!r}, but a range is written like "2..5".')
+        if not re.fullmatch(r"\d+(\.\.\d+|(,\d+)*)", value.replace(" ", "")):
+            raise FedShuffleError(
+                f"{key} is {value!r}: write 2 for all, 1,2,3 per client, or 2..5 at random."
+            )
+        numbers = tuple(map(int, re.split(r"\.\.|,", value)))
+        if ".." not in value:
+            return numbers if len(numbers) > 1 else numbers[0]
         with at(key):
-            return EpochRange(int(limits[1]), int(limits[2]))
+            return EpochRange(*numbers)
     if isinstance(value, list | tuple):
         return tuple(_whole(entry, key) for entry in value)
     return count(value, key)
@@ -246,7 +247,7 @@ _READERS: dict[Any, Callable[[Any, str], Any]] = {
     int: _whole,
     float: read_number,
     bool: _of_type(bool, "true or false"),
-    ImportSpec: _import_spec,
+    ImportSpec: _spec({"use": ImportSpec}),
     DataSpec: _data,
     DataSpec | Literal["training"]: lambda v, key: v if v == "training" else _data(v, key),
     StepSize: _step_size,
@@ -330,10 +331,8 @@ def plain(value: Any) -> Any:
 
 def toml(tables: Mapping[str, Any]) -> str:
     """Plain data as the text of a TOML file."""
-    try:
+    with error_context(lambda error: f"{error}. Use numbers, texts, lists and tables.", TypeError):
         return tomli_w.dumps(tables)
-    except TypeError as error:  # a value that TOML does not have
-        raise FedShuffleError(f"{error}. Use numbers, texts, lists and tables.") from error
 
 
 def save(config: Config, out: Path, notes: Sequence[str]) -> None:

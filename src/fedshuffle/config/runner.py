@@ -25,13 +25,13 @@ from torch import nn
 from torch.nn.utils import vector_to_parameters
 
 import fedshuffle
-from fedshuffle import _files, devices, engines, fingerprint, losses, methods
+from fedshuffle import _files, devices, engines, fingerprint, losses
 from fedshuffle import sampling as samplings
 from fedshuffle._arrays import expect
 from fedshuffle.config import imports, loader
 from fedshuffle.config.schema import Config, DataSpec, ImportSpec, at, step_size_by_round
 from fedshuffle.engines import Loss
-from fedshuffle.errors import FedShuffleError, error_context, one_line, unknown
+from fedshuffle.errors import FedShuffleError, error_context, unknown
 from fedshuffle.federation import Federation
 from fedshuffle.methods import Method
 from fedshuffle.randomness import Purpose, generator, restored_generators
@@ -173,13 +173,7 @@ def load_model(folder: Path | str, model: nn.Module | None = None) -> nn.Module:
     run, path = RunFolder(folder), repr(str(folder))
     settings = run.settings()
     if model is None:
-        with error_context(
-            lambda error: (
-                f"the model of {path} cannot be made: {one_line(error)}. Fix that, or give the"
-                " architecture as model=..."
-            ),
-            FedShuffleError,
-        ):
+        with at(f"the model of {path} cannot be made; fix that, or give it as model=..."):
             found = initial_model(loader.load(run.path / "config.toml"))
     else:
         expect(model, nn.Module, "model")
@@ -191,12 +185,8 @@ def load_model(folder: Path | str, model: nn.Module | None = None) -> nn.Module:
         )
     whole = run.path / "model.safetensors"
     if whole.exists():  # also holds frozen parameters and buffers
-        with error_context(
-            lambda error: (
-                f"{str(whole)!r} cannot be read: {one_line(error)}. Put back a copy of it."
-            ),
-            (OSError, RuntimeError, SafetensorError),
-        ):
+        unreadable = f"{str(whole)!r} cannot be read; put back a copy of it"
+        with error_context(unreadable, (OSError, RuntimeError, SafetensorError)):
             found.load_state_dict(safetensors.torch.load_file(whole))
     elif fingerprint.frozen(found) != settings.get("frozen_sha256"):
         raise FedShuffleError(
@@ -240,10 +230,7 @@ def initial_model(config: Config) -> nn.Module:
 def method(config: Config) -> Method:
     """The method of a config, with its momentum."""
     with at("method"):
-        found = imports.method(config.method, config.folder)
-    if config.momentum is None:
-        return found
-    return found.with_momentum(methods.parse_momentum(config.momentum))
+        return imports.method(config.method, config.folder, config.momentum)
 
 
 def sampling(config: Config, federation: Federation) -> Sampling:

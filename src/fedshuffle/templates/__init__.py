@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from fedshuffle.errors import FedShuffleError, one_line
+from fedshuffle.errors import FedShuffleError, error_context
 
 _HERE = Path(__file__).parent
 _APP = "flower_app"
@@ -38,17 +38,12 @@ def _write(
     target = Path(folder).absolute()
     if target.exists() and not (target.is_dir() and not any(target.iterdir())):
         raise FedShuffleError(f"{str(folder)!r} exists and is not an empty folder. Choose another.")
-    try:
-        for source in sorted(template.rglob("*")):
-            if source.suffix not in {".py", ".toml", ".md"}:
-                continue
+    sources = [path for path in template.rglob("*") if path.suffix in {".py", ".toml", ".md"}]
+    with error_context(f"choose another folder: cannot write to {str(folder)!r}", OSError):
+        for source in sources:
             place = target / rename(str(source.relative_to(template)))
             place.parent.mkdir(parents=True, exist_ok=True)
             place.write_text(rename(source.read_text(encoding="utf-8")), encoding="utf-8")
-    except OSError as error:
-        raise FedShuffleError(
-            f"cannot write to {str(folder)!r}: {one_line(error)}. Choose another folder."
-        ) from error
     return target
 
 
