@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from fedshuffle import devices, engines, fingerprint, schedules
 from fedshuffle._arrays import count, number
-from fedshuffle._terminal import Console
+from fedshuffle._terminal import Console, interrupted_once
 from fedshuffle.engines import Engine, Loss, Problem, Ray
 from fedshuffle.engines.base import model_randomness
 from fedshuffle.engines.cpu_tuning import threads_for
@@ -34,7 +34,7 @@ from fedshuffle.training.divergence import DivergenceMonitor, monitored_loss
 from fedshuffle.training.progress import summary_writer, tensorboard_log, training_progress
 from fedshuffle.training.result import RECORD_KEYS, Result
 from fedshuffle.training.rounds import Run, simulate
-from fedshuffle.training.run_folder import NoFolder, RunFolder
+from fedshuffle.training.run_folder import RunFolder
 
 Evaluate = Evaluation | Evaluations | Callable[[nn.Module], Mapping[str, float]]
 _OURS = (Evaluation, Evaluations)
@@ -117,12 +117,13 @@ def train(
     evaluate_every = count(evaluate_every, "evaluate_every")
     checkpoint_every = count(checkpoint_every, "checkpoint_every")
     engines.check(engine)
-    folder = _folder(out, keep)
-    if tensorboard and out is None:
-        raise FedShuffleError("tensorboard=True needs the folder of the run: give it as out.")
+    for name, needed in {"tensorboard": tensorboard, "resume": resume}.items():
+        if needed and out is None:
+            raise FedShuffleError(f"{name}=True needs the folder of the run: give it as out.")
+    folder = out if out is None or isinstance(out, RunFolder) else RunFolder(out, keep)
     if tensorboard:
         summary_writer()  # fail before training if TensorBoard is missing
-    begun = folder.settings() if resume else {"rounds": rounds}
+    begun = folder.settings() if folder and resume else {"rounds": rounds}
     step_size = schedules.resolve(step_size, begun["rounds"])
     server_step_size = schedules.resolve(server_step_size, begun["rounds"])
     run = Run(federation, method, sampling, work, step_size, server_step_size, seed)
@@ -140,7 +141,13 @@ def train(
             f"evaluate is {evaluate!r:.60}, but must be a function or Evaluation."
         )
 
-    with folder.opened(resume), ExitStack() as stack:
+    with ExitStack() as stack:
+        store = None
+        if folder:
+            folder.check(resume)
+            stack.enter_context(interrupted_once())
+            stack.enter_context(folder.locked())
+            store = folder.client_store(len(problem.start), problem.dtype)
         if resume:
             engine = engines.resumed(engine, str(begun.get("engine", "sequential")))
         runner, why = _engine(engine, problem, run)
@@ -148,9 +155,10 @@ def train(
         if progress and why:
             console = Console(stderr=True, markup=False, highlight=False, soft_wrap=True)
             console.print(f"engine {runner.name} ({why})")
-        state = run.start(problem.start, folder.client_store(len(problem.start), problem.dtype))
-        settings: dict[str, Any] = {}
-        if folder.path:
+        state = run.start(problem.start, store)
+        history: list[dict[str, Any]] = []
+        clients: ClientTable | None = None
+        if folder:
             settings = {
                 **run.settings(begun["rounds"]),
                 "engine": runner.name,  # another engine rounds differently
@@ -161,11 +169,9 @@ def train(
                 "frozen_sha256": fingerprint.frozen(model),
                 "rounds": rounds,
             }
-        state = folder.begin(settings, state, resume)
-        history = folder.metrics()
-        clients: ClientTable | None = None
-
-        stack.enter_context(folder.saved_when_stopped())
+            state = folder.begin(settings, state, resume)
+            history = folder.metrics()
+            stack.enter_context(folder.saved_when_stopped())
         stopped = error_context(lambda e: f"round {len(history)}: {user_error(e)}.", SystemExit)
         stack.enter_context(stopped)  # or the program would end without a word
         # Whether the given model is the initial one.
@@ -173,7 +179,7 @@ def train(
         start_loss = _initial_loss(evaluation, problem) if start_known else None
         monitor = DivergenceMonitor(start_loss, history)
         shown = [stack.enter_context(training_progress(progress, rounds, history))]
-        if folder.path and tensorboard:
+        if folder and tensorboard:
             board = tensorboard_log(folder.path / "tensorboard", history)
             shown.append(stack.enter_context(board))
         begin = time.perf_counter()
@@ -187,7 +193,8 @@ def train(
                 metrics, clients = _metrics(measured, problem.copy(state.x), state.round)
                 record |= metrics
             history.append(record)
-            folder.add(record, state, save=last or state.round % checkpoint_every == 0)
+            if folder:
+                folder.add(record, state, save=last or state.round % checkpoint_every == 0)
             for show in shown:
                 show(record)
             monitor.add(record)
@@ -195,16 +202,10 @@ def train(
         if monitor.name is None and start_known:  # no loss was evaluated
             monitor = DivergenceMonitor(("loss", _sampled_loss(problem, problem.start)))
             monitor.add({"round": state.round, "loss": _sampled_loss(problem, state.x)})
-    if folder.path and clients is not None:
+    if folder and clients is not None:
         clients.to_csv(folder.path / "clients.csv")
-    trained = problem.copy(state.x)
-    return Result(trained, history, folder.path, runner.name, clients, monitor.diverged)
-
-
-def _folder(out: str | os.PathLike[str] | RunFolder | None, keep: int) -> RunFolder | NoFolder:
-    if out is None:
-        return NoFolder()
-    return out if isinstance(out, RunFolder) else RunFolder(os.fspath(out), keep)
+    path = folder.path if folder else None
+    return Result(problem.copy(state.x), history, path, runner.name, clients, monitor.diverged)
 
 
 def _initial_loss(

@@ -24,7 +24,7 @@ import os
 import uuid
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -34,7 +34,7 @@ import torch
 
 from fedshuffle import _files, fingerprint
 from fedshuffle._arrays import count, jsonable
-from fedshuffle._terminal import Console, interrupted_once
+from fedshuffle._terminal import Console
 from fedshuffle.errors import FedShuffleError, error_context, one_line
 from fedshuffle.state import State
 from fedshuffle.training.checkpoint import (
@@ -73,14 +73,15 @@ class RunFolder:
 
     def __init__(
         self,
-        path: Path | str,
+        path: str | os.PathLike[str],
         keep: int = 3,
         resume_hint: str | None = None,
         write_config: Callable[[], None] | None = None,
     ) -> None:
         self.path = Path(path)
         self.keep = count(keep, "keep")
-        self.resume_hint = resume_hint or f"call train again with out={str(path)!r}, resume=True"
+        call = f"call train again with out={str(self.path)!r}, resume=True"
+        self.resume_hint = resume_hint or call
         self._file = self.path / "run.json"
         self._checkpoints = self.path / "checkpoints"
         self._metrics = self.path / "metrics.jsonl"
@@ -93,13 +94,6 @@ class RunFolder:
     def begun(self) -> bool:
         """Whether the folder holds a run that can be resumed."""
         return self._file.exists()
-
-    @contextmanager
-    def opened(self, resume: bool) -> Iterator[None]:
-        """The folder for :func:`fedshuffle.train`, which the first Ctrl-C stops."""
-        self.check(resume)
-        with interrupted_once(), self.locked():
-            yield
 
     @contextmanager
     def locked(self) -> Iterator[None]:
@@ -354,33 +348,6 @@ class RunFolder:
             return f"cannot write to {str(self.path)!r}: {error.strerror}. {advice}"
 
         return error_context(message, OSError)
-
-
-class NoFolder:
-    """In the place of a :class:`RunFolder` for a run that is not saved."""
-
-    path = None
-
-    def settings(self) -> dict[str, Any]:
-        raise FedShuffleError("resume=True needs the folder of the run: give it as out.")
-
-    def opened(self, resume: bool) -> AbstractContextManager[None]:
-        return nullcontext()
-
-    def client_store(self, width: int, dtype: torch.dtype) -> ClientStateStore:
-        return ClientStateStore(width, dtype)
-
-    def begin(self, settings: Mapping[str, Any], start: State, resume: bool) -> State:
-        return start
-
-    def metrics(self) -> list[dict[str, Any]]:
-        return []
-
-    def saved_when_stopped(self) -> AbstractContextManager[None]:
-        return nullcontext()
-
-    def add(self, record: Mapping[str, Any], state: State, save: bool) -> None:
-        pass
 
 
 def _line(record: Mapping[str, Any]) -> str:
