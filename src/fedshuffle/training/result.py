@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from fedshuffle import _html
+from fedshuffle._terminal import html_table
 from fedshuffle.errors import FedShuffleError, optional_import, unknown
 
 if TYPE_CHECKING:
@@ -98,8 +99,8 @@ class Result:
         head = f"{len(self.history)} rounds, engine {self.engine}"
         head += f", in {self.out}" if self.out is not None else ""
         head += f". Diverged: {self.diverged}" if self.diverged else ""
-        table = _html.table(["metric", "first evaluated", "last evaluated"], rows) if rows else ""
-        return _html.paragraph(head) + table
+        table = html_table(["metric", "first evaluated", "last evaluated"], rows) if rows else ""
+        return f"<p>{escape(head)}</p>{table}"
 
     def _ends(self) -> list[tuple[str, float, float]]:
         values = {m: [record[m] for record in self.history if m in record] for m in self.metrics}

@@ -6,14 +6,13 @@ import contextlib
 import math
 import os
 import secrets
-import signal
 import socket
 import sys
 import warnings
 from pathlib import Path
 from typing import Any
 
-from fedshuffle._terminal import signals
+from fedshuffle._terminal import restored_signals
 from fedshuffle.engines.cpu_tuning import available_cores
 from fedshuffle.errors import FedShuffleError, optional_import
 
@@ -31,7 +30,7 @@ def library(local: bool = False) -> Any:
     if local and "ray" not in sys.modules:
         for name, value in _BEFORE_IMPORT.items():
             os.environ.setdefault(name, value)
-    with signals(None, signal.SIGTERM, signal.SIGINT):  # Ray takes SIGTERM, which saves runs
+    with restored_signals():  # Ray takes SIGTERM, which saves runs
         return optional_import("ray", "the engine 'ray'", "ray")
 
 
@@ -78,7 +77,7 @@ def leave(cluster: str | None) -> None:
 
 def _initialise(ray: Any, address: str, **options: Any) -> None:
     try:
-        with signals(None, signal.SIGTERM, signal.SIGINT), warnings.catch_warnings():
+        with restored_signals(), warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)
             warnings.simplefilter("ignore", ResourceWarning)
             ray.init(address, log_to_driver=False, configure_logging=False, **options)
