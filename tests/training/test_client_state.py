@@ -514,7 +514,7 @@ def test_the_next_save_releases_what_a_failed_one_pinned(
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patched:
-        patched.setattr("fedshuffle.training.checkpoint._files.atomic_write", full)
+        patched.setattr("fedshuffle.training.run_folder._files.atomic_write", full)
         with pytest.raises(FedShuffleError, match="No space left"):
             folder.save(first)
     assert set(store.pins) == {0, 1}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 import os
+import sys
 import time
 import warnings
 from collections.abc import Callable, Iterable, Mapping
@@ -18,7 +19,7 @@ from torch import Tensor, nn
 
 from fedshuffle import devices, engines, fingerprint, schedules
 from fedshuffle._arrays import count, number
-from fedshuffle._terminal import Console, interrupted_once
+from fedshuffle._terminal import interrupted_once
 from fedshuffle.engines import Engine, Loss, Problem, Ray
 from fedshuffle.engines.base import model_randomness
 from fedshuffle.engines.cpu_tuning import threads_for
@@ -153,8 +154,7 @@ def train(
         runner, why = _engine(engine, problem, run)
         stack.enter_context(closing(runner))
         if progress and why:
-            console = Console(stderr=True, markup=False, highlight=False, soft_wrap=True)
-            console.print(f"engine {runner.name} ({why})")
+            print(f"engine {runner.name} ({why})", file=sys.stderr)
         state = run.start(problem.start, store)
         history: list[dict[str, Any]] = []
         clients: ClientTable | None = None
