@@ -31,8 +31,7 @@ from fedshuffle.methods import Method
 from fedshuffle.sampling import Sampling
 from fedshuffle.schedules import Schedule
 from fedshuffle.state import State
-from fedshuffle.training.divergence import DivergenceMonitor, monitored_loss
-from fedshuffle.training.progress import summary_writer, tensorboard_log, training_progress
+from fedshuffle.training import monitoring
 from fedshuffle.training.result import RECORD_KEYS, Result
 from fedshuffle.training.rounds import Run, simulate
 from fedshuffle.training.run_folder import RunFolder
@@ -123,7 +122,7 @@ def train(
             raise FedShuffleError(f"{name}=True needs the folder of the run: give it as out.")
     folder = out if out is None or isinstance(out, RunFolder) else RunFolder(out, keep)
     if tensorboard:
-        summary_writer()  # fail before training if TensorBoard is missing
+        monitoring.summary_writer()  # fail before training if TensorBoard is missing
     begun = folder.settings() if folder and resume else {"rounds": rounds}
     step_size = schedules.resolve(step_size, begun["rounds"])
     server_step_size = schedules.resolve(server_step_size, begun["rounds"])
@@ -177,10 +176,10 @@ def train(
         # Whether the given model is the initial one.
         start_known = not resume or fingerprint.tensor(problem.start) == begun["start_sha256"]
         start_loss = _initial_loss(evaluation, problem) if start_known else None
-        monitor = DivergenceMonitor(start_loss, history)
-        shown = [stack.enter_context(training_progress(progress, rounds, history))]
+        monitor = monitoring.DivergenceMonitor(start_loss, history)
+        shown = [stack.enter_context(monitoring.training_progress(progress, rounds, history))]
         if folder and tensorboard:
-            board = tensorboard_log(folder.path / "tensorboard", history)
+            board = monitoring.tensorboard_log(folder.path / "tensorboard", history)
             shown.append(stack.enter_context(board))
         begin = time.perf_counter()
         remaining = simulate(runner, [run], max(0, rounds - state.round), [state])
@@ -200,7 +199,7 @@ def train(
             monitor.add(record)
             begin = time.perf_counter()
         if monitor.name is None and start_known:  # no loss was evaluated
-            monitor = DivergenceMonitor(("loss", _sampled_loss(problem, problem.start)))
+            monitor = monitoring.DivergenceMonitor(("loss", _sampled_loss(problem, problem.start)))
             monitor.add({"round": state.round, "loss": _sampled_loss(problem, state.x)})
     if folder and clients is not None:
         clients.to_csv(folder.path / "clients.csv")
@@ -211,7 +210,7 @@ def train(
 def _initial_loss(
     evaluation: Evaluation | Evaluations | None, problem: Problem
 ) -> tuple[str, float] | None:
-    name = monitored_loss(evaluation.names) if evaluation else None
+    name = monitoring.monitored_loss(evaluation.names) if evaluation else None
     if evaluation is None or name is None:
         return None
     with error_context("evaluation before training"):

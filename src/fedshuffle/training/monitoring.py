@@ -1,9 +1,11 @@
-"""What a run shows while it trains: a progress bar, and scalars for TensorBoard."""
+"""What a run shows while it trains: a progress bar, scalars for TensorBoard, and divergence."""
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import warnings
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from html import escape
 from pathlib import Path
@@ -37,9 +39,7 @@ def training_progress(
         bar = progress_bar(visible, "{task.fields[note]}", *columns, wide=True)
     done = len(history)
     task = bar.add_task(f"{done}/{rounds} rounds", total=rounds, completed=done, note="")
-    known: dict[str, float] = {}
-    for record in history:
-        known = metrics_of(record) or known
+    known = next(filter(None, map(metrics_of, reversed(history))), {})
     steps, seconds = 0, 0.0
 
     def show(record: Record) -> None:
@@ -120,3 +120,50 @@ def tensorboard_log(folder: Path, history: Sequence[Record]) -> Iterator[Callabl
         for record in history:
             add(record)
         yield add
+
+
+def has_diverged(loss: float, start: float) -> bool:
+    """Whether a loss is not finite, or more than ten times that of the start.
+
+    A loss that is zero or negative at the start sets no limit.
+    """
+    return not math.isfinite(loss) or loss > 10 * start > 0
+
+
+def monitored_loss(names: Collection[str]) -> str | None:
+    """The metric that shows divergence: the loss on training data, or else the loss."""
+    return next((name for name in ("train_loss", "loss") if name in names), None)
+
+
+class DivergenceMonitor:
+    """Compares the loss of each record with that of the start, and warns once.
+
+    The start is the name and value of the loss before training, or else the first loss recorded.
+    """
+
+    def __init__(self, start: tuple[str, float] | None, history: Sequence[Record] = ()) -> None:
+        self.name: str | None
+        self.name, self._first = start or (None, math.nan)
+        self._when = "at the start"
+        self._warned = True  # of the rounds before a run was resumed
+        self.diverged: str | None = None
+        """Why the run counts as diverged; None otherwise."""
+        for record in history:
+            self.add(record)
+        self._warned = False
+
+    def add(self, record: Record) -> None:
+        """Check the record of one round."""
+        name = self.name or monitored_loss(record)
+        if name is None or name not in record:
+            return
+        loss, when = record[name], f"after round {record['round']}"
+        if self.name is None:
+            self.name, self._first, self._when = name, loss, when
+        self.diverged = None
+        if has_diverged(loss, self._first):
+            was = f"was {self._first:.4g} {self._when}"
+            self.diverged = f"the {name} is {loss:.4g} {when}, and {was}"
+        if self.diverged and not self._warned:
+            warnings.warn(f"training diverges: {self.diverged}. Lower the step size.", stacklevel=3)
+            self._warned = True
