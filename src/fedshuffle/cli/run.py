@@ -95,7 +95,7 @@ def _interruptible(folder: Path) -> Iterator[None]:
 
 
 def _summary(result: Result) -> dict[str, Any]:
-    from fedshuffle.training.result import metrics_of
+    from fedshuffle.training.monitoring import metrics_of
 
     last, out = result.history[-1], Path(result.out or "")
     return {

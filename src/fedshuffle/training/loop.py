@@ -1,4 +1,4 @@
-"""Training a model: the rounds of a run, evaluated, shown, recorded and saved."""
+"""Training a model: the rounds of a run, evaluated, shown, recorded and saved; its result."""
 
 from __future__ import annotations
 
@@ -10,8 +10,10 @@ import time
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack, closing
-from dataclasses import replace
-from typing import Any
+from dataclasses import dataclass, field, replace
+from html import escape
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -19,11 +21,11 @@ from torch import Tensor, nn
 
 from fedshuffle import devices, engines, fingerprint, schedules
 from fedshuffle._arrays import count, number
-from fedshuffle._terminal import interrupted_once
+from fedshuffle._terminal import html_table, interrupted_once
 from fedshuffle.engines import Engine, Loss, Problem, Ray
 from fedshuffle.engines.base import model_randomness
 from fedshuffle.engines.cpu_tuning import threads_for
-from fedshuffle.errors import FedShuffleError, error_context, user_error
+from fedshuffle.errors import FedShuffleError, error_context, optional_import, unknown, user_error
 from fedshuffle.evaluation import ClientTable, Evaluation, Evaluations, evaluation_mode
 from fedshuffle.federation import Federation
 from fedshuffle.local_work import LocalWork
@@ -32,15 +34,95 @@ from fedshuffle.sampling import Sampling
 from fedshuffle.schedules import Schedule
 from fedshuffle.state import State
 from fedshuffle.training import monitoring
-from fedshuffle.training.result import RECORD_KEYS, Result
 from fedshuffle.training.rounds import Run, simulate
 from fedshuffle.training.run_folder import RunFolder
+
+if TYPE_CHECKING:
+    import pandas as pd
+    from matplotlib.axes import Axes
 
 Evaluate = Evaluation | Evaluations | Callable[[nn.Module], Mapping[str, float]]
 _OURS = (Evaluation, Evaluations)
 
-_SAMPLE = 256
-"""Number of training examples for the loss where no evaluation gives one."""
+
+@dataclass(frozen=True, repr=False)
+class Result:
+    """The result of :func:`fedshuffle.train`: the model, and one record per round.
+
+    >>> Result(nn.Identity(), [{"round": 1, "loss": 2.0}, {"round": 2, "loss": 0.5}])
+    Result(2 rounds, engine sequential, loss 0.5)
+    """
+
+    model: nn.Module
+    history: list[dict[str, Any]]
+    out: Path | None = None
+    """The folder of the run, if it has one."""
+    engine: str = "sequential"
+    """The engine that did the training."""
+    clients: ClientTable | None = field(default=None, compare=False)
+    """Every client after the last round, if an :class:`~fedshuffle.Evaluation` measured them."""
+    diverged: str | None = None
+    """Why the run counts as diverged, with its loss; None otherwise."""
+
+    @property
+    def metrics(self) -> list[str]:
+        """The names of the metrics."""
+        return list(
+            dict.fromkeys(name for record in self.history for name in monitoring.metrics_of(record))
+        )
+
+    def frame(self) -> pd.DataFrame:
+        """The history as a pandas data frame, one row per round; NaN where not evaluated."""
+        pandas = optional_import("pandas", "a data frame", "frame", "or read the history, a list")
+        frame: pd.DataFrame = pandas.DataFrame(self.history).set_index("round")
+        return frame
+
+    def plot(self, metric: str | None = None, axes: Axes | None = None) -> Axes:
+        """Draw a metric (by default the first) over the rounds, with its mean and worst decile over
+        clients if they were recorded; by default in a new figure.
+        """
+        known = self.metrics
+        if not known:
+            raise FedShuffleError("nothing was evaluated in this run: give train an Evaluation.")
+        if metric is None:
+            metric = known[0]
+        elif metric not in known:
+            raise unknown("metric", metric, known)
+        if axes is None:
+            from matplotlib import pyplot
+
+            axes = pyplot.subplots(layout="constrained")[1]
+        labels = {"": "all examples", "_mean": "mean over clients"}
+        for suffix, label in (labels | {"_worst_decile": "worst tenth of the clients"}).items():
+            points = [
+                (r["round"], r[metric + suffix]) for r in self.history if metric + suffix in r
+            ]
+            if points:
+                axes.plot(*zip(*points, strict=True), "--" if suffix else "-", label=label)
+        axes.set(xlabel="round", ylabel=metric)
+        axes.legend()
+        return axes
+
+    def __repr__(self) -> str:
+        words = [f"{len(self.history)} rounds", f"engine {self.engine}"]
+        words += [f"diverged: {self.diverged}"] if self.diverged else []
+        over_clients = ("_mean", "_worst_decile", "_undefined")
+        over_all = [end for end in self._ends() if not end[0].endswith(over_clients)]
+        words += [f"{name} {last:.4g}" for name, _, last in over_all[:6]]
+        words += [f"out {str(self.out)!r}"] if self.out is not None else []
+        return f"Result({', '.join(words)})"
+
+    def _repr_html_(self) -> str:
+        rows = [[name, f"{first:.4g}", f"{last:.4g}"] for name, first, last in self._ends()]
+        head = f"{len(self.history)} rounds, engine {self.engine}"
+        head += f", in {self.out}" if self.out is not None else ""
+        head += f". Diverged: {self.diverged}" if self.diverged else ""
+        table = html_table(["metric", "first evaluated", "last evaluated"], rows) if rows else ""
+        return f"<p>{escape(head)}</p>{table}"
+
+    def _ends(self) -> list[tuple[str, float, float]]:
+        values = {m: [record[m] for record in self.history if m in record] for m in self.metrics}
+        return [(metric, found[0], found[-1]) for metric, found in values.items()]
 
 
 def train(
@@ -121,8 +203,8 @@ def train(
         if needed and out is None:
             raise FedShuffleError(f"{name}=True needs the folder of the run: give it as out.")
     folder = out if out is None or isinstance(out, RunFolder) else RunFolder(out, keep)
-    if tensorboard:
-        monitoring.summary_writer()  # fail before training if TensorBoard is missing
+    if tensorboard:  # fail before training if it is missing
+        board = optional_import("torch.utils.tensorboard", "tensorboard=True", "tensorboard")
     begun = folder.settings() if folder and resume else {"rounds": rounds}
     step_size = schedules.resolve(step_size, begun["rounds"])
     server_step_size = schedules.resolve(server_step_size, begun["rounds"])
@@ -179,8 +261,9 @@ def train(
         monitor = monitoring.DivergenceMonitor(start_loss, history)
         shown = [stack.enter_context(monitoring.training_progress(progress, rounds, history))]
         if folder and tensorboard:
-            board = monitoring.tensorboard_log(folder.path / "tensorboard", history)
-            shown.append(stack.enter_context(board))
+            path = folder.path / "tensorboard"
+            log = monitoring.tensorboard_log(board.SummaryWriter, path, history)
+            shown.append(stack.enter_context(log))
         begin = time.perf_counter()
         remaining = simulate(runner, [run], max(0, rounds - state.round), [state])
         for (state,) in remaining:
@@ -203,8 +286,8 @@ def train(
             monitor.add({"round": state.round, "loss": _sampled_loss(problem, state.x)})
     if folder and clients is not None:
         clients.to_csv(folder.path / "clients.csv")
-    path = folder.path if folder else None
-    return Result(problem.copy(state.x), history, path, runner.name, clients, monitor.diverged)
+    where = folder.path if folder else None
+    return Result(problem.copy(state.x), history, where, runner.name, clients, monitor.diverged)
 
 
 def _initial_loss(
@@ -218,8 +301,8 @@ def _initial_loss(
 
 
 def _sampled_loss(problem: Problem, x: Tensor) -> float:
-    """The loss over training examples that are spread over the federation."""
-    rows = np.unique(np.linspace(0, problem.federation.offsets[-1] - 1, _SAMPLE).astype(np.int64))
+    """The loss over 256 training examples that are spread over the federation."""
+    rows = np.unique(np.linspace(0, problem.federation.offsets[-1] - 1, 256).astype(np.int64))
     one_thread = threads_for(problem, len(rows))
     with error_context("loss after training"), one_thread, model_randomness(problem, seed=0):
         return float(problem.loss(problem.copy(x), *problem.batch(rows)).detach())
@@ -289,5 +372,5 @@ def _metrics(
 
 
 def _check_names(names: Iterable[str]) -> None:
-    if taken := set(names) & set(RECORD_KEYS):
+    if taken := set(names) & set(monitoring.RECORD_KEYS):
         raise FedShuffleError(f"evaluate may not return {min(taken)!r}: rename that metric.")

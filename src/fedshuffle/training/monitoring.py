@@ -15,10 +15,17 @@ from rich.progress import Progress, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Column
 
 from fedshuffle._terminal import Console, progress_bar
-from fedshuffle.errors import optional_import
-from fedshuffle.training.result import metrics_of
 
 Record = Mapping[str, Any]
+
+_COSTS = ("clients", "steps", "bytes_down", "bytes_up")
+RECORD_KEYS = ("round", *_COSTS, "cohort", "seconds", "evaluation_seconds")
+"""Keys of a record that are not metrics."""
+
+
+def metrics_of(record: Record) -> dict[str, Any]:
+    """The metrics in a record."""
+    return {name: value for name, value in record.items() if name not in RECORD_KEYS}
 
 
 @contextmanager
@@ -94,22 +101,18 @@ class _NotebookBar:
         )
 
 
-def summary_writer() -> Any:
-    """Torch's ``SummaryWriter``, or how to install TensorBoard."""
-    module = optional_import("torch.utils.tensorboard", "tensorboard=True", "tensorboard")
-    return module.SummaryWriter
-
-
 @contextmanager
-def tensorboard_log(folder: Path, history: Sequence[Record]) -> Iterator[Callable[[Record], None]]:
-    """A function that writes a record as scalars to a folder for TensorBoard.
+def tensorboard_log(
+    writer_type: Any, folder: Path, history: Sequence[Record]
+) -> Iterator[Callable[[Record], None]]:
+    """A function that writes a record as scalars to a folder, with torch's ``SummaryWriter``.
 
     A resumed run writes the folder again from its metrics, so that no round is there twice.
     """
     for old in folder.glob("events.out.tfevents.*"):
         old.unlink()
     # With purge_step a running TensorBoard forgets what it has read.
-    writer = summary_writer()(str(folder), purge_step=0)
+    writer = writer_type(str(folder), purge_step=0)
 
     def add(record: Record) -> None:
         for name, value in record.items():

@@ -48,8 +48,6 @@ _FORMAT = 2
 """The layout of checkpoints; others are not read."""
 _OUTPUTS = ("metrics.jsonl", "model.safetensors", "clients.csv", "clients.rows", "tensorboard")
 """What a run overwrites; a run killed before it started may leave an empty file."""
-_TYPES: dict[str, type] = {"run": str, "start_sha256": str, "rounds": int, "versions": dict}
-"""Entries of ``run.json`` that the resume check does not compare."""
 _DIGESTS = {
     "clients_sha256": "client sizes, weights or sampling",
     "data_sha256": "data (the same examples in the same order are needed)",
@@ -133,7 +131,9 @@ class RunFolder:
             )
         with self._reading(self._file):
             begun = dict(json.loads(self._file.read_text(encoding="utf-8")))
-            for name, kind in _TYPES.items():
+            # These are not compared when the run is resumed.
+            types = {"run": str, "start_sha256": str, "rounds": int, "versions": dict}
+            for name, kind in types.items():
                 if not isinstance(begun.get(name), kind):
                     raise ValueError(f"its {name} is {begun.get(name)!r:.40}")
             count(begun["rounds"], "rounds")
