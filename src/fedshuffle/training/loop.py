@@ -359,12 +359,8 @@ def _metrics(
     """The metrics, where all that is not finite is NaN, the time, and the table of clients."""
     begun = time.perf_counter()
     with error_context(f"evaluation after round {round}"), evaluation_mode(model):
-        values: Mapping[str, float]
-        clients = None
-        if isinstance(evaluate, _OURS):
-            values, clients = evaluate.evaluate(model)
-        else:
-            values = evaluate(model)
+        found = evaluate.evaluate(model) if isinstance(evaluate, _OURS) else (evaluate(model), None)
+        values, clients = found
         metrics = {name: number(value, f"metric {name!r}") for name, value in values.items()}
         _check_names(metrics)
     record = {name: v if math.isfinite(v) else math.nan for name, v in metrics.items()}

@@ -17,6 +17,7 @@ from rich.table import Column
 from fedshuffle._terminal import Console, progress_bar
 
 Record = Mapping[str, Any]
+Show = Callable[[Record], None]
 
 _COSTS = ("clients", "steps", "bytes_down", "bytes_up")
 RECORD_KEYS = ("round", *_COSTS, "cohort", "seconds", "evaluation_seconds")
@@ -29,9 +30,7 @@ def metrics_of(record: Record) -> dict[str, Any]:
 
 
 @contextmanager
-def training_progress(
-    visible: bool, rounds: int, history: Sequence[Record]
-) -> Iterator[Callable[[Record], None]]:
+def training_progress(visible: bool, rounds: int, history: Sequence[Record]) -> Iterator[Show]:
     """A bar with rounds done, the last known loss, local steps per second, and times.
 
     Gives a function that shows another round. In a notebook it is a bar below the cell. Where the
@@ -56,12 +55,9 @@ def training_progress(
         seconds += record["seconds"]
         name = "loss" if "loss" in known else next(iter(known), None)
         metric = "" if name is None else f"{name} {known[name]:.4g}  "
-        bar.update(
-            task,
-            completed=record["round"],
-            description=f"{record['round']}/{rounds} rounds",
-            note=f"{metric}{steps / max(seconds, 1e-9):,.0f} steps/s",
-        )
+        note = f"{metric}{steps / max(seconds, 1e-9):,.0f} steps/s"
+        done = record["round"]
+        bar.update(task, completed=done, description=f"{done}/{rounds} rounds", note=note)
 
     bar.start()
     try:
@@ -102,9 +98,7 @@ class _NotebookBar:
 
 
 @contextmanager
-def tensorboard_log(
-    writer_type: Any, folder: Path, history: Sequence[Record]
-) -> Iterator[Callable[[Record], None]]:
+def tensorboard_log(writer_type: Any, folder: Path, history: Sequence[Record]) -> Iterator[Show]:
     """A function that writes a record as scalars to a folder, with torch's ``SummaryWriter``.
 
     A resumed run writes the folder again from its metrics, so that no round is there twice.

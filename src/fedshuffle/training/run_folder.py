@@ -9,13 +9,8 @@
     DIR/.lock               held by the process that writes to the folder
 
 All files but the metrics are moved into place when they are complete, the JSON file of a checkpoint
-last, so that a run killed at any moment leaves only complete files. Metrics reach the disk before
-the checkpoint of their round. So a kill may leave more metrics than checkpoints, never fewer; a
-resumed run drops those after its checkpoint, and renames later checkpoints to ``*.damaged``. If
-records are missing all the same, it resumes from an older checkpoint, or warns about what is lost.
-
-Client state is not copied into a checkpoint, which only refers to rows of ``clients.rows``; rows of
-the checkpoints on disk are never overwritten.
+last. Metrics reach the disk before the checkpoint of their round, so that a kill may leave more
+metrics than checkpoints, never fewer. ``docs/runs.md`` says what happens to damaged files.
 """
 
 from __future__ import annotations
