@@ -76,14 +76,11 @@ def html_table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 def _handlers() -> dict[int, Any]:
-    """The handlers of SIGINT and SIGTERM; none outside the main thread, which alone may set them.
-
-    Python cannot restore a handler that it did not set, which is None.
-    """
-    if threading.current_thread() is not threading.main_thread():
-        return {}
-    found = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-    return {number: handler for number, handler in found.items() if handler is not None}
+    """The handlers of SIGINT and SIGTERM; none outside the main thread, which sets them."""
+    numbers = (signal.SIGINT, signal.SIGTERM)
+    main = threading.current_thread() is threading.main_thread()
+    found = {number: signal.getsignal(number) for number in numbers if main}
+    return {k: handler for k, handler in found.items() if handler is not None}  # set by Python
 
 
 @contextmanager

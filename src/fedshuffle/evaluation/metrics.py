@@ -1,9 +1,4 @@
-r"""Metrics by name or your own: means over examples, and functions of a whole set of examples.
-
-AUC, F1 and the metrics of torchmetrics are not means. In such a metric over all clients, each
-example of client i has the weight :math:`w_i / n_i`, as in a metric that is a mean; in the metric
-of one client all examples have the same weight.
-"""
+"""Metrics by name or your own: means over examples, and functions of a whole set of examples."""
 
 from __future__ import annotations
 
@@ -69,8 +64,10 @@ class SetMetric:
 
     name: str
     compute: Callable[[Tensor, Tensor, FloatArray], float]
-    """``compute(outputs, targets, weights)`` of a set of examples. Where there is a class per
-    token, the tokens are the examples, and those of class -100 are left out."""
+    """``compute(outputs, targets, weights)`` of a set of examples: all those of one client, with
+    equal weights, or those of all clients, with ``w_i / n_i`` for an example of client i. Where
+    there is a class per token, the tokens are the examples, and those of class -100 are left out.
+    """
     higher_is_better: bool
     undefined: Callable[[Tensor], str | None] = lambda targets: None
     """Why the metric is undefined for examples with these targets; None where it is defined."""

@@ -84,9 +84,8 @@ class Result:
         known = self.metrics
         if not known:
             raise FedShuffleError("nothing was evaluated in this run: give train an Evaluation.")
-        if metric is None:
-            metric = known[0]
-        elif metric not in known:
+        metric = known[0] if metric is None else metric
+        if metric not in known:
             raise unknown("metric", metric, known)
         if axes is None:
             from matplotlib import pyplot
@@ -94,10 +93,8 @@ class Result:
             axes = pyplot.subplots(layout="constrained")[1]
         labels = {"": "all examples", "_mean": "mean over clients"}
         for suffix, label in (labels | {"_worst_decile": "worst tenth of the clients"}).items():
-            points = [
-                (r["round"], r[metric + suffix]) for r in self.history if metric + suffix in r
-            ]
-            if points:
+            name = metric + suffix
+            if points := [(r["round"], r[name]) for r in self.history if name in r]:
                 axes.plot(*zip(*points, strict=True), "--" if suffix else "-", label=label)
         axes.set(xlabel="round", ylabel=metric)
         axes.legend()

@@ -92,9 +92,8 @@ class _NotebookBar:
 
         shown, seconds = self._shown, time.monotonic() - self._begun
         text = escape(f"{shown['description']}  {shown['note']}  {seconds:.0f} s")
-        return HTML(
-            f'<progress value="{shown["completed"]}" max="{shown["total"]}"></progress> {text}'
-        )
+        bar = '<progress value="{completed}" max="{total}"></progress>'.format(**shown)
+        return HTML(f"{bar} {text}")
 
 
 @contextmanager
