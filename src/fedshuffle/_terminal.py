@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import signal
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from html import escape
 from typing import Any
 
 import rich.console
@@ -57,26 +58,40 @@ def plain_table(*columns: str, align: str = "", **options: Any) -> Table:
     return table
 
 
-Handler = Callable[[int, Any], Any] | signal.Handlers | int | None
+def html_table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """A table of escaped texts for notebooks; all columns but the first are aligned to the right.
+
+    >>> html_table(["client", "loss"], [["<a>", "0.5"]])
+    '<table><thead><tr><th style="text-align:left">client</th><th>loss</th></tr></thead>\
+<tbody><tr><td style="text-align:left">&lt;a&gt;</td><td>0.5</td></tr></tbody></table>'
+    """
+
+    def row(tag: str, texts: Sequence[str]) -> str:
+        style = ' style="text-align:left"'
+        cells = (f"<{tag}{'' if k else style}>{escape(t)}</{tag}>" for k, t in enumerate(texts))
+        return f"<tr>{''.join(cells)}</tr>"
+
+    body = "".join(row("td", texts) for texts in rows)
+    return f"<table><thead>{row('th', columns)}</thead><tbody>{body}</tbody></table>"
+
+
+def _handlers() -> dict[int, Any]:
+    """The handlers of SIGINT and SIGTERM; none outside the main thread, which sets them."""
+    numbers = (signal.SIGINT, signal.SIGTERM)
+    main = threading.current_thread() is threading.main_thread()
+    found = {number: signal.getsignal(number) for number in numbers if main}
+    return {k: handler for k, handler in found.items() if handler is not None}  # set by Python
 
 
 @contextmanager
-def signals(handler: Handler, *numbers: int) -> Iterator[None]:
-    """Handle signals this way (None: as before) within the context, and as before after it.
-
-    Does nothing outside the main thread, which alone may set handlers.
-    """
-    before: dict[int, Handler] = {}
-    if threading.current_thread() is threading.main_thread():
-        found = {number: signal.getsignal(number) for number in numbers}
-        before = {k: v for k, v in found.items() if v is not None}  # None cannot be restored
-        for number in before if handler is not None else ():
-            signal.signal(number, handler)
+def restored_signals() -> Iterator[None]:
+    """Handle SIGINT and SIGTERM after the context as before it."""
+    before = _handlers()
     try:
         yield
     finally:
-        for number, old in before.items():
-            signal.signal(number, old)
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 @contextmanager
@@ -95,9 +110,11 @@ def interrupted_once(*, ends: bool = False) -> Iterator[None]:
             interrupted = True
             raise KeyboardInterrupt
 
-    usual = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.SIG_DFL}
-    main = threading.current_thread() is threading.main_thread()
-    mine = {k: old for k, old in usual.items() if main and signal.getsignal(k) == old}
+    usual: dict[int, Any] = {
+        signal.SIGINT: signal.default_int_handler,
+        signal.SIGTERM: signal.SIG_DFL,
+    }
+    mine = {number: old for number, old in _handlers().items() if old == usual[number]}
     for number in mine:
         signal.signal(number, interrupt)
     try:

@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parameters_to_vector
 
 from fedshuffle import Federation, FedShuffleError, LocalWork, TrainingError, losses, train
-from fedshuffle._terminal import signals
+from fedshuffle._terminal import restored_signals
 from fedshuffle.engines import Engine, Problem, Ray, RayEngine, at_address, check, make
 from fedshuffle.engines.ray import cluster as clusters
 from fedshuffle.engines.serialization import pack
@@ -84,7 +84,7 @@ def nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nodes]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("RAY_AUTH_TOKEN_PATH", str(token))
         patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
-        with signals(None, signal.SIGTERM, signal.SIGINT):  # a node handles SIGTERM itself
+        with restored_signals():  # a node handles SIGTERM itself
             made = Nodes()
         yield made
         ray.shutdown()

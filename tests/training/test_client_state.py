@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import gc
 import json
 import os
@@ -364,8 +363,6 @@ def test_a_state_is_immutable_and_cannot_be_pickled() -> None:
     )
     with pytest.raises(ValueError, match="read-only"):
         client_state.slots[0] = 3
-    assert copy.copy(client_state) is client_state
-    assert copy.deepcopy([client_state])[0] is client_state
     with pytest.raises(TypeError, match="pickle"):
         pickle.dumps(client_state)
     client_state.index()["slots"].zero_()  # a copy
@@ -514,7 +511,7 @@ def test_the_next_save_releases_what_a_failed_one_pinned(
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patched:
-        patched.setattr("fedshuffle.training.checkpoint._files.atomic_write", full)
+        patched.setattr("fedshuffle.training.run_folder._files.atomic_write", full)
         with pytest.raises(FedShuffleError, match="No space left"):
             folder.save(first)
     assert set(store.pins) == {0, 1}

@@ -394,7 +394,7 @@ def test_a_full_disk_before_the_first_round_gives_advice_that_works(
         replace(path, data)
 
     with monkeypatch.context() as patched:
-        patched.setattr("fedshuffle.training.checkpoint._files.atomic_write", full)
+        patched.setattr("fedshuffle.training.run_folder._files.atomic_write", full)
         with pytest.raises(FedShuffleError, match="No space left on device") as caught:
             go(tmp_path, rounds=3)
     assert "resume" not in str(caught.value)

@@ -34,7 +34,7 @@ from fedshuffle import (
 from fedshuffle.engines import ReferenceEngine, VectorizedEngine
 from fedshuffle.sampling import Independent, Listed, Uniform
 from fedshuffle.state import State
-from fedshuffle.training.divergence import monitored_loss
+from fedshuffle.training.monitoring import monitored_loss
 from fedshuffle.training.rounds import Run, run_round, simulate
 from tests.problems import Point, copies, half_squared_distance, quadratic, targets
 

@@ -10,8 +10,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.padding import Padding
 
-from fedshuffle import _html
-from fedshuffle._terminal import plain_table
+from fedshuffle._terminal import html_table, plain_table
 from fedshuffle.auditing.result import Audit
 
 if TYPE_CHECKING:
@@ -55,7 +54,7 @@ def html(audit: Audit) -> str:
         items.append(f"<b>{what}</b> {why} <i>Fix:</i> {fix}")
     about = f"<b>{safe(audit.name)}</b> on {len(audit.sizes)} clients, {safe(audit.source)}"
     return (
-        f"<div><p>{about}</p>{_html.table((*columns, ''), cells)}"
+        f"<div><p>{about}</p>{html_table((*columns, ''), cells)}"
         f"<p>{safe(_how(audit))}<br><b>{word}</b>: {safe(sentence)}</p>"
         f"<ul>{''.join(f'<li>{item}</li>' for item in items)}</ul></div>"
     )

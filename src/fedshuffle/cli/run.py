@@ -111,7 +111,7 @@ def _check_out(out: Path | None, config: Path) -> Path:
 
 
 def _summary(result: Result) -> dict[str, Any]:
-    from fedshuffle.training.result import metrics_of
+    from fedshuffle.training.monitoring import metrics_of
 
     last, out = result.history[-1], Path(result.out or "")
     return {

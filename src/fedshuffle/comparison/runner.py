@@ -32,7 +32,7 @@ from fedshuffle.comparison.spec import Comparison, Criterion, GridPoint, Pair, T
 from fedshuffle.comparison.workers import OUTCOME, Answer, WorkerPool, write_outcome
 from fedshuffle.config import loader
 from fedshuffle.errors import FedShuffleError
-from fedshuffle.training.result import RECORD_KEYS
+from fedshuffle.training.monitoring import RECORD_KEYS
 from fedshuffle.training.run_folder import RunFolder
 
 TICK = 0.5

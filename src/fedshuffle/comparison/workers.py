@@ -30,7 +30,7 @@ from fedshuffle.config.runner import RunInputs
 from fedshuffle.engines.workers import WorkerProcess
 from fedshuffle.errors import DivergedError, FedShuffleError
 from fedshuffle.evaluation import Evaluation, Evaluations
-from fedshuffle.training.divergence import has_diverged, monitored_loss
+from fedshuffle.training.monitoring import has_diverged, monitored_loss
 
 OUTCOME = "outcome.json"
 """Written last into the folder of a run: finished, diverged or failed, and why."""

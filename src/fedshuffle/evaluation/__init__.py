@@ -1,12 +1,7 @@
-r"""Evaluation: how good a model is, over all clients and for those it serves worst.
+"""Evaluation: how good a model is, over all clients and for those it serves worst.
 
-With :math:`m_i` the mean of a metric over the examples of client i,
-
-.. math:: h\Big(\sum_i w_i m_i\Big) \text{ is the metric over all clients, and } h(m_i)
-   \text{ that of client i,}
-
-where w are the weights of the federation, and h is the exponential for perplexity and the identity
-otherwise. Metrics that are not means, such as AUC and F1, need all examples at once.
+A metric over all clients is ``sum_i w_i m_i``, with ``m_i`` its mean over the examples of client i
+and ``w`` the weights of the federation. For AUC, F1 and perplexity see ``docs/evaluation.md``.
 """
 
 from __future__ import annotations

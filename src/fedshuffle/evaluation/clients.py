@@ -7,13 +7,15 @@ import io
 from collections import Counter
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
+from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from fedshuffle import _files, _html
+from fedshuffle import _files
 from fedshuffle._arrays import FloatArray, IntArray, jsonable
+from fedshuffle._terminal import html_table
 from fedshuffle.errors import check_known, optional_import, visible
 
 if TYPE_CHECKING:
@@ -141,8 +143,8 @@ class ClientTable:
         return "\n".join([*lines, *self._below()])
 
     def _repr_html_(self) -> str:
-        below = "".join(map(_html.paragraph, self._below()))
-        return _html.table(self.columns, self._texts()) + below
+        below = "".join(f"<p>{escape(line)}</p>" for line in self._below())
+        return html_table(self.columns, self._texts()) + below
 
     def _texts(self) -> list[list[str]]:
         """The first rows, as texts that are safe for a terminal."""

@@ -113,7 +113,7 @@ class Evaluation:
     def check(self, model: nn.Module) -> None:
         """Try everything on two examples, so that a mistake shows before any training."""
         with evaluation_mode(model):
-            batch = self._batch(model, 0, min(2, int(self.data.offsets[-1])))
+            batch = next(self._batches(model, 0, min(2, int(self.data.offsets[-1]))))
             if self._opaque:
                 _mean_loss(self.loss, model, batch)
             if self._means or self._sets:
@@ -190,7 +190,8 @@ class Evaluation:
         offsets = self.data.offsets
         sums = np.zeros((len(self._means), 2, len(self.data)))
         flat = []
-        for begin, batch in self._batches(model, 0, int(offsets[-1])):
+        begin = 0
+        for batch in self._batches(model, 0, int(offsets[-1])):
             outputs, targets = predict(model, batch)
             first = int(np.searchsorted(offsets, begin, side="right")) - 1
             last = int(np.searchsorted(offsets, begin + len(targets)))
@@ -200,6 +201,7 @@ class Evaluation:
                 own[:, first:last] += np.add.reduceat(values, starts, axis=1)
             if self._sets:
                 flat.append(flatten(outputs, targets))
+            begin += len(targets)
         found = {}
         for own, mean in zip(sums, self._means, strict=True):
             found[mean.name] = self._of_sums(mean, own[0], own[1], self.data.weights)
@@ -212,24 +214,19 @@ class Evaluation:
         return found
 
     def _of_set(
-        self,
-        metric: SetMetric,
-        outputs: Tensor,
-        targets: Tensor,
-        sizes: IntArray,
-        each_client: bool,
+        self, metric: SetMetric, x: Tensor, y: Tensor, sizes: IntArray, each_client: bool
     ) -> _Values:
-        """A set metric, given the number of outputs of each client."""
+        """A set metric of outputs x and targets y, given the number of outputs of each client."""
         self._check_counts(sizes, metric.name)
         weights = np.repeat(self.data.weights / sizes, sizes)
         clients, undefined = np.full(len(sizes), np.nan), {}
         ends = np.cumsum(sizes).tolist()
         for k, (size, end) in enumerate(zip(sizes.tolist(), ends) if each_client else ()):
             own = slice(end - size, end)
-            clients[k], why = metric.evaluate(outputs[own], targets[own], np.ones(size))
+            clients[k], why = metric.evaluate(x[own], y[own], np.ones(size))
             if why:
                 undefined[k] = why
-        return _Values(metric.evaluate(outputs, targets, weights)[0], clients, undefined)
+        return _Values(metric.evaluate(x, y, weights)[0], clients, undefined)
 
     def _of_loss(self, metric: Metric, model: nn.Module, each_client: bool) -> _Values:
         """A loss that gives only the mean over a batch.
@@ -243,7 +240,7 @@ class Evaluation:
             offsets, weights = offsets[[0, -1]], np.ones(1)
         sums, counts = np.zeros((2, len(weights)))
         for k, (first, last) in enumerate(pairwise(offsets.tolist())):
-            for _, batch in self._batches(model, first, last):
+            for batch in self._batches(model, first, last):
                 if times := counted(self.loss, model, batch):
                     sums[k] += times * _mean_loss(self.loss, model, batch)
                     counts[k] += times
@@ -264,24 +261,18 @@ class Evaluation:
                 " Leave that client out of the evaluation."
             )
 
-    def _batches(
-        self, model: nn.Module, first: int, last: int
-    ) -> Iterator[tuple[int, list[Tensor]]]:
-        """Where each batch begins, and its examples."""
-        for begin in range(first, last, self.batch_size):
-            yield begin, self._batch(model, begin, min(begin + self.batch_size, last))
-
-    def _batch(self, model: nn.Module, begin: int, end: int) -> list[Tensor]:
+    def _batches(self, model: nn.Module, first: int, last: int) -> Iterator[list[Tensor]]:
         """Copies of examples on the model's device, floating-point ones in its precision."""
         like = next((p for p in model.parameters() if p.is_floating_point()), None)
-        batch = []
-        for field in self.data.fields:
-            part = field[begin:end]  # read from disk here, if the field is memory-mapped
-            rows = part.clone() if isinstance(part, Tensor) else torch.from_numpy(np.array(part))
-            if like is not None:
-                rows = rows.to(like.device, like.dtype if rows.is_floating_point() else None)
-            batch.append(rows)
-        return batch
+        for begin in range(first, last, self.batch_size):
+            rows = slice(begin, min(begin + self.batch_size, last))
+            batch = []
+            for part in (field[rows] for field in self.data.fields):  # may be read from disk here
+                own = part.clone() if isinstance(part, Tensor) else torch.from_numpy(np.array(part))
+                if like is not None:
+                    own = own.to(like.device, like.dtype if own.is_floating_point() else None)
+                batch.append(own)
+            yield batch
 
 
 class Evaluations:

@@ -1,9 +1,4 @@
-r"""Metrics by name or your own: means over examples, and functions of a whole set of examples.
-
-AUC, F1 and the metrics of torchmetrics are not means. In such a metric over all clients, each
-example of client i has the weight :math:`w_i / n_i`, as in a metric that is a mean; in the metric
-of one client all examples have the same weight.
-"""
+"""Metrics by name or your own: means over examples, and functions of a whole set of examples."""
 
 from __future__ import annotations
 
@@ -34,8 +29,7 @@ class Metric:
 
     name: str
     each: Each
-    """``each(outputs, targets)``: one value per example, or a row of values per example, such as
-    one per token; or a pair of values and their weights."""
+    """``each(outputs, targets)``: the values (see :data:`fedshuffle.losses.Each`)."""
     higher_is_better: bool
     finish: Callable[[FloatArray], FloatArray] = lambda means: means
     """The metric as a function of an array of means; by default the means themselves."""
@@ -70,8 +64,10 @@ class SetMetric:
 
     name: str
     compute: Callable[[Tensor, Tensor, FloatArray], float]
-    """``compute(outputs, targets, weights)`` of a set of examples. Where there is a class per
-    token, the tokens are the examples, and those of class -100 are left out."""
+    """``compute(outputs, targets, weights)`` of a set of examples: all those of one client, with
+    equal weights, or those of all clients, with ``w_i / n_i`` for an example of client i. Where
+    there is a class per token, the tokens are the examples, and those of class -100 are left out.
+    """
     higher_is_better: bool
     undefined: Callable[[Tensor], str | None] = lambda targets: None
     """Why the metric is undefined for examples with these targets; None where it is defined."""
@@ -176,12 +172,8 @@ def top(outputs: Tensor, targets: Tensor, k: int) -> tuple[Tensor, Tensor]:
     Among equal outputs the first counts as largest. NaN counts as larger than any number, so that a
     diverged model is right about nothing.
     """
-    if (
-        not isinstance(outputs, Tensor)
-        or targets.is_floating_point()
-        or outputs.ndim < 2
-        or (outputs.shape[0], *outputs.shape[2:]) != targets.shape
-    ):
+    fits = isinstance(outputs, Tensor) and outputs.ndim > 1 and not targets.is_floating_point()
+    if not fits or (outputs.shape[0], *outputs.shape[2:]) != targets.shape:
         raise FedShuffleError(
             "accuracy and top-K need outputs (batch, classes) and a class for every example, or"
             " (batch, classes, time) and one for every token, but there are outputs"
@@ -214,26 +206,23 @@ def flatten(outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, IntArray]
     return (outputs.movedim(1, -1) if tokens else outputs)[valid], targets[valid], counts
 
 
-def binary_auc(positive: Any, scores: FloatArray, weights: FloatArray) -> float:
+def _auc(outputs: Tensor, targets: Tensor, weights: FloatArray) -> float:
     """The probability that a positive example has a larger score than a negative one.
 
-    Equal scores count one half, and examples are drawn by their weights.
-    """
-    _, rank = np.unique(scores, return_inverse=True)
-    up, down = np.bincount(rank, weights * positive), np.bincount(rank, weights * ~positive)
-    return float(up @ (np.cumsum(down) - down / 2) / (up.sum() * down.sum()))
-
-
-def _auc(outputs: Tensor, targets: Tensor, weights: FloatArray) -> float:
-    """The area under the ROC curve; for more than two classes the mean of each against the rest.
-
-    The mean is over the classes that the examples have.
+    Equal scores count one half, and examples are drawn by their weights. For more than two classes
+    it is the mean of each against the rest, over the classes that the examples have.
     """
     scores, classes = _scores_and_classes(outputs, targets, "auc")
     if scores.shape[1] <= 2:  # a score for class 1, or one for each class
-        return binary_auc(classes == 1, np.diff(scores, prepend=0)[:, -1], weights)
-    shares = torch.from_numpy(scores).softmax(1).numpy()
-    areas = [binary_auc(classes == k, shares[:, k], weights) for k in np.unique(classes)]
+        against = [(classes == 1, np.diff(scores, prepend=0)[:, -1])]
+    else:
+        shares = torch.from_numpy(scores).softmax(1).numpy()
+        against = [(classes == k, shares[:, k]) for k in np.unique(classes)]
+    areas = []
+    for positive, score in against:
+        _, rank = np.unique(score, return_inverse=True)
+        up, down = np.bincount(rank, weights * positive), np.bincount(rank, weights * ~positive)
+        areas.append(up @ (np.cumsum(down) - down / 2) / (up.sum() * down.sum()))
     return float(np.mean(areas))
 
 
@@ -272,21 +261,20 @@ def _scores_and_classes(outputs: Tensor, targets: Tensor, name: str) -> tuple[Fl
     return scores, whole
 
 
-def _one_class(targets: Tensor) -> str | None:
-    return "all its examples are of one class" if len(torch.unique(targets)) < 2 else None
-
-
-def _no_positive(targets: Tensor) -> str | None:
-    return None if bool((targets == 1).any()) else "it has no example of class 1"
-
-
 _NAMED: dict[str, Metric | SetMetric] = {
-    metric.name: metric
-    for metric in (
-        Metric("accuracy", partial(top, k=1), higher_is_better=True),
-        Metric("perplexity", cross_entropy.each, higher_is_better=False, finish=np.exp),
-        SetMetric("auc", _auc, True, _one_class),
-        SetMetric("f1", partial(_f1, name="f1"), True, _no_positive),
-        SetMetric("f1-macro", partial(_f1, name="f1-macro"), True),
-    )
+    "accuracy": Metric("accuracy", partial(top, k=1), True),
+    "perplexity": Metric("perplexity", cross_entropy.each, False, finish=np.exp),
+    "auc": SetMetric(
+        "auc",
+        _auc,
+        True,
+        lambda y: "all its examples are of one class" if len(torch.unique(y)) < 2 else None,
+    ),
+    "f1": SetMetric(
+        "f1",
+        partial(_f1, name="f1"),
+        True,
+        lambda y: None if bool((y == 1).any()) else "it has no example of class 1",
+    ),
+    "f1-macro": SetMetric("f1-macro", partial(_f1, name="f1-macro"), True),
 }

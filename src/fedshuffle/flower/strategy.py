@@ -33,7 +33,7 @@ from fedshuffle.methods.averaging import (
 )
 from fedshuffle.sampling import Sampling
 from fedshuffle.schedules import Schedule
-from fedshuffle.training.result import RECORD_KEYS
+from fedshuffle.training.monitoring import RECORD_KEYS
 from fedshuffle.training.rounds import Run
 from fedshuffle.training.run_folder import RunFolder
 

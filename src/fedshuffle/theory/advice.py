@@ -28,7 +28,7 @@ from fedshuffle.theory.method_advice import (
 from fedshuffle.theory.mvr import MVRRate, MVRStep
 from fedshuffle.theory.problem import AdvisedProblem, AdvisedRun, StartingPoint, find_problem
 from fedshuffle.theory.rates import Bound, ConvergenceRate, Regime
-from fedshuffle.training.divergence import has_diverged
+from fedshuffle.training.monitoring import has_diverged
 from fedshuffle.training.rounds import simulate
 
 METHODS = ("fedavg-rr", "fednova-rr", "fedshuffle")

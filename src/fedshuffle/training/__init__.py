@@ -1,6 +1,5 @@
 """Training: the loop, its rounds, checkpoints, client state and progress."""
 
-from fedshuffle.training.loop import Evaluate, train
-from fedshuffle.training.result import Result
+from fedshuffle.training.loop import Evaluate, Result, train
 
 __all__ = ["Evaluate", "Result", "train"]

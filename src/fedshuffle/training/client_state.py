@@ -45,6 +45,7 @@ class ClientStateStore:
         self.width = width
         self.dtype = dtype
         self.path = path
+        self.where = "a temporary file" if path is None else repr(str(path))
         self.row_bytes = width * dtype.itemsize
         self.pins: dict[int, IntArray] = {}
         """Slots that are protected under a key, such as the round of a checkpoint on disk."""
@@ -67,10 +68,8 @@ class ClientStateStore:
             if self.path is not None:
                 self._check(self.path)
             with self._disk_errors("write"):
-                if self.path is None:
-                    self._file = tempfile.TemporaryFile(buffering=0)  # noqa: SIM115
-                else:
-                    self._file = self.path.open("r+b", buffering=0)
+                opened = tempfile.TemporaryFile if self.path is None else self.path.open
+                self._file = opened("r+b", buffering=0)
             weakref.finalize(self, self._file.close)
         return self._file
 
@@ -124,13 +123,11 @@ class ClientStateStore:
             raise FedShuffleError(f"the client state {str(path)!r} {problem}. {_REMEDY}.")
 
     def _disk_errors(self, what: str) -> AbstractContextManager[None]:
-        where, other = "a temporary file", "set TMPDIR to another folder"
-        if self.path is not None:
-            where, other = repr(str(self.path)), "choose another folder"
+        other = "choose another folder" if self.path else "set TMPDIR to another folder"
         remedy = f"make room, or {other}" if what == "write" else "check the disk"
         return error_context(
             lambda error: (
-                f"cannot {what} client state, {self.row_bytes} bytes per client, in {where}:"
+                f"cannot {what} client state, {self.row_bytes} bytes per client, in {self.where}:"
                 f" {error.strerror}. What was saved before is intact; {remedy}."
             ),
             OSError,
@@ -180,11 +177,10 @@ class ClientState:
                 continue
             self.store.read(slot, row)
             if zlib.crc32(row) != self.crc[client]:
-                path = self.store.path
+                remedy = _REMEDY if self.store.path else "Check the disk, and restart"
                 raise FedShuffleError(
-                    f"the state of client {client}, row {slot} of"
-                    f" {'a temporary file' if path is None else repr(str(path))}, is damaged: its"
-                    f" checksum does not fit. {_REMEDY if path else 'Check the disk, and restart'}."
+                    f"the state of client {client}, row {slot} of {self.store.where}, is damaged:"
+                    f" its checksum does not fit. {remedy}."
                 )
         return raw.view(self.store.dtype).to(device)
 
@@ -203,9 +199,3 @@ class ClientState:
         slots[clients] = self.store.write(raw)
         crc[clients] = [zlib.crc32(row) for row in raw]
         return ClientState(self.store, slots, crc)
-
-    def __deepcopy__(self, memo: object) -> ClientState:
-        return self  # it is immutable
-
-    def __copy__(self) -> ClientState:
-        return self

@@ -1,16 +1,19 @@
-"""Training a model: the rounds of a run, evaluated, shown, recorded and saved."""
+"""Training a model: the rounds of a run, evaluated, shown, recorded and saved; its result."""
 
 from __future__ import annotations
 
 import copy
 import math
 import os
+import sys
 import time
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack, closing
-from dataclasses import replace
-from typing import Any
+from dataclasses import dataclass, field, replace
+from html import escape
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -18,11 +21,11 @@ from torch import Tensor, nn
 
 from fedshuffle import devices, engines, fingerprint, schedules
 from fedshuffle._arrays import count, number
-from fedshuffle._terminal import Console
+from fedshuffle._terminal import html_table, interrupted_once
 from fedshuffle.engines import Engine, Loss, Problem, Ray
 from fedshuffle.engines.base import model_randomness
 from fedshuffle.engines.cpu_tuning import threads_for
-from fedshuffle.errors import FedShuffleError, error_context, user_error
+from fedshuffle.errors import FedShuffleError, error_context, optional_import, unknown, user_error
 from fedshuffle.evaluation import ClientTable, Evaluation, Evaluations, evaluation_mode
 from fedshuffle.federation import Federation
 from fedshuffle.local_work import LocalWork
@@ -30,17 +33,93 @@ from fedshuffle.methods import Method
 from fedshuffle.sampling import Sampling
 from fedshuffle.schedules import Schedule
 from fedshuffle.state import State
-from fedshuffle.training.divergence import DivergenceMonitor, monitored_loss
-from fedshuffle.training.progress import summary_writer, tensorboard_log, training_progress
-from fedshuffle.training.result import RECORD_KEYS, Result
+from fedshuffle.training import monitoring
 from fedshuffle.training.rounds import Run, simulate
-from fedshuffle.training.run_folder import NoFolder, RunFolder
+from fedshuffle.training.run_folder import RunFolder
+
+if TYPE_CHECKING:
+    import pandas as pd
+    from matplotlib.axes import Axes
 
 Evaluate = Evaluation | Evaluations | Callable[[nn.Module], Mapping[str, float]]
 _OURS = (Evaluation, Evaluations)
 
-_SAMPLE = 256
-"""Number of training examples for the loss where no evaluation gives one."""
+
+@dataclass(frozen=True, repr=False)
+class Result:
+    """The result of :func:`fedshuffle.train`: the model, and one record per round.
+
+    >>> Result(nn.Identity(), [{"round": 1, "loss": 2.0}, {"round": 2, "loss": 0.5}])
+    Result(2 rounds, engine sequential, loss 0.5)
+    """
+
+    model: nn.Module
+    history: list[dict[str, Any]]
+    out: Path | None = None
+    """The folder of the run, if it has one."""
+    engine: str = "sequential"
+    """The engine that did the training."""
+    clients: ClientTable | None = field(default=None, compare=False)
+    """Every client after the last round, if an :class:`~fedshuffle.Evaluation` measured them."""
+    diverged: str | None = None
+    """Why the run counts as diverged, with its loss; None otherwise."""
+
+    @property
+    def metrics(self) -> list[str]:
+        """The names of the metrics."""
+        return list(
+            dict.fromkeys(name for record in self.history for name in monitoring.metrics_of(record))
+        )
+
+    def frame(self) -> pd.DataFrame:
+        """The history as a pandas data frame, one row per round; NaN where not evaluated."""
+        pandas = optional_import("pandas", "a data frame", "frame", "or read the history, a list")
+        frame: pd.DataFrame = pandas.DataFrame(self.history).set_index("round")
+        return frame
+
+    def plot(self, metric: str | None = None, axes: Axes | None = None) -> Axes:
+        """Draw a metric (by default the first) over the rounds, with its mean and worst decile over
+        clients if they were recorded; by default in a new figure.
+        """
+        known = self.metrics
+        if not known:
+            raise FedShuffleError("nothing was evaluated in this run: give train an Evaluation.")
+        metric = known[0] if metric is None else metric
+        if metric not in known:
+            raise unknown("metric", metric, known)
+        if axes is None:
+            from matplotlib import pyplot
+
+            axes = pyplot.subplots(layout="constrained")[1]
+        labels = {"": "all examples", "_mean": "mean over clients"}
+        for suffix, label in (labels | {"_worst_decile": "worst tenth of the clients"}).items():
+            name = metric + suffix
+            if points := [(r["round"], r[name]) for r in self.history if name in r]:
+                axes.plot(*zip(*points, strict=True), "--" if suffix else "-", label=label)
+        axes.set(xlabel="round", ylabel=metric)
+        axes.legend()
+        return axes
+
+    def __repr__(self) -> str:
+        words = [f"{len(self.history)} rounds", f"engine {self.engine}"]
+        words += [f"diverged: {self.diverged}"] if self.diverged else []
+        over_clients = ("_mean", "_worst_decile", "_undefined")
+        over_all = [end for end in self._ends() if not end[0].endswith(over_clients)]
+        words += [f"{name} {last:.4g}" for name, _, last in over_all[:6]]
+        words += [f"out {str(self.out)!r}"] if self.out is not None else []
+        return f"Result({', '.join(words)})"
+
+    def _repr_html_(self) -> str:
+        rows = [[name, f"{first:.4g}", f"{last:.4g}"] for name, first, last in self._ends()]
+        head = f"{len(self.history)} rounds, engine {self.engine}"
+        head += f", in {self.out}" if self.out is not None else ""
+        head += f". Diverged: {self.diverged}" if self.diverged else ""
+        table = html_table(["metric", "first evaluated", "last evaluated"], rows) if rows else ""
+        return f"<p>{escape(head)}</p>{table}"
+
+    def _ends(self) -> list[tuple[str, float, float]]:
+        values = {m: [record[m] for record in self.history if m in record] for m in self.metrics}
+        return [(metric, found[0], found[-1]) for metric, found in values.items()]
 
 
 def train(
@@ -117,12 +196,13 @@ def train(
     evaluate_every = count(evaluate_every, "evaluate_every")
     checkpoint_every = count(checkpoint_every, "checkpoint_every")
     engines.check(engine)
-    folder = _folder(out, keep)
-    if tensorboard and out is None:
-        raise FedShuffleError("tensorboard=True needs the folder of the run: give it as out.")
-    if tensorboard:
-        summary_writer()  # fail before training if TensorBoard is missing
-    begun = folder.settings() if resume else {"rounds": rounds}
+    for name, needed in {"tensorboard": tensorboard, "resume": resume}.items():
+        if needed and out is None:
+            raise FedShuffleError(f"{name}=True needs the folder of the run: give it as out.")
+    folder = out if out is None or isinstance(out, RunFolder) else RunFolder(out, keep)
+    if tensorboard:  # fail before training if it is missing
+        board = optional_import("torch.utils.tensorboard", "tensorboard=True", "tensorboard")
+    begun = folder.settings() if folder and resume else {"rounds": rounds}
     step_size = schedules.resolve(step_size, begun["rounds"])
     server_step_size = schedules.resolve(server_step_size, begun["rounds"])
     run = Run(federation, method, sampling, work, step_size, server_step_size, seed)
@@ -140,17 +220,23 @@ def train(
             f"evaluate is {evaluate!r:.60}, but must be a function or Evaluation."
         )
 
-    with folder.opened(resume), ExitStack() as stack:
+    with ExitStack() as stack:
+        store = None
+        if folder:
+            folder.check(resume)
+            stack.enter_context(interrupted_once())
+            stack.enter_context(folder.locked())
+            store = folder.client_store(len(problem.start), problem.dtype)
         if resume:
             engine = engines.resumed(engine, str(begun.get("engine", "sequential")))
         runner, why = _engine(engine, problem, run)
         stack.enter_context(closing(runner))
         if progress and why:
-            console = Console(stderr=True, markup=False, highlight=False, soft_wrap=True)
-            console.print(f"engine {runner.name} ({why})")
-        state = run.start(problem.start, folder.client_store(len(problem.start), problem.dtype))
-        settings: dict[str, Any] = {}
-        if folder.path:
+            print(f"engine {runner.name} ({why})", file=sys.stderr)
+        state = run.start(problem.start, store)
+        history: list[dict[str, Any]] = []
+        clients: ClientTable | None = None
+        if folder:
             settings = {
                 **run.settings(begun["rounds"]),
                 "engine": runner.name,  # another engine rounds differently
@@ -161,21 +247,20 @@ def train(
                 "frozen_sha256": fingerprint.frozen(model),
                 "rounds": rounds,
             }
-        state = folder.begin(settings, state, resume)
-        history = folder.metrics()
-        clients: ClientTable | None = None
-
-        stack.enter_context(folder.saved_when_stopped())
+            state = folder.begin(settings, state, resume)
+            history = folder.metrics()
+            stack.enter_context(folder.saved_when_stopped())
         stopped = error_context(lambda e: f"round {len(history)}: {user_error(e)}.", SystemExit)
         stack.enter_context(stopped)  # or the program would end without a word
         # Whether the given model is the initial one.
         start_known = not resume or fingerprint.tensor(problem.start) == begun["start_sha256"]
         start_loss = _initial_loss(evaluation, problem) if start_known else None
-        monitor = DivergenceMonitor(start_loss, history)
-        shown = [stack.enter_context(training_progress(progress, rounds, history))]
-        if folder.path and tensorboard:
-            board = tensorboard_log(folder.path / "tensorboard", history)
-            shown.append(stack.enter_context(board))
+        monitor = monitoring.DivergenceMonitor(start_loss, history)
+        shown = [stack.enter_context(monitoring.training_progress(progress, rounds, history))]
+        if folder and tensorboard:
+            path = folder.path / "tensorboard"
+            log = monitoring.tensorboard_log(board.SummaryWriter, path, history)
+            shown.append(stack.enter_context(log))
         begin = time.perf_counter()
         remaining = simulate(runner, [run], max(0, rounds - state.round), [state])
         for (state,) in remaining:
@@ -187,30 +272,25 @@ def train(
                 metrics, clients = _metrics(measured, problem.copy(state.x), state.round)
                 record |= metrics
             history.append(record)
-            folder.add(record, state, save=last or state.round % checkpoint_every == 0)
+            if folder:
+                folder.add(record, state, save=last or state.round % checkpoint_every == 0)
             for show in shown:
                 show(record)
             monitor.add(record)
             begin = time.perf_counter()
         if monitor.name is None and start_known:  # no loss was evaluated
-            monitor = DivergenceMonitor(("loss", _sampled_loss(problem, problem.start)))
+            monitor = monitoring.DivergenceMonitor(("loss", _sampled_loss(problem, problem.start)))
             monitor.add({"round": state.round, "loss": _sampled_loss(problem, state.x)})
-    if folder.path and clients is not None:
+    if folder and clients is not None:
         clients.to_csv(folder.path / "clients.csv")
-    trained = problem.copy(state.x)
-    return Result(trained, history, folder.path, runner.name, clients, monitor.diverged)
-
-
-def _folder(out: str | os.PathLike[str] | RunFolder | None, keep: int) -> RunFolder | NoFolder:
-    if out is None:
-        return NoFolder()
-    return out if isinstance(out, RunFolder) else RunFolder(os.fspath(out), keep)
+    where = folder.path if folder else None
+    return Result(problem.copy(state.x), history, where, runner.name, clients, monitor.diverged)
 
 
 def _initial_loss(
     evaluation: Evaluation | Evaluations | None, problem: Problem
 ) -> tuple[str, float] | None:
-    name = monitored_loss(evaluation.names) if evaluation else None
+    name = monitoring.monitored_loss(evaluation.names) if evaluation else None
     if evaluation is None or name is None:
         return None
     with error_context("evaluation before training"):
@@ -218,8 +298,8 @@ def _initial_loss(
 
 
 def _sampled_loss(problem: Problem, x: Tensor) -> float:
-    """The loss over training examples that are spread over the federation."""
-    rows = np.unique(np.linspace(0, problem.federation.offsets[-1] - 1, _SAMPLE).astype(np.int64))
+    """The loss over 256 training examples that are spread over the federation."""
+    rows = np.unique(np.linspace(0, problem.federation.offsets[-1] - 1, 256).astype(np.int64))
     one_thread = threads_for(problem, len(rows))
     with error_context("loss after training"), one_thread, model_randomness(problem, seed=0):
         return float(problem.loss(problem.copy(x), *problem.batch(rows)).detach())
@@ -276,12 +356,8 @@ def _metrics(
     """The metrics, where all that is not finite is NaN, the time, and the table of clients."""
     begun = time.perf_counter()
     with error_context(f"evaluation after round {round}"), evaluation_mode(model):
-        values: Mapping[str, float]
-        clients = None
-        if isinstance(evaluate, _OURS):
-            values, clients = evaluate.evaluate(model)
-        else:
-            values = evaluate(model)
+        found = evaluate.evaluate(model) if isinstance(evaluate, _OURS) else (evaluate(model), None)
+        values, clients = found
         metrics = {name: number(value, f"metric {name!r}") for name, value in values.items()}
         _check_names(metrics)
     record = {name: v if math.isfinite(v) else math.nan for name, v in metrics.items()}
@@ -289,5 +365,5 @@ def _metrics(
 
 
 def _check_names(names: Iterable[str]) -> None:
-    if taken := set(names) & set(RECORD_KEYS):
+    if taken := set(names) & set(monitoring.RECORD_KEYS):
         raise FedShuffleError(f"evaluate may not return {min(taken)!r}: rename that metric.")

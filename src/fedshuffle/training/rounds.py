@@ -63,17 +63,14 @@ class Run:
         if cohorts is not None:
             arrays += [cohorts.members, cohorts.starts, cohorts.probabilities]
         digest = hashlib.sha256(b"".join(array.tobytes() for array in arrays))
-        local, server = (
-            schedules.describe(getattr(self, name), rounds, name.replace("_", " "))
-            for name in ("step_size", "server_step_size")
-        )
+        server = schedules.describe(self.server_step_size, rounds, "server step size")
         return {
             **self.method.describe(),
             "direction": fingerprint.part(self.method.direction),
             "server": fingerprint.part(self.method.server),
             "sampling": fingerprint.part(self.sampling),
             "work": fingerprint.work(self.workload.work),
-            "step_size": local,
+            "step_size": schedules.describe(self.step_size, rounds, "step size"),
             "server_step_size": server,
             "seed": self.seed,
             "clients": len(self.federation),
@@ -126,19 +123,13 @@ class Run:
         cohort = self.cohort(state.round) if cohort is None else cohort
         if not len(cohort.clients):
             return replace(state, round=state.round + 1, sent=None)
-        select = None
+        at, select = state.round, None
         if self.sampling.two_phase:
-            select = partial(
-                self.sampling.select, seed=self.seed, round=state.round, clients=cohort.clients
-            )
+            select = partial(self.sampling.select, seed=self.seed, round=at, clients=cohort.clients)
+        local = schedules.value(self.step_size, at, "step size")
+        server = schedules.value(self.server_step_size, at, "server step size")
         after: State = yield from self.method.round(
-            state,
-            cohort,
-            self.workload,
-            self.seed,
-            schedules.value(self.step_size, state.round, "step size"),
-            schedules.value(self.server_step_size, state.round, "server step size"),
-            select,
+            state, cohort, self.workload, self.seed, local, server, select
         )
         return after
 

@@ -2,54 +2,47 @@
 
     DIR/run.json            settings, versions, and the id of this run
     DIR/metrics.jsonl       one line per round
-    DIR/checkpoints/        the last states (see :mod:`fedshuffle.training.checkpoint`)
+    DIR/checkpoints/        the last states, of two files each:
+        00000100.safetensors    the model and the method's state
+        00000100.json           round, id of the run, and a checksum over both files
     DIR/clients.rows        client state, for methods that have it
     DIR/.lock               held by the process that writes to the folder
 
-All files but the metrics are moved into place when they are complete, so that a run killed at any
-moment leaves only complete files. Metrics reach the disk before the checkpoint of their round. So a
-kill may leave more metrics than checkpoints, never fewer; a resumed run drops those after its
-checkpoint, and renames later checkpoints to ``*.damaged``. If records are missing all the same, it
-resumes from an older checkpoint, or warns about what is lost.
-
-Client state is not copied into a checkpoint, which only refers to rows of ``clients.rows``; rows of
-the checkpoints on disk are never overwritten.
+All files but the metrics are moved into place when they are complete, the JSON file of a checkpoint
+last. Metrics reach the disk before the checkpoint of their round, so that a kill may leave more
+metrics than checkpoints, never fewer. ``docs/runs.md`` says what happens to damaged files.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import os
+import sys
 import uuid
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load, save
+from torch import Tensor
 
 from fedshuffle import _files, fingerprint
 from fedshuffle._arrays import count, jsonable
-from fedshuffle._terminal import Console, interrupted_once
-from fedshuffle.errors import FedShuffleError, error_context, one_line
+from fedshuffle.errors import FedShuffleError, error_context, one_line, visible
 from fedshuffle.state import State
-from fedshuffle.training.checkpoint import (
-    DamagedError,
-    list_checkpoints,
-    read_checkpoint,
-    round_of,
-    write_checkpoint,
-)
 from fedshuffle.training.client_state import ClientState, ClientStateStore
 
+_FORMAT = 2
+"""The layout of checkpoints; others are not read."""
 _OUTPUTS = ("metrics.jsonl", "model.safetensors", "clients.csv", "clients.rows", "tensorboard")
 """What a run overwrites; a run killed before it started may leave an empty file."""
-_TYPES: dict[str, type] = {"run": str, "start_sha256": str, "rounds": int, "versions": dict}
-"""Entries of ``run.json`` that the resume check does not compare."""
 _DIGESTS = {
     "clients_sha256": "client sizes, weights or sampling",
     "data_sha256": "data (the same examples in the same order are needed)",
@@ -73,21 +66,22 @@ class RunFolder:
 
     def __init__(
         self,
-        path: Path | str,
+        path: str | os.PathLike[str],
         keep: int = 3,
         resume_hint: str | None = None,
         write_config: Callable[[], None] | None = None,
     ) -> None:
         self.path = Path(path)
         self.keep = count(keep, "keep")
-        self.resume_hint = resume_hint or f"call train again with out={str(path)!r}, resume=True"
+        call = f"call train again with out={str(self.path)!r}, resume=True"
+        self.resume_hint = resume_hint or call
         self._file = self.path / "run.json"
         self._checkpoints = self.path / "checkpoints"
         self._metrics = self.path / "metrics.jsonl"
         self._write_config = write_config or (lambda: None)
         self._store: ClientStateStore | None = None
         self._locked = False
-        self._last: State | None = None
+        self._last: State
 
     @property
     def begun(self) -> bool:
@@ -95,26 +89,15 @@ class RunFolder:
         return self._file.exists()
 
     @contextmanager
-    def opened(self, resume: bool) -> Iterator[None]:
-        """The folder for :func:`fedshuffle.train`, which the first Ctrl-C stops."""
-        self.check(resume)
-        with interrupted_once(), self.locked():
-            yield
-
-    @contextmanager
     def locked(self) -> Iterator[None]:
         """Keep other writers out of the folder; this may be nested."""
-        if self._locked:
-            yield
-            return
         with ExitStack() as lock:
-            with self._writing():
-                lock.enter_context(_files.one_writer(self.path))
-            self._locked = True
-            try:
-                yield
-            finally:
-                self._locked = False
+            if not self._locked:
+                with self._writing():
+                    lock.enter_context(_files.one_writer(self.path))
+                self._locked = True
+                lock.callback(setattr, self, "_locked", False)
+            yield
 
     def check(self, resume: bool) -> None:
         """Refuse to resume where no run is, and to start one where it would overwrite something."""
@@ -128,7 +111,7 @@ class RunFolder:
             )
         paths = [self.path / name for name in _OUTPUTS]
         paths = [path for path in paths if path.is_dir() or (path.exists() and path.stat().st_size)]
-        paths += [path for path in self._checkpoints.glob("*") if round_of(path) > 0]
+        paths += [path for path in self._checkpoints.glob("*") if _round_of(path) > 0]
         for path in paths:
             raise FedShuffleError(
                 f"{str(self.path)!r} has no run.json, but {path.name}, which a run would overwrite."
@@ -143,7 +126,9 @@ class RunFolder:
             )
         with self._reading(self._file):
             begun = dict(json.loads(self._file.read_text(encoding="utf-8")))
-            for name, kind in _TYPES.items():
+            # These are not compared when the run is resumed.
+            types = {"run": str, "start_sha256": str, "rounds": int, "versions": dict}
+            for name, kind in types.items():
                 if not isinstance(begun.get(name), kind):
                     raise ValueError(f"its {name} is {begun.get(name)!r:.40}")
             count(begun["rounds"], "rounds")
@@ -178,17 +163,17 @@ class RunFolder:
                 f"{str(self.path)!r} has no valid checkpoint. Put one back into"
                 f" {str(self._checkpoints)!r}, or start a new run in another folder."
             )
-        kept = [record for record in self._records() if record["round"] <= state.round]
+        kept = [_line(record) for record in self._records() if record["round"] <= state.round]
         with self._writing():
-            _files.atomic_write(self._metrics, "".join(map(_line, kept)).encode())
+            _files.atomic_write(self._metrics, "".join(kept).encode())
             for path in list(self._checkpoints.glob("*")):
-                if round_of(path) > state.round:  # or it would be kept, and new ones be dropped
+                if _round_of(path) > state.round:  # or it would be kept, and new ones be dropped
                     path.replace(path.with_name(path.name + ".damaged"))
         return state
 
     def _check_same(self, settings: Mapping[str, Any]) -> None:
         """Refuse settings that differ from those of the run; ``rounds`` may differ."""
-        begun, where = self.settings(), f"the run in {str(self.path)!r}"
+        begun = self.settings()
         for name, now in settings.items():
             old = begun.get(name)
             if name == "rounds" or old == now:
@@ -200,15 +185,14 @@ class RunFolder:
                 at = next(r for r in {**old, **now} if old.get(r) != now.get(r))
                 before, after = f"{name} {old.get(at)!r} in round {at}", repr(now.get(at))
             raise FedShuffleError(
-                f"{where} was started with {before}, not {after}. Use the same to resume, or choose"
-                " another folder for a new run."
+                f"the run in {str(self.path)!r} was started with {before}, not {after}. Use the"
+                " same to resume, or choose another folder for a new run."
             )
 
     def check_rounds(self, rounds: int) -> None:
         """Refuse fewer rounds than are done."""
         recorded = [record["round"] for record in self._records()]
-        done = max([0, *recorded, *map(round_of, list_checkpoints(self._checkpoints))])
-        if rounds < done:
+        if rounds < (done := max([0, *recorded, *map(_round_of, self._saved())])):
             raise FedShuffleError(
                 f"rounds is {rounds}, but the run in {str(self.path)!r} has done {done} already."
                 f" Give at least {done}, or start a new run in another folder."
@@ -229,12 +213,9 @@ class RunFolder:
         try:
             yield
         except (KeyboardInterrupt, Exception):
-            assert self._last is not None
             self.save(self._last)
-            Console(stderr=True, markup=False, highlight=False, soft_wrap=True).print(
-                f"Stopped after round {self._last.round}, which is saved. To resume,"
-                f" {self.resume_hint}."
-            )
+            done = f"Stopped after round {self._last.round}, which is saved"
+            print(visible(f"{done}. To resume, {self.resume_hint}."), file=sys.stderr)
             raise
 
     def record(self, record: Mapping[str, Any]) -> None:
@@ -251,7 +232,7 @@ class RunFolder:
 
     def save(self, state: State) -> None:
         """Write a checkpoint and drop the oldest ones."""
-        clients: dict[str, torch.Tensor] = {}
+        clients: dict[str, Tensor] = {}
         if isinstance(state.clients, ClientState):
             assert state.clients.store is self._store
             self._store.pin(state.round, state.clients.slots)
@@ -261,13 +242,13 @@ class RunFolder:
                 os.fsync(file.fileno())  # metrics are on disk before their checkpoint
             if self._store is not None:
                 self._store.sync()
-            write_checkpoint(self._checkpoints, self._id, state, clients)
-        for old in list_checkpoints(self._checkpoints)[: -self.keep]:
+            _write(self._checkpoints, self._id, state, clients)
+        for old in self._saved()[: -self.keep]:
             with suppress(OSError):  # costs space, nothing else
                 old.unlink()
                 old.with_suffix(".safetensors").unlink()
         if self._store is not None:
-            kept = set(map(round_of, list_checkpoints(self._checkpoints)))
+            kept = set(map(_round_of, self._saved()))
             self._store.pins = {k: slots for k, slots in self._store.pins.items() if k in kept}
 
     # Reading --------------------------------------------------------------------------------------
@@ -279,9 +260,10 @@ class RunFolder:
         """
         if self._store is None:
             self._store = ClientStateStore(width, dtype, self.path / "clients.rows")
-            for path in list_checkpoints(self._checkpoints) if self.begun else ():
-                with suppress(DamagedError):  # it cannot be resumed from
-                    state, clients = read_checkpoint(path, self._id)
+            run = self._id if self.begun else ""
+            for path in self._saved() if run else ():
+                with suppress(FedShuffleError):  # it cannot be resumed from
+                    state, clients = _read(path, run, "cpu")
                     if clients:
                         self._store.pin(state.round, clients["slots"].numpy())
         return self._store
@@ -306,12 +288,18 @@ class RunFolder:
         )
         return older or newest
 
+    def _saved(self) -> list[Path]:
+        """The ``.json`` files of all checkpoints, valid or not, by round."""
+        paths = self._checkpoints.glob("*.json")
+        return sorted((path for path in paths if _round_of(path) >= 0), key=_round_of)
+
     def _states(self, device: torch.device | str) -> Iterator[State]:
         """The states of all valid checkpoints, the newest first."""
-        for path in reversed(list_checkpoints(self._checkpoints)):
+        run = self._id
+        for path in reversed(self._saved()):
             try:
-                state, clients = read_checkpoint(path, self._id, device)
-            except DamagedError as error:
+                state, clients = _read(path, run, device)
+            except FedShuffleError as error:
                 warnings.warn(f"{path.name} is damaged ({error}) and skipped.", stacklevel=3)
                 continue
             if clients:
@@ -356,32 +344,50 @@ class RunFolder:
         return error_context(message, OSError)
 
 
-class NoFolder:
-    """In the place of a :class:`RunFolder` for a run that is not saved."""
-
-    path = None
-
-    def settings(self) -> dict[str, Any]:
-        raise FedShuffleError("resume=True needs the folder of the run: give it as out.")
-
-    def opened(self, resume: bool) -> AbstractContextManager[None]:
-        return nullcontext()
-
-    def client_store(self, width: int, dtype: torch.dtype) -> ClientStateStore:
-        return ClientStateStore(width, dtype)
-
-    def begin(self, settings: Mapping[str, Any], start: State, resume: bool) -> State:
-        return start
-
-    def metrics(self) -> list[dict[str, Any]]:
-        return []
-
-    def saved_when_stopped(self) -> AbstractContextManager[None]:
-        return nullcontext()
-
-    def add(self, record: Mapping[str, Any], state: State, save: bool) -> None:
-        pass
-
-
 def _line(record: Mapping[str, Any]) -> str:
     return json.dumps(jsonable(record), allow_nan=False) + "\n"
+
+
+def _round_of(path: Path) -> int:
+    """The round of a checkpoint's file; -1 for any other file."""
+    ours = path.suffix in (".json", ".safetensors") and path.stem.isdecimal()
+    return int(path.stem) if ours and path.stem == f"{int(path.stem):08d}" else -1
+
+
+def _write(folder: Path, run: str, state: State, clients: Mapping[str, Tensor]) -> None:
+    """Write a checkpoint, each file completely or not at all."""
+    parts = {"direction": state.method_state, "server": state.optimiser_state, "clients": clients}
+    tensors = {f"{part}.{name}": t for part, named in parts.items() for name, t in named.items()}
+    tensors["x"] = state.x
+    data = save({name: t.detach().cpu().contiguous().clone() for name, t in tensors.items()})
+    facts = {"format": _FORMAT, "round": state.round, "run": run}
+    text = json.dumps({**facts, "sha256": _checksum(facts, data)})
+    name = folder / f"{state.round:08d}"
+    _files.atomic_write(name.with_suffix(".safetensors"), data)
+    _files.atomic_write(name.with_suffix(".json"), text.encode())
+
+
+def _read(path: Path, run: str, device: torch.device | str) -> tuple[State, dict[str, Tensor]]:
+    """The state of a checkpoint, on a device, and the index of the clients' rows, if any."""
+    with error_context(
+        lambda error: one_line(error) if type(error) is ValueError else f"{error!r:.80}", Exception
+    ):
+        facts = json.loads(path.read_text(encoding="utf-8"))
+        data = path.with_suffix(".safetensors").read_bytes()
+        if facts.pop("sha256") != _checksum(facts, data):
+            raise ValueError("its checksum does not fit")
+        for name, value in {"format": _FORMAT, "run": run, "round": _round_of(path)}.items():
+            if facts[name] != value:
+                raise ValueError(f"its {name} is {facts[name]!r}, not {value!r}")
+        tensors = load(data)
+        x = tensors.pop("x").to(device)
+    parts: dict[str, dict[str, Tensor]] = {"direction": {}, "server": {}, "clients": {}}
+    for key, tensor in tensors.items():
+        part, _, name = key.partition(".")
+        parts[part][name] = tensor if part == "clients" else tensor.to(device)
+    return State(x, parts["direction"], parts["server"], _round_of(path)), parts["clients"]
+
+
+def _checksum(facts: Mapping[str, Any], data: bytes) -> str:
+    text = json.dumps(facts, sort_keys=True)
+    return hashlib.sha256(text.encode() + b"\n" + data).hexdigest()

@@ -6,14 +6,13 @@ import contextlib
 import math
 import os
 import secrets
-import signal
 import socket
 import sys
 import warnings
 from pathlib import Path
 from typing import Any
 
-from fedshuffle._terminal import signals
+from fedshuffle._terminal import restored_signals
 from fedshuffle.engines.cpu_tuning import available_cores
 from fedshuffle.errors import FedShuffleError, optional_import
 
@@ -23,7 +22,7 @@ def library(local: bool = False) -> Any:
     if local and "ray" not in sys.modules:  # which reads these only once, when it is imported
         os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")  # listen on loopback only
         os.environ.setdefault("RAY_AUTH_MODE", "token")
-    with signals(None, signal.SIGTERM, signal.SIGINT):  # Ray takes SIGTERM, which saves runs
+    with restored_signals():  # Ray takes SIGTERM, which saves runs
         return optional_import("ray", "the engine 'ray'", "ray")
 
 
@@ -60,7 +59,7 @@ def join(address: str | None, cpus: float) -> bool:
     else:
         _check(wanted)
     try:
-        with signals(None, signal.SIGTERM, signal.SIGINT), warnings.catch_warnings():
+        with restored_signals(), warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)
             warnings.simplefilter("ignore", ResourceWarning)
             ray.init(wanted, log_to_driver=False, configure_logging=False, **options)
