@@ -1,9 +1,4 @@
-"""The constants that enter the convergence theorems: those of a method and those of a problem.
-
-The theorem on FedShuffleGen is about ``f-hat = sum_i w-hat_i f_i``, with ``1 / q_i = E[1{i in S} /
-q_i^S]`` and ``H_ij = E[1{i, j in S} q_i q_j / (q_i^S q_j^S)]``. Where ``q_i^S = p_i`` these have
-closed forms: ``q_i = 1`` and ``H_ij = p_ij / (p_i p_j)``. Otherwise all cohorts are enumerated.
-"""
+"""The constants that enter the convergence theorems (docs/theory.md): of a method, of a problem."""
 
 from __future__ import annotations
 
@@ -64,10 +59,8 @@ class ProblemConstants:
         """P or sigma as a vector."""
         values = np.asarray(getattr(self, name), dtype=np.float64)
         if values.shape not in ((), (n,)):
-            raise FedShuffleError(
-                f"{name} has shape {values.shape}: give one number, or one for each of the {n}"
-                " clients."
-            )
+            wanted = f"give one number, or one for each of the {n} clients"
+            raise FedShuffleError(f"{name} has shape {values.shape}: {wanted}.")
         return np.broadcast_to(values, (n,))
 
 
@@ -92,8 +85,7 @@ class MethodConstants:
     M_1: float
     """``max_i h_i s_i w-hat_i``: the variance that sampling adds; the main theorem's M if q = p."""
     M_2: float
-    """``(sum_i tau_i) max_i w-tilde_i / (W q_i c_i)``: at least 1, and 1 only where every step of
-    every client has the same weight. The theorem holds with 1 in its place (docs/theory.md)."""
+    """``(sum_i tau_i) max_i w-tilde_i / (W q_i c_i)``: 1 if all steps count alike, else more."""
     c: FloatArray
     """The step normalisation of every client."""
     tau: IntArray
@@ -113,9 +105,7 @@ class MethodConstants:
 
     @property
     def shares(self) -> FloatArray:
-        """``tau_i / c_i``, each client's path length relative to ``eta_l``; the theorem asks for at
-        most 1.
-        """
+        """``tau_i / c_i``, the length of a path relative to ``eta_l``; at most 1 in the theorem."""
         return self.tau / self.c
 
 
@@ -225,28 +215,21 @@ def _smallest_s(moments: FloatArray, scale: FloatArray) -> FloatArray:
 def _steps(workload: Workload, sampling: Sampling) -> tuple[IntArray, IntArray]:
     """Steps planned and done, if they are the same in every round."""
     values, chances = workload.possible_steps
-    work, covers = workload.work, "the theorem on FedShuffleGen is for numbers of"
+    work, planned, changes = workload.work, values[:, 0], ""
     if len(chances) > 1:
-        raise FedShuffleError(
-            f"{covers} epochs that do not change from round to round: give a number instead of a"
-            " range."
-        )
-    planned = values[:, 0]
-    if isinstance(sampling, Full):
+        changes = "a range of epochs is not: give a number"
+    elif isinstance(sampling, Full):
         planned = workload.cohort_steps(planned)
     elif isinstance(work.steps, str) and np.ptp(planned) > 0 and not isinstance(sampling, One):
-        raise FedShuffleError(
-            f"{covers} steps that do not depend on the cohort, but steps {work.steps!r} does: give"
-            " a number of steps, or epochs."
-        )
-    if work.interruption is None:
-        return planned, planned
-    if work.interruption.random:
-        raise FedShuffleError(
-            f"{covers} steps that do not change from round to round, but {work.interruption!r} is"
-            " random: use MissLast, AtMost, or none."
-        )
-    return planned, work.interruption.done(planned, np.arange(len(planned)), 0, 0)
+        changes = f"steps {work.steps!r} depends on the cohort: give a number of steps, or epochs"
+    stop = work.interruption
+    if stop is not None and stop.random:
+        changes = changes or f"{stop!r} is random: use MissLast, AtMost, or none"
+    if changes:
+        covered = "the theorem on FedShuffleGen is for steps that are the same in every round"
+        raise FedShuffleError(f"{covered}, but {changes}.")
+    done = planned if stop is None else stop.done(planned, np.arange(len(planned)), 0, 0)
+    return planned, done
 
 
 def _obstacle(workload: Workload, done: IntArray) -> str:
@@ -272,17 +255,15 @@ def _moments(
     n, cohorts = len(sampling), listed_cohorts(sampling)
     if cohorts is None:
         raise FedShuffleError(
-            f"the constants of {type(rule.normaliser).__name__} need a list of all cohorts, and"
-            f" sampling {sampling!r} of {n} clients has too many (at most {MAX_COHORTS} cohorts of"
-            f" {MAX_MATRIX_CLIENTS} clients). Use a method that weights by inclusion probability,"
-            " or fewer clients."
+            f"sampling {sampling!r} of {n} clients has too many cohorts to list, as the constants"
+            f" of {type(rule.normaliser).__name__} need (at most {MAX_COHORTS}, and"
+            f" {MAX_MATRIX_CLIENTS} clients). Use a method that weights by inclusion probability."
         )
     mean, second = np.zeros(n), np.zeros((n, n))
     for members, probability in cohorts:
-        if not len(members):
-            continue
-        cohort = clients.only(members, clients.probability)
-        inverse = rule.aggregation_weights(cohort) / weight[members]
-        mean[members] += probability * inverse
-        second[np.ix_(members, members)] += probability * np.outer(inverse, inverse)
+        if len(members):
+            cohort = clients.only(members, clients.probability)
+            inverse = rule.aggregation_weights(cohort) / weight[members]
+            mean[members] += probability * inverse
+            second[np.ix_(members, members)] += probability * np.outer(inverse, inverse)
     return mean, second / np.outer(mean, mean)

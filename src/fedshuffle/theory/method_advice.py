@@ -1,8 +1,4 @@
-"""What the theorems allow a method on a federation, and which sampling they favour.
-
-For methods that weight by inclusion probability the sampling enters the bound only by
-``M = max_i s_i w_i / p_i``; docs/theory.md gives it for each kind of sampling.
-"""
+"""What the theorems allow a method on a federation, and which sampling they favour."""
 
 from __future__ import annotations
 
@@ -112,10 +108,8 @@ def nearest_constants(
     by_probability = isinstance(rule.normaliser, InclusionProbability)
     if drawn.two_phase and by_probability:
         if not isinstance(drawn.pool, Full):
-            raise FedShuffleError(
-                f"nothing is proven for sampling {drawn!r}: only for optimal sampling of all"
-                " clients."
-            )
+            proven = "only optimal sampling of all clients is covered"
+            raise FedShuffleError(f"nothing is proven for sampling {drawn!r}: {proven}.")
         notes.append("optimal sampling: at most the variance of the best independent sampling")
         b = round(drawn.expected_updates)
         drawn = Independent(best_probabilities(federation.weights, b))
@@ -128,21 +122,18 @@ def nearest_constants(
         return _smallest_variance(method_constants(federation, method, drawn, chosen), drawn)
 
     epochs = work.epochs
+    found = fixed(epochs.high if isinstance(epochs, EpochRange) else epochs)
     if isinstance(epochs, EpochRange):
-        found = most = fixed(epochs.high)
         mixed = [epochs.low] * len(federation)
         mixed[int(federation.sizes.argmax())] = epochs.high
         other = fixed(mixed)
-        weights = np.allclose(most.w_hat, other.w_hat, rtol=1e-9, atol=0.0)
-        same = bool(np.isclose(most.W, other.W)) and weights
+        same = np.isclose(found.W, other.W) and np.allclose(found.w_hat, other.w_hat, 1e-9, 0.0)
         if same and rule.step_normalisation is own_steps:  # other c depend on the longest client
             notes.append(f"epochs change: the bound is for {epochs.low}, where it is largest")
-            found = dataclasses.replace(fixed(epochs.low), longest=most.longest)
+            found = dataclasses.replace(fixed(epochs.low), longest=found.longest)
         else:
             what, covered = "step sizes" if same else "objective", False
             notes.append(f"epochs change, and the {what} with them: taken as {epochs.high}")
-    else:
-        found = fixed(epochs)
     wrong = 0.5 * float(np.abs(found.w_hat - federation.weights).sum())
     if wrong > 1e-9:
         notes.append(f"about its own objective, {wrong:.1%} of which is not what you meant")
@@ -174,26 +165,17 @@ def step_advice(
     >>> round(advice.theorem.eta_l, 6), advice.proof.eta_l
     (0.083333, 0.25)
     """
-    eta_g, theorem = server_step_size, None
+    theorem = tuned = target = None
     if (constants.shares <= 1.0 + 1e-12).all():
-        theorem = largest_step_size(constants, problem, server_step_size=eta_g)
-    rate = ConvergenceRate(constants, problem, regime=regime, server_step_size=eta_g)
-    tuned = target = None
+        theorem = largest_step_size(constants, problem, server_step_size=server_step_size)
+    rate = ConvergenceRate(constants, problem, regime=regime, server_step_size=server_step_size)
     if start is not None and rounds is not None:
         tuned = rate.tune(rounds, start=start)
     if start is not None and epsilon is not None:
         target = rate.rounds_to(epsilon, start=start)
-    return StepAdvice(
-        method=method,
-        regime=regime,
-        covered=constants.covered,
-        notes=constants.notes,
-        constants={name: getattr(constants, name) for name in ("W", "M_1", "M_2", "how")},
-        theorem=theorem,
-        proof=largest_step_size(constants, problem, server_step_size=eta_g, bound="proof"),
-        tuned=tuned,
-        target=target,
-    )
+    used = {name: getattr(constants, name) for name in ("W", "M_1", "M_2", "how")}
+    limits = theorem, rate.limit, tuned, target
+    return StepAdvice(method, regime, constants.covered, constants.notes, used, *limits)
 
 
 def compare_steps(fedshuffle: StepAdvice, other: StepAdvice) -> StepComparison:
@@ -230,9 +212,7 @@ def _drawn_cohorts(sampling: Sampling, seed: int) -> Sampling:
     """Some cohorts drawn from a sampling with too many to enumerate."""
     n, why = len(sampling), "weights that are normalised over the cohort have no formula, and"
     if n > MAX_MATRIX_CLIENTS:
-        raise FedShuffleError(
-            f"{why} {n} clients are too many to estimate it (at most {MAX_MATRIX_CLIENTS})."
-        )
+        raise FedShuffleError(f"{why} {n} clients are too many (at most {MAX_MATRIX_CLIENTS}).")
     drawn = [tuple(sampling.draw(seed, k).tolist()) for k in range(MAX_COHORTS)]
     if len({i for cohort in drawn for i in cohort}) < n:
         raise FedShuffleError(f"{why} some client was in none of {MAX_COHORTS} drawn cohorts.")
