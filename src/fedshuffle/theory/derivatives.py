@@ -74,7 +74,7 @@ def _flat(parts: Sequence[Tensor]) -> Tensor:
 
 
 class SpectrumEnd(NamedTuple):
-    """One end of a spectrum: the Ritz value, its residual, its vector."""
+    """A Ritz value, its residual ``|H u - theta u|`` (an eigenvalue is as near), and its vector."""
 
     value: float
     residual: float
@@ -86,9 +86,8 @@ def spectrum_ends(
 ) -> tuple[SpectrumEnd, SpectrumEnd]:
     """The lower and the upper end of a symmetric matrix's spectrum, by the Lanczos method.
 
-    Both are approached from within, to a tolerance relative to the norm or for some iterations. An
-    eigenvalue lies within the residual ``|H u - theta u|`` of a Ritz value. (ARPACK would give
-    nothing before it has converged.)
+    Both are approached from within, to a tolerance relative to the norm or for some iterations.
+    (ARPACK would give nothing before it has converged.)
     """
     from scipy.linalg import eigh_tridiagonal  # slow to import: only when needed
 

@@ -1,9 +1,4 @@
-"""Estimated constants of any model, loss and federation, at given models. Needs torch.
-
-They hold at the points where they are estimated: L, mu and delta are those of the Hessians there, G
-and sigma the smallest that satisfy the assumptions there. A maximum over clients or minibatches is
-the largest of those seen.
-"""
+"""Estimated constants of any model, loss and federation, at given models. Needs torch."""
 
 from __future__ import annotations
 
@@ -51,7 +46,7 @@ class ConstantEstimate:
 
 @dataclass(frozen=True, eq=False)
 class EstimatedConstants:
-    """The constants of a problem at the points where they were estimated."""
+    """The constants of a problem at some points, from the clients and minibatches seen there."""
 
     L: ConstantEstimate
     """Of every loss of one step ``f_ij``, of every ``f_i``, and of ``f-hat``."""
@@ -158,10 +153,9 @@ def problem_constants(
             " model.eval(), or leave out dropout."
         )
     weights, seed = normalised_weights(federation.weights, w_hat), check_seed(seed)
-    n, most = len(federation), count(clients, "clients")
-    chosen = np.arange(n)
-    if most < n:  # in the order in which they are drawn: the first ones are a sample as well
-        chosen = generator(seed, Purpose.CONSTANTS).choice(n, size=most, replace=False)
+    chosen = np.arange(len(federation))
+    if count(clients, "clients") < len(chosen):  # in the order drawn: the first are a sample too
+        chosen = generator(seed, Purpose.CONSTANTS).choice(len(chosen), clients, replace=False)
     size, steps = count(batch_size, "batch_size"), count(minibatches, "minibatches")
     estimator = _Estimator(
         Derivatives(problem, number(weight_decay, "weight_decay", "[0, inf)")),
@@ -214,8 +208,8 @@ def _points(points: Sequence[Any] | FloatArray | None, problem: Problem) -> list
             vector = torch.as_tensor(point, dtype=problem.dtype, device=problem.device).detach()
         if vector.shape != problem.start.shape or not torch.isfinite(vector).all():
             raise FedShuffleError(
-                f"point {k} must be a flat vector of the {len(problem.start)} trainable parameters"
-                f" of the model, all of them finite: its shape is {tuple(vector.shape)}."
+                f"point {k} of shape {tuple(vector.shape)} must be a flat vector of the"
+                f" {len(problem.start)} trainable parameters of the model, all of them finite."
             )
         result.append(vector.clone())
     if not result:
@@ -235,9 +229,7 @@ def _minibatches(
 
 
 def _variance_correction(share: FloatArray, w_hat: FloatArray) -> float:
-    """The factor from a variance over some clients to that over all: ``(n - 1) m / (n (m - 1))``
-    for equal weights, and in general with effective numbers.
-    """
+    """The factor from a variance over m clients to that over all n, with effective numbers."""
     m, n = 1.0 / float(share @ share), 1.0 / float(w_hat @ w_hat)
     return max(1.0, (n - 1.0) * m / (n * (m - 1.0))) if m > 1.0 + 1e-9 else 1.0
 
@@ -348,13 +340,11 @@ class _Estimator:
 
     def _estimate(self, end: SpectrumEnd, seen: int, error: float = 0.0) -> ConstantEstimate:
         """An eigenvalue of one of the clients that were seen."""
-        n, note = len(self.losses.problem.federation), ""
-        if seen < n:
-            note = (
-                f"the largest of {seen} of {n} clients: with 95% confidence no more than"
-                f" {1.0 - 0.05 ** (1.0 / seen):.0%} of the clients have more"
-            )
-        return ConstantEstimate(abs(end.value), end.residual, error, note)
+        n, share = len(self.losses.problem.federation), f"{1.0 - 0.05 ** (1.0 / seen):.0%}"
+        note = (
+            f"the largest of {seen} of {n} clients: with 95% confidence at most {share} have more"
+        )
+        return ConstantEstimate(abs(end.value), end.residual, error, note if seen < n else "")
 
     def _mean(self, vector: Callable[[int], Tensor]) -> Tensor:
         total = torch.zeros_like(self.losses.problem.start)

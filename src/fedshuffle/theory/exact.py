@@ -25,8 +25,7 @@ class Validity:
 
     status: Status
     """``exact``: the smallest (for mu the largest) that holds everywhere, up to rounding;
-    ``bound``: holds everywhere, but may not be the smallest; ``on the ball``: holds where
-    ``|x - x*| <= radius``."""
+    ``bound``: holds everywhere; ``on the ball``: holds where ``|x - x*| <= radius``."""
     reason: str
 
     def __str__(self) -> str:
@@ -111,8 +110,7 @@ class ConstantsRequest:
     def variance_factor(self, m: int) -> float:
         """The variance of minibatch gradients relative to that among a client's m examples.
 
-        A minibatch of s of them, drawn without replacement, has ``(m - s) / (s (m - 1))`` times
-        their variance; this is the mean over an epoch's steps.
+        For s of them, drawn without replacement, ``(m - s) / (s (m - 1))``; the mean over an epoch.
         """
         if m == 1:
             return 0.0
@@ -122,14 +120,12 @@ class ConstantsRequest:
         return total / ((m - 1) * (whole + (rest > 0)))
 
     def batch_smoothness(self, smoothness: FloatArray, whole: float) -> float:
-        """A bound on L of any minibatch: the mean of the largest L of as many examples.
-
-        ``whole`` is L of all examples together, for a client that takes them all in one step.
+        """A bound on L of any minibatch: the mean of the largest L of as many examples, or
+        ``whole``, that of all examples together, if one step takes them all.
         """
-        m = len(smoothness)
-        if self.batch_size >= m:
+        if self.batch_size >= len(smoothness):
             return whole
-        smallest = m % self.batch_size or self.batch_size
+        smallest = len(smoothness) % self.batch_size or self.batch_size
         return float(np.sort(smoothness)[-smallest:].mean())
 
     def step_validity(self, sizes: IntArray, reason: str) -> Validity:
@@ -159,23 +155,17 @@ class RegressionData:
             )
         inputs, targets = (tuple(field.shape) for field in federation.fields)
         if math.prod(targets[1:]) != 1:
-            raise FedShuffleError(
-                f"the targets have shape {targets}, but must be one number for each example."
-            )
-        self.federation = federation
-        self.bias = bool(bias)
-        self.width = math.prod(inputs[1:]) + self.bias
+            raise FedShuffleError(f"the targets have shape {targets}, not one number per example.")
+        self.federation, self.bias = federation, bias
+        self.width = math.prod(inputs[1:]) + bias
 
     def client(self, i: int) -> tuple[FloatArray, FloatArray]:
         """Features (with a last column of ones for the bias) and targets of one client."""
-        features, targets = (_floats(part) for part in self.federation.client(i))
+        parts: Any = self.federation.client(i)
+        if hasattr(parts[0], "detach"):
+            parts = [part.detach().cpu() for part in parts]
+        features, targets = (np.asarray(part, dtype=np.float64) for part in parts)
         features = features.reshape(len(targets), -1)
         if self.bias:
             features = np.hstack([features, np.ones((len(targets), 1))])
         return features, targets.reshape(-1)
-
-
-def _floats(part: Any) -> FloatArray:
-    if hasattr(part, "detach"):
-        part = part.detach().cpu()
-    return np.asarray(part, dtype=np.float64)

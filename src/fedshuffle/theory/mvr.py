@@ -1,9 +1,7 @@
-r"""FedShuffleMVR: its step size, its momentum parameter, and the bound that they give.
+"""FedShuffleMVR: its step size, its momentum parameter, and the bound that they give.
 
-The paper's theorem is for one client per round, drawn with the probabilities w; for server steps
-of size 1; and for losses that need not be convex, with :math:`P_i = 0`. As there, :math:`\eta_l` is
-the step of an epoch: a client's step is :math:`\eta_l / k_i`, and this project's ``step_size`` is
-:math:`\eta_l E / \tau_{max}`. docs/theory.md redoes the proof, which has slips, without rounding.
+docs/theory.md says what the theorem covers, and redoes its proof. As in the paper, ``eta_l`` is the
+step of an epoch; this project's ``step_size`` is ``eta_l E / tau_max``.
 """
 
 from __future__ import annotations
@@ -111,9 +109,7 @@ class MVRRate:
     def after(
         self, rounds: FloatArray, eta_l: FloatArray, a: FloatArray, start: float, error: float
     ) -> FloatArray:
-        """The bound ``(F / (eta_l E R) + c / R E|m^0 - grad f(x^0)|^2 + q G^2 + s sigma^2) / p``
-        after some rounds.
-        """
+        """The bound ``(F / (eta_l E R) + c / R error + q G^2 + s sigma^2) / p`` after R rounds."""
         p, c, q, s = self.at(eta_l, a)
         with np.errstate(invalid="ignore", over="ignore"):
             begun = (start / (eta_l * self.epochs) + c * error) / rounds
@@ -203,12 +199,9 @@ class MVRRate:
         start: float,
         start_error: float | None = None,
     ) -> FloatArray:
-        """The bound after 0 (infinite), 1, ..., ``rounds`` rounds, on the mean of ``E |grad f|^2``
-        over the starts of all epochs so far.
-        """
+        """The bound on the mean of ``E |grad f|^2`` over all epochs so far, after each round."""
         error = self._start_error(start, start_error)
-        size = number(step_size, "step_size", "(0, inf)")
-        share = np.array(number(a, "a", "(0, 1]"))
+        size, share = number(step_size, "step_size", "(0, inf)"), np.array(number(a, "a", "(0, 1]"))
         eta_l = np.array(size * self.longest / self.epochs)
         if not self.at(eta_l, share)[0] > 0:
             raise FedShuffleError(
@@ -222,9 +215,8 @@ class MVRRate:
         self, rounds: int, largest: float, start: float, error: float
     ) -> tuple[float, float]:
         """The eta_l and a with the smallest bound: a grid, refined around its best point."""
-        high = np.array([math.log10(largest), 0.0])
-        low = high - np.array([9.0, 9.0])
-        top = high
+        high = top = np.array([math.log10(largest), 0.0])
+        low = high - 9.0
         for _ in range(5):
             eta_l, a = (10.0 ** np.linspace(low[k], top[k], 80) for k in range(2))
             values = self.after(np.array(rounds), eta_l[:, None], a[None, :], start, error)

@@ -32,14 +32,8 @@ from fedshuffle.theory.quadratic import linear_regression_constants
 from fedshuffle.theory.rates import Regime
 from fedshuffle.training.rounds import Run, simulate
 
-_MAX_PARAMETERS = 1000
-"""Largest number of parameters for exact constants."""
-
-_MAX_CLIENTS = 2000
-"""Largest number of clients for exact constants."""
-
-_MAX_ROUNDS_BETWEEN = 10
-"""Largest number of training rounds from one point of estimation to the next."""
+_MAX_PARAMETERS, _MAX_CLIENTS = 1000, 2000
+"""Largest numbers of parameters and of clients for exact constants."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -177,11 +171,9 @@ def _exact(
         start = StartingPoint(float(away @ away), gap, gradient)
         return ObjectiveConstants(found.problem, found.delta, start)
 
-    shown = {
-        **{name: getattr(exact, name) for name in ("L", "mu", "G", "B", "delta")},
-        "sigma": math.sqrt(float(exact.w_hat @ exact.sigma**2)),
-        "P": float(exact.P.max()),
-    }
+    shown = {name: getattr(exact, name) for name in ("L", "mu", "G", "B", "delta")}
+    shown["sigma"] = math.sqrt(float(exact.w_hat @ exact.sigma**2))
+    shown["P"] = float(exact.P.max())
     regimes: tuple[Regime, ...] = ("strongly-convex", "convex", "non-convex")
     return AdvisedProblem(
         "exact",
@@ -239,7 +231,7 @@ def _models_on_the_way(run: AdvisedRun, problem: Problem, points: int) -> tuple[
     models = [problem.start.clone()]
     if points == 1:
         return models, "measured at the start only: elsewhere the constants may be larger"
-    between = max(1, min(_MAX_ROUNDS_BETWEEN, run.rounds // (points - 1)))
+    between = max(1, min(10, run.rounds // (points - 1)))
     engine, training = run.training(problem, run.step_size, run.server_step_size)
     try:
         for k, (state,) in enumerate(simulate(engine, [training], between * (points - 1)), 1):
