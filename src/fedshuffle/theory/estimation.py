@@ -22,9 +22,8 @@ from fedshuffle.engines.problem import Loss, Problem
 from fedshuffle.errors import FedShuffleError, error_context
 from fedshuffle.federation import Federation
 from fedshuffle.randomness import Purpose, check_seed, generator
-from fedshuffle.theory.constants import ProblemConstants
+from fedshuffle.theory.constants import ProblemConstants, normalised_weights
 from fedshuffle.theory.derivatives import Derivatives, SpectrumEnd, spectrum_ends
-from fedshuffle.theory.exact import normalised_weights
 
 
 @dataclass(frozen=True)

@@ -10,16 +10,15 @@ import numpy as np
 from fedshuffle._arrays import FloatArray, count, number
 from fedshuffle.errors import FedShuffleError
 from fedshuffle.federation import Federation
-from fedshuffle.theory.exact import (
+from fedshuffle.theory.constants import (
     ConstantsOptions,
     ConstantsRequest,
     ExactConstants,
-    RegressionData,
     Status,
     Validity,
     normalised_weights,
 )
-from fedshuffle.theory.quadratic import nonzero_axes
+from fedshuffle.theory.quadratic import RegressionData, nonzero_axes
 
 _MAX_PARAMETERS = 2000
 """Largest number of parameters for which a Hessian is built."""
@@ -46,7 +45,7 @@ def logistic_regression_constants(
         l2: the regularisation.
         classes: their number, from 0 on; None for two with a single logit.
         bias: whether there is one; it is regularised too.
-        options: :class:`~fedshuffle.theory.exact.ConstantsOptions`. B is 1 by default, and sqrt 2
+        options: :class:`~fedshuffle.theory.constants.ConstantsOptions`. B is 1 by default, sqrt 2
             in the form for convex losses; P is always 0.
 
     >>> data = Federation.from_arrays([[2.0], [1.0], [-1.0]], [1, 0, 0], sizes=[2, 1])

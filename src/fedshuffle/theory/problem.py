@@ -23,10 +23,9 @@ from fedshuffle.local_work import LocalWork
 from fedshuffle.methods import Method
 from fedshuffle.sampling import Sampling
 from fedshuffle.schedules import Schedule
-from fedshuffle.theory.constants import ProblemConstants
+from fedshuffle.theory.constants import ExactConstants, ProblemConstants
 from fedshuffle.theory.derivatives import Derivatives
 from fedshuffle.theory.estimation import ConstantEstimate, problem_constants
-from fedshuffle.theory.exact import ExactConstants
 from fedshuffle.theory.logistic import logistic_regression_constants
 from fedshuffle.theory.quadratic import linear_regression_constants
 from fedshuffle.theory.rates import Regime

@@ -8,19 +8,18 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import NamedTuple, Unpack
+from typing import Any, NamedTuple, Unpack
 
 import numpy as np
 from numpy.typing import ArrayLike
 
-from fedshuffle._arrays import FloatArray, IntArray, counts, number
+from fedshuffle._arrays import FloatArray, IntArray, counts, expect, number
 from fedshuffle.errors import FedShuffleError, error_context
 from fedshuffle.federation import Federation
-from fedshuffle.theory.exact import (
+from fedshuffle.theory.constants import (
     ConstantsOptions,
     ConstantsRequest,
     ExactConstants,
-    RegressionData,
     Validity,
     normalised_weights,
 )
@@ -43,7 +42,7 @@ def quadratic_constants(
             for that multiple of the identity.
         optima: the points ``m_ij``, one per row.
         sizes: the number of rows of each client, in order; by default one row per client.
-        options: :class:`~fedshuffle.theory.exact.ConstantsOptions`; weights are by size.
+        options: :class:`~fedshuffle.theory.constants.ConstantsOptions`; weights are by size.
 
     >>> toy = quadratic_constants(1.0, np.eye(6), sizes=[1, 2, 3])
     >>> toy.L, toy.mu, toy.delta, toy.B, (6 * toy.x_star).round(9).tolist()
@@ -102,7 +101,7 @@ def linear_regression_constants(
         federation: with two fields, features and targets.
         l2: the regularisation.
         bias: whether there is one; it comes last in ``x`` and is regularised too.
-        options: :class:`~fedshuffle.theory.exact.ConstantsOptions`.
+        options: :class:`~fedshuffle.theory.constants.ConstantsOptions`.
 
     >>> data = Federation.from_arrays([[1.0], [2.0], [1.0]], [1.0, 2.0, 2.0], sizes=[2, 1])
     >>> found = linear_regression_constants(data, l2=1.0)
@@ -120,6 +119,34 @@ def linear_regression_constants(
     flattest = "the smallest eigenvalue of any a_ij a_ij' + l2 I: l2, in more than one dimension"
     reasons = {"L": "max_ij |a_ij|^2 + l2", "mu": flattest}
     return _constants(client, federation.sizes, data.width, w_hat, request, reasons)
+
+
+class RegressionData:
+    """Features and targets of the clients, read one client at a time."""
+
+    def __init__(self, federation: Federation, bias: bool) -> None:
+        expect(federation, Federation, "federation")
+        if len(federation.fields) != 2:
+            raise FedShuffleError(
+                f"the federation has {len(federation.fields)} fields, but a regression needs two:"
+                " features and targets. Use Federation.from_arrays(features, targets, ...)."
+            )
+        inputs, targets = (tuple(field.shape) for field in federation.fields)
+        if math.prod(targets[1:]) != 1:
+            raise FedShuffleError(f"the targets have shape {targets}, not one number per example.")
+        self.federation, self.bias = federation, bias
+        self.width = math.prod(inputs[1:]) + bias
+
+    def client(self, i: int) -> tuple[FloatArray, FloatArray]:
+        """Features (with a last column of ones for the bias) and targets of one client."""
+        parts: Any = self.federation.client(i)
+        if hasattr(parts[0], "detach"):
+            parts = [part.detach().cpu() for part in parts]
+        features, targets = (np.asarray(part, dtype=np.float64) for part in parts)
+        features = features.reshape(len(targets), -1)
+        if self.bias:
+            features = np.hstack([features, np.ones((len(targets), 1))])
+        return features, targets.reshape(-1)
 
 
 class QuadraticForm(NamedTuple):
