@@ -290,9 +290,7 @@ def search_step_sizes(run: AdvisedRun, *, rounds: int = 10, clients: int = 50) -
     """Try step sizes in short runs, up and down from the run's first one.
 
     It goes up until one is unstable, and down until one is stable and not the best, by a factor of
-    sqrt(10) at a time and at most :data:`MAX_STEPS_EACH_WAY` times each way. All runs share the
-    seed, so the result is a pure function of the arguments. The loss is that on the training data
-    of at most this many clients.
+    sqrt(10) at a time. The loss is that on the training data of at most this many clients.
     """
     sample = run.federation.sample(clients)
     evaluate = Evaluation(sample, ["loss"], loss=run.loss, per_client=False)

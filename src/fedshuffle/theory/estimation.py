@@ -297,7 +297,7 @@ class _Estimator:
         for i, steps in self.clients.items():
             own = rng(1, i)
             ends = [self._ends(partial(product, i), own)]
-            ends += [self._ends(partial(product, i, positions=rows), own) for rows in steps]
+            ends += [self._ends(partial(product, i, rows=rows), own) for rows in steps]
             steep += [self._estimate(_norm(pair), len(self.clients)) for pair in ends]
             flat += [low for low, _ in ends[bool(steps) :]]
             advance(1)
@@ -321,9 +321,7 @@ class _Estimator:
         }
 
     def error(self, values: FloatArray) -> float:
-        """The standard error of the mean ``sum_i v_i q_i`` of one value per sampled client, about
-        the root of ``(1 - m/n) m / (m - 1) sum_i v_i^2 (q_i - mean)^2``.
-        """
+        """The standard error of a weighted mean of one value per sampled client."""
         m, n = len(self.clients), len(self.losses.problem.federation)
         if m in (1, n):
             return 0.0 if m == n else math.inf

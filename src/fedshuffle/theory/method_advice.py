@@ -89,11 +89,9 @@ def nearest_constants(
 ) -> MethodConstants:
     """The constants of a method, also where :func:`method_constants` only covers a near case.
 
-    Epochs may change from round to round: if neither the objective nor W depends on them, the proof
-    holds round by round, and the bound is largest for the fewest epochs; otherwise the most epochs
-    are used, and what follows is not proven. With too many cohorts to enumerate, second moments are
-    estimated from drawn ones. Optimal client sampling of all clients has at most the variance of
-    the best independent sampling.
+    ``notes`` and ``covered`` say how the case differs, and whether it is proven: epochs may change
+    from round to round, second moments are estimated where there are too many cohorts, and optimal
+    sampling has at most the variance of the best independent one (docs/theory.md).
 
         >>> clients = Federation.from_sizes([1, 2, 3])
         >>> work = LocalWork(epochs=EpochRange(1, 4))
@@ -153,15 +151,11 @@ def step_advice(
 ) -> StepAdvice:
     """The largest step sizes; with ``start``, the best for some rounds and the rounds to a target.
 
-    ``problem`` holds the constants of the losses for the method's own ``w_hat``; ``rounds`` is what
-    the step is tuned for, and ``epsilon`` the target. ``start`` is as for
-    :class:`~fedshuffle.theory.rates.ConvergenceRate`.
+    ``problem`` is for the method's own ``w_hat``; ``rounds`` is what the step is tuned for,
+    ``epsilon`` the target, and ``start`` as for :class:`~fedshuffle.theory.ConvergenceRate`.
 
-    >>> clients = Federation.from_sizes([1, 2, 3])
-    >>> advice = step_advice(
-    ...     nearest_constants(clients, "fedshuffle"), ProblemConstants(L=1.0), method="fedshuffle",
-    ...     regime="convex",
-    ... )
+    >>> nearest = nearest_constants(Federation.from_sizes([1, 2, 3]), "fedshuffle")
+    >>> advice = step_advice(nearest, ProblemConstants(L=1.0), method="mine", regime="convex")
     >>> round(advice.theorem.eta_l, 6), advice.proof.eta_l
     (0.083333, 0.25)
     """
@@ -181,12 +175,10 @@ def step_advice(
 def compare_steps(fedshuffle: StepAdvice, other: StepAdvice) -> StepComparison:
     """How much larger FedShuffle's steps may be, by the proof.
 
-    >>> clients, problem = Federation.from_sizes([1, 2, 5]), ProblemConstants(L=1.0)
-    >>> advised = [
-    ...     step_advice(nearest_constants(clients, name), problem, method=name, regime="convex")
-    ...     for name in ("fedshuffle", "fednova-rr")
-    ... ]
-    >>> found = compare_steps(*advised)
+    >>> def advised(method):
+    ...     nearest = nearest_constants(Federation.from_sizes([1, 2, 5]), method)
+    ...     return step_advice(nearest, ProblemConstants(L=1.0), method=method, regime="convex")
+    >>> found = compare_steps(advised("fedshuffle"), advised("fednova-rr"))
     >>> round(found.largest_client_step, 3), round(found.step_size, 3), round(found.effective, 3)
     (4.895, 0.979, 1.836)
     """
@@ -196,9 +188,7 @@ def compare_steps(fedshuffle: StepAdvice, other: StepAdvice) -> StepComparison:
 
 
 def _smallest_variance(constants: MethodConstants, sampling: Sampling) -> MethodConstants:
-    """With the smallest M_1 also where there is a closed form, as for methods without one:
-    otherwise advice would compare formulas, not methods.
-    """
+    """With the smallest M_1 also where there is a closed form, to compare methods, not formulas."""
     if constants.how != "closed form" or not 1 < len(sampling) <= MAX_EIGENVALUE_CLIENTS:
         return constants
     s = smallest_s(sampling, constants.w_hat)
@@ -286,14 +276,10 @@ def sampling_advice(
     """Compare samplings and cohort sizes by the rounds that they are predicted to need.
 
     ``rate`` is that of a method that weights by inclusion probability, with any sampling; cohort is
-    the number of clients per round, epsilon the target, ``start`` as for
-    :class:`~fedshuffle.theory.rates.ConvergenceRate`.
+    the number of clients per round; epsilon and start are as for ``rate.rounds_to``.
 
-    >>> from fedshuffle.theory import ProblemConstants, method_constants
-    >>> clients = Federation.from_sizes([10] * 40)
-    >>> rate = ConvergenceRate(
-    ...     method_constants(clients, "fedshuffle"), ProblemConstants(L=1.0, G=4.0), regime="convex"
-    ... )
+    >>> clients, problem = Federation.from_sizes([10] * 40), ProblemConstants(L=1.0, G=4.0)
+    >>> rate = ConvergenceRate(method_constants(clients, "fedshuffle"), problem, regime="convex")
     >>> advice = sampling_advice(clients, rate, 4, epsilon=0.5, start=10.0)
     >>> [option.rounds for option in advice.options], advice.pays_until["importance"]
     ([503, 496, 496], 7)

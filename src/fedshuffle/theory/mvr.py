@@ -129,9 +129,8 @@ class MVRRate:
     def limit(self, *, bound: Bound = "theorem") -> MVRStep:
         """The largest step size for any number of rounds, with the a that belongs to it.
 
-        By the theorem, ``min(1 / (4 L), 1 / (40 delta E))`` with the smallest
-        ``a = 1152 (E delta eta_l)^2``. With ``bound="proof"``, the largest step size that leaves a
-        fifth of the descent for some a, as the paper's does.
+        By the theorem, ``min(1 / (4 L), 1 / (40 delta E))`` with ``a = 1152 (E delta eta_l)^2``; by
+        the proof, the largest that leaves a fifth of the descent for some a, as the paper's.
         """
         if bound == "theorem":
             if self.B2 > 1.0 + 1e-12:
@@ -174,9 +173,8 @@ class MVRRate:
         By the theorem, with ``start = f(x^0) - f*``, the limit or, if that is smaller, the cube
         root of ``start / (E^3 R (58752 delta^2 G^2 + 5 sigma^2 L^2 / E^2))``; and
         ``a = max(1152 (E delta eta_l)^2, 1 / R)``. With ``bound="proof"``, those with the smallest
-        bound. ``start_error`` is ``E |m^0 - grad f(x^0)|^2``; by default that of this library,
-        which starts with the gradient of the first client. The theorem supposes ``G^2 / R``, from R
-        rounds that only measure.
+        bound. ``start_error`` is ``E |m^0 - grad f(x^0)|^2``, by default that of starting with the
+        gradient of the first client; the theorem supposes ``G^2 / R``.
         """
         rounds, error = count(rounds, "rounds"), self._start_error(start, start_error)
         largest = self.limit(bound=bound).eta_l

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
 
 import numpy as np
 import torch
@@ -173,11 +173,10 @@ def _exact(
     shown = {name: getattr(exact, name) for name in ("L", "mu", "G", "B", "delta")}
     shown["sigma"] = math.sqrt(float(exact.w_hat @ exact.sigma**2))
     shown["P"] = float(exact.P.max())
-    regimes: tuple[Regime, ...] = ("strongly-convex", "convex", "non-convex")
     return AdvisedProblem(
         "exact",
         what,
-        regimes if l2 > 0 else regimes[1:],
+        get_args(Regime)[l2 == 0 :],  # strongly convex with weight decay only
         {name: ConstantEstimate(v, note=str(exact.validity[name])) for name, v in shown.items()},
         of("convex").start,
         ("for the objective that was meant, in the form for convex losses",),
