@@ -226,15 +226,15 @@ def _step_sizes(
         try:
             nearest = nearest_constants(run.federation, subject, run.sampling, run.work, run.seed)
             for regime in problem.regimes:
-                known = problem.of(regime, nearest.w_hat)
+                losses, _, start = problem.of(regime, nearest.w_hat)
                 found = step_advice(
                     nearest,
-                    known.problem,
+                    losses,
                     method=name,
                     regime=regime,
                     server_step_size=run.first_step_sizes[1],
                     rounds=run.rounds,
-                    **_start_and_target(problem, regime, known.start, target),
+                    **_start_and_target(problem, regime, start, target),
                 )
                 steps.append(found)
         except FedShuffleError as error:
@@ -252,12 +252,12 @@ def _mvr(
         notes.append(f"epochs change: taken as {work.epochs.high}")
         work = dataclasses.replace(work, epochs=work.epochs.high)
     try:
-        known = problem.of("non-convex")
-        if known.problem.B > 1 or np.any(known.problem.P):
+        losses, delta, _ = problem.of("non-convex")
+        if losses.B > 1 or np.any(losses.P):
             radius = 2.0 * math.sqrt(start.distance)
             notes.append(f"G and sigma hold within {radius:.3g} of the optimum")
-            known = problem.of("non-convex", run.federation.weights, radius)
-        rate = MVRRate(run.federation, known.problem, known.delta, work)
+            losses, delta, _ = problem.of("non-convex", run.federation.weights, radius)
+        rate = MVRRate(run.federation, losses, delta, work)
         if rate.epochs * rate.delta < rate.L:
             notes.append("E < L / delta: no gain over momentum without local steps is shown")
         if start.gap == 0:
@@ -280,7 +280,7 @@ def _sampling(
     if not start:
         return _AT_OPTIMUM
     nearest = nearest_constants(run.federation, "fedshuffle", run.sampling, run.work, run.seed)
-    losses, eta_g = problem.of(regimes[0]).problem, run.first_step_sizes[1]
+    losses, eta_g = problem.of(regimes[0])[0], run.first_step_sizes[1]
     rate = ConvergenceRate(nearest, losses, regime=regimes[0], server_step_size=eta_g)
     cohort = max(1, round(run.sampling.expected_updates))
     return sampling_advice(run.federation, rate, cohort, **start)

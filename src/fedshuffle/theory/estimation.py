@@ -286,6 +286,9 @@ class _Estimator:
         def mean_product(v: Tensor) -> Tensor:
             return self._mean(lambda i: product(i, v))
 
+        def difference(i: int, v: Tensor) -> Tensor:
+            return product(i, v) - mean_product(v)
+
         def rng(stage: int, client: int = 0) -> np.random.Generator:
             # Round 0 draws the clients, and round 1 their minibatches.
             round = 2 + 3 * point + stage
@@ -302,11 +305,7 @@ class _Estimator:
             flat += [low for low, _ in ends[bool(steps) :]]
             advance(1)
         for i in self.delta_clients:
-
-            def difference(v: Tensor, i: int = i) -> Tensor:
-                return product(i, v) - mean_product(v)
-
-            end = _norm(self._ends(difference, rng(2, i)))
+            end = _norm(self._ends(partial(difference, i), rng(2, i)))
             error = self._eigenvalue_error(product, end)
             apart.append(self._estimate(end, len(self.delta_clients), error))
             advance(len(self.clients))
@@ -338,9 +337,7 @@ class _Estimator:
     def _estimate(self, end: SpectrumEnd, seen: int, error: float = 0.0) -> ConstantEstimate:
         """An eigenvalue of one of the clients that were seen."""
         n, share = len(self.losses.problem.federation), f"{1.0 - 0.05 ** (1.0 / seen):.0%}"
-        note = (
-            f"the largest of {seen} of {n} clients: with 95% confidence at most {share} have more"
-        )
+        note = f"largest of {seen} of {n} clients: with 95% confidence at most {share} have more"
         return ConstantEstimate(abs(end.value), end.residual, error, note if seen < n else "")
 
     def _mean(self, vector: Callable[[int], Tensor]) -> Tensor:

@@ -139,7 +139,7 @@ class MVRRate:
                     " the smallest G for it, as on a ball (radius=...), or use bound='proof'."
                 )
             drift = self.epochs * self.delta
-            eta_l = min(1.0 / (4.0 * self.L), _over(1.0, 40.0 * drift))
+            eta_l = min(1.0 / (4.0 * self.L), 1.0 / (40.0 * drift) if drift > 0 else math.inf)
             # Without drift the momentum has nothing to outweigh: any a will do.
             return self._step(eta_l, 1152.0 * (drift * eta_l) ** 2 or 1.0)
         if bound != "proof":
@@ -181,7 +181,9 @@ class MVRRate:
         if bound == "theorem":
             e, delta2 = self.epochs, self.delta**2
             mixed = 58752.0 * delta2 * self.G2 + 5.0 * self.noise * self.L**2 / e**2
-            eta_l = min(largest, _over(start, e**3 * rounds * mixed) ** (1.0 / 3.0))
+            eta_l = largest
+            if mixed > 0:
+                eta_l = min(largest, (start / (e**3 * rounds * mixed)) ** (1.0 / 3.0))
             a = max(1152.0 * (e * self.delta * eta_l) ** 2, 1.0 / rounds)
         else:
             eta_l, a = self._argmin(rounds, largest, start, error)
@@ -224,7 +226,3 @@ class MVRRate:
             width = 1.5 * (top - low) / 79
             low, top = best - width, np.minimum(best + width, high)
         return float(10.0 ** best[0]), min(1.0, float(10.0 ** best[1]))
-
-
-def _over(above: float, below: float) -> float:
-    return above / below if below > 0 else math.inf

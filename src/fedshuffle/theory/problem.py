@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple, get_args
+from typing import Any, get_args
 
 import numpy as np
 import torch
@@ -77,14 +77,6 @@ class StartingPoint:
     """``|grad f(x^0)|^2``."""
 
 
-class ObjectiveConstants(NamedTuple):
-    """What is known of the objective with some weights."""
-
-    problem: ProblemConstants
-    delta: float
-    start: StartingPoint
-
-
 @dataclass(frozen=True, eq=False)
 class AdvisedProblem:
     """The constants of the losses of a run, and how they were found."""
@@ -97,8 +89,8 @@ class AdvisedProblem:
     """Of the intended objective."""
     start: StartingPoint
     notes: tuple[str, ...]
-    of: Callable[..., ObjectiveConstants]
-    """The constants of any objective: a function of ``regime``, ``w_hat`` and ``radius``."""
+    of: Callable[..., tuple[ProblemConstants, float, StartingPoint]]
+    """Constants, delta and start of any objective, by ``regime``, ``w_hat`` and ``radius``."""
 
 
 def recognise(
@@ -163,12 +155,11 @@ def _exact(
     slope = sum(w * losses.gradient(x, i) for i, w in enumerate(federation.weights))
     gradient = float(torch.as_tensor(slope).double().square().sum())
 
-    def of(regime: Regime, *args: Any) -> ObjectiveConstants:
+    def of(regime: Regime, *args: Any) -> tuple[ProblemConstants, float, StartingPoint]:
         found = find(regime, *args)
         away = x.double().cpu().numpy() - found.x_star
         gap = max(0.0, float(found.w_hat @ values) - found.f_star)
-        start = StartingPoint(float(away @ away), gap, gradient)
-        return ObjectiveConstants(found.problem, found.delta, start)
+        return found.problem, found.delta, StartingPoint(float(away @ away), gap, gradient)
 
     shown = {name: getattr(exact, name) for name in ("L", "mu", "G", "B", "delta")}
     shown["sigma"] = math.sqrt(float(exact.w_hat @ exact.sigma**2))
@@ -178,7 +169,7 @@ def _exact(
         what,
         get_args(Regime)[l2 == 0 :],  # strongly convex with weight decay only
         {name: ConstantEstimate(v, note=str(exact.validity[name])) for name, v in shown.items()},
-        of("convex").start,
+        of("convex")[2],
         ("for the objective that was meant, in the form for convex losses",),
         of,
     )
@@ -206,8 +197,7 @@ def _estimated(
     start = StartingPoint(math.inf, gap, float(seen.gradient[0]))
     chosen = "chosen; G and sigma are the smallest for it"
     sample = f"{len(own)} of {len(seen.w_hat)} clients, {len(models)} point(s)"
-    # G is that of the intended objective, also for others.
-    known = ObjectiveConstants(seen.problem, seen.delta.value, start)
+    known = seen.problem, seen.delta.value, start  # G of the intended objective, also for others
     return AdvisedProblem(
         "estimated",
         f"measured, since {reason}",
