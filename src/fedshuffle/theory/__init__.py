@@ -6,12 +6,13 @@ from typing import TYPE_CHECKING
 
 from fedshuffle._lazy import attach
 from fedshuffle.theory.constants import (
+    ExactConstants,
     MethodConstants,
     ProblemConstants,
+    Validity,
     method_constants,
     smallest_s,
 )
-from fedshuffle.theory.exact import ExactConstants, Validity
 from fedshuffle.theory.logistic import logistic_regression_constants
 from fedshuffle.theory.method_advice import (
     SamplingAdvice,

@@ -52,19 +52,10 @@ SOURCES = {
 }
 """For each part of the advice the place that derives its numbers, and the statement."""
 
-_AT_OPTIMUM = "training starts at the optimum"
-
-_RADIUS = 2.0
-"""Radius, in starting distances, of the ball for constants that do not hold everywhere."""
-
-_DRAWS = 4000
-"""Cohorts to draw in a Monte Carlo audit."""
-
 MAX_STEPS_EACH_WAY = 6
 """Largest number of step sizes to try above the first one, and below it."""
 
-_SPACING = math.sqrt(10)
-"""The factor from one step size to the next."""
+_AT_OPTIMUM = "training starts at the optimum"
 
 
 @dataclass(frozen=True)
@@ -120,10 +111,8 @@ class Advice:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data, ready for JSON, with the sources of the numbers."""
-        sources = {
-            part: {"source": anchor, "statement": statement}
-            for part, (anchor, statement) in SOURCES.items()
-        }
+        keys = "source", "statement"
+        sources = {part: dict(zip(keys, found, strict=True)) for part, found in SOURCES.items()}
         plain = dataclasses.asdict(self)
         del plain["problem"]["of"]
         return {**jsonable(plain), "sources": sources}
@@ -171,6 +160,7 @@ def advise(
     step_size, server_step_size = run.first_step_sizes
     steps, not_covered = _step_sizes(run, problem, target)
     mine = {row.regime: row for row in steps if row.method == "fedshuffle"}
+    others = [row for row in steps if row.method in METHODS and row.method != "fedshuffle"]
     mvr, mvr_notes = _mvr(run, problem)
     limits = list[float]()
     if isinstance(run.method.direction, MVR):
@@ -179,7 +169,7 @@ def advise(
         limits = [row.proof.step_size for row in steps if row.method == run.method.name]
     consistent = total_variation = None
     try:
-        found = audit(run.federation, run.method, run.sampling, run.work, draws=_DRAWS)
+        found = audit(run.federation, run.method, run.sampling, run.work, draws=4000)
         consistent, total_variation = found.consistent, found.total_variation
         conclusion = ": ".join(found.conclusion)
     except FedShuffleError as error:
@@ -200,9 +190,7 @@ def advise(
         problem=problem,
         steps=tuple(steps),
         step_ratios=tuple(
-            compare_steps(mine[row.regime], row)
-            for row in steps
-            if row.method in METHODS and row.method != "fedshuffle" and row.regime in mine
+            compare_steps(mine[row.regime], row) for row in others if row.regime in mine
         ),
         not_covered=not_covered,
         mvr=mvr,
@@ -215,14 +203,15 @@ def advise(
     )
 
 
-def _known_start(
-    problem: AdvisedProblem, regime: Regime, start: StartingPoint
-) -> tuple[float, float] | None:
-    """What the bound on an objective starts from, and the intended quantity at the start."""
+def _start_and_target(
+    problem: AdvisedProblem, regime: Regime, start: StartingPoint, target: float
+) -> dict[str, float]:
+    """The arguments ``start`` and ``epsilon`` of a bound; empty if its start is not known."""
     before, quantity = start.distance, problem.start.gap
     if regime == "non-convex":
         before, quantity = start.gap, problem.start.gradient
-    return (before, quantity) if 0 < before < math.inf and quantity > 0 else None
+    known = 0 < before < math.inf and quantity > 0
+    return {"start": before, "epsilon": target * quantity} if known else {}
 
 
 def _step_sizes(
@@ -237,20 +226,17 @@ def _step_sizes(
         try:
             nearest = nearest_constants(run.federation, subject, run.sampling, run.work, run.seed)
             for regime in problem.regimes:
-                known = problem.of(regime, nearest.w_hat)
-                start = _known_start(problem, regime, known.start)
-                steps.append(
-                    step_advice(
-                        nearest,
-                        known.problem,
-                        method=name,
-                        regime=regime,
-                        server_step_size=run.first_step_sizes[1],
-                        rounds=run.rounds,
-                        epsilon=target * start[1] if start else None,
-                        start=start[0] if start else None,
-                    )
+                losses, _, start = problem.of(regime, nearest.w_hat)
+                found = step_advice(
+                    nearest,
+                    losses,
+                    method=name,
+                    regime=regime,
+                    server_step_size=run.first_step_sizes[1],
+                    rounds=run.rounds,
+                    **_start_and_target(problem, regime, start, target),
                 )
+                steps.append(found)
         except FedShuffleError as error:
             not_covered[name] = str(error)
     return steps, not_covered
@@ -266,97 +252,79 @@ def _mvr(
         notes.append(f"epochs change: taken as {work.epochs.high}")
         work = dataclasses.replace(work, epochs=work.epochs.high)
     try:
-        known = problem.of("non-convex")
-        if known.problem.B > 1 or np.any(known.problem.P):
-            radius = _RADIUS * math.sqrt(start.distance)
+        losses, delta, _ = problem.of("non-convex")
+        if losses.B > 1 or np.any(losses.P):
+            radius = 2.0 * math.sqrt(start.distance)
             notes.append(f"G and sigma hold within {radius:.3g} of the optimum")
-            known = problem.of("non-convex", run.federation.weights, radius)
-        rate = MVRRate(run.federation, known.problem, known.delta, work)
+            losses, delta, _ = problem.of("non-convex", run.federation.weights, radius)
+        rate = MVRRate(run.federation, losses, delta, work)
         if rate.epochs * rate.delta < rate.L:
             notes.append("E < L / delta: no gain over momentum without local steps is shown")
         if start.gap == 0:
             raise FedShuffleError(_AT_OPTIMUM)
-        return {
-            bound: {
-                "limit": rate.limit(bound=bound),
-                "tuned": rate.tune(run.rounds, start=start.gap, bound=bound),
-            }
-            for bound in get_args(Bound)
-        }, notes
+        steps = dict[Bound, dict[str, MVRStep]]()
+        for bound in get_args(Bound):
+            tuned = rate.tune(run.rounds, start=start.gap, bound=bound)
+            steps[bound] = {"limit": rate.limit(bound=bound), "tuned": tuned}
+        return steps, notes
     except FedShuffleError as error:
         return {}, [*notes, str(error)]
 
 
 def _sampling(
-    run: AdvisedRun,
-    problem: AdvisedProblem,
-    target: float,
-    regimes: list[Regime],
+    run: AdvisedRun, problem: AdvisedProblem, target: float, regimes: list[Regime]
 ) -> SamplingAdvice | str:
     if not regimes:
         return "no step size is advised for fedshuffle"
-    start = _known_start(problem, regimes[0], problem.start)
-    if start is None:
+    start = _start_and_target(problem, regimes[0], problem.start, target)
+    if not start:
         return _AT_OPTIMUM
-    before, quantity = start
     nearest = nearest_constants(run.federation, "fedshuffle", run.sampling, run.work, run.seed)
-    rate = ConvergenceRate(
-        nearest,
-        problem.of(regimes[0]).problem,
-        regime=regimes[0],
-        server_step_size=run.first_step_sizes[1],
-    )
+    losses, eta_g = problem.of(regimes[0])[0], run.first_step_sizes[1]
+    rate = ConvergenceRate(nearest, losses, regime=regimes[0], server_step_size=eta_g)
     cohort = max(1, round(run.sampling.expected_updates))
-    return sampling_advice(run.federation, rate, cohort, epsilon=target * quantity, start=before)
+    return sampling_advice(run.federation, rate, cohort, **start)
 
 
 def search_step_sizes(run: AdvisedRun, *, rounds: int = 10, clients: int = 50) -> StepSizeSearch:
     """Try step sizes in short runs, up and down from the run's first one.
 
     It goes up until one is unstable, and down until one is stable and not the best, by a factor of
-    sqrt(10) at a time and at most :data:`MAX_STEPS_EACH_WAY` times each way. All runs share the
-    seed, so the result is a pure function of the arguments. The loss is that on the training data
-    of at most this many clients.
+    sqrt(10) at a time. The loss is that on the training data of at most this many clients.
     """
     sample = run.federation.sample(clients)
     evaluate = Evaluation(sample, ["loss"], loss=run.loss, per_client=False)
     problem = Problem(run.model, run.loss, run.method.clients(run.federation))
     start, steps = evaluate(problem.load(problem.start))["loss"], 0
-    first, server_step_size = run.first_step_sizes
+    (first, server_step_size), losses = run.first_step_sizes, dict[float, float]()
 
-    def after(size: float) -> float:
+    def try_step_size(k: int) -> float:
         nonlocal steps
+        size = first if k == 0 else float(f"{first * math.sqrt(10) ** k:.2g}")
         (engine, training), loss = run.training(problem, size, server_step_size), start
         try:
             for (state,) in simulate(engine, [training], rounds):
                 steps += int(training.cohort(state.round - 1).done.sum())
                 loss = evaluate(problem.load(state.x))["loss"]
                 if has_diverged(loss, start):
-                    return math.inf
+                    loss = math.inf
+                    break
         except DivergedError:
-            return math.inf
+            loss = math.inf
+        losses[size] = loss
         return loss
 
-    losses: dict[float, float] = {}
     for k in range(MAX_STEPS_EACH_WAY + 1):
-        size = _spaced(first, k)
-        losses[size] = after(size)
-        if not losses[size] <= start:
+        if not try_step_size(k) <= start:
             break
     for k in range(1, MAX_STEPS_EACH_WAY + 1):
         smallest = min(losses)
         if losses[smallest] <= start and smallest != min(losses, key=losses.__getitem__):
             break
-        size = _spaced(first, -k)
-        losses[size] = after(size)
+        try_step_size(-k)
     stable = [size for size, loss in losses.items() if loss <= start]
     unstable = min((size for size in losses if size not in stable), default=math.inf)
     largest_stable = max((size for size in stable if size < unstable), default=None)
     best = min(sorted(stable), key=losses.__getitem__, default=None)
     tried = tuple(sorted(losses.items()))
     return StepSizeSearch(rounds, len(sample), steps, start, tried, largest_stable, best)
-
-
-def _spaced(size: float, k: int) -> float:
-    """The step size k spacings away, with two significant digits."""
-    return size if k == 0 else float(f"{size * _SPACING**k:.2g}")

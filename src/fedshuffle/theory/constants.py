@@ -1,27 +1,26 @@
-"""The constants that enter the convergence theorems: those of a method and those of a problem.
-
-The theorem on FedShuffleGen is about ``f-hat = sum_i w-hat_i f_i``, with ``1 / q_i = E[1{i in S} /
-q_i^S]`` and ``H_ij = E[1{i, j in S} q_i q_j / (q_i^S q_j^S)]``. Where ``q_i^S = p_i`` these have
-closed forms: ``q_i = 1`` and ``H_ij = p_ij / (p_i p_j)``. Otherwise all cohorts are enumerated.
-"""
+"""The constants that enter the convergence theorems (docs/theory.md): of a method, of a problem."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, TypedDict, get_args
 
 import numpy as np
 from numpy.typing import ArrayLike
 
 from fedshuffle import methods
-from fedshuffle._arrays import FloatArray, IntArray, expect, number, vector
-from fedshuffle.errors import FedShuffleError
+from fedshuffle._arrays import FloatArray, IntArray, count, expect, number, vector
+from fedshuffle.errors import FedShuffleError, unknown
 from fedshuffle.federation import Federation
 from fedshuffle.local_work import LocalWork, Workload
 from fedshuffle.methods import Cohort, FedShuffleGen, InclusionProbability, Method, Plain
 from fedshuffle.methods.servers import Average
 from fedshuffle.sampling import Full, One, Sampling, resolve
 from fedshuffle.sampling.base import MAX_COHORTS, Cohorts
+
+SimilarityForm = Literal["gradient", "convex"]
+Status = Literal["exact", "bound", "on the ball"]
 
 MAX_MATRIX_CLIENTS = 1000
 """Largest number of clients for which a matrix of second moments is built."""
@@ -64,11 +63,133 @@ class ProblemConstants:
         """P or sigma as a vector."""
         values = np.asarray(getattr(self, name), dtype=np.float64)
         if values.shape not in ((), (n,)):
-            raise FedShuffleError(
-                f"{name} has shape {values.shape}: give one number, or one for each of the {n}"
-                " clients."
-            )
+            wanted = f"give one number, or one for each of the {n} clients"
+            raise FedShuffleError(f"{name} has shape {values.shape}: {wanted}.")
         return np.broadcast_to(values, (n,))
+
+
+@dataclass(frozen=True)
+class Validity:
+    """Where a constant holds, and why."""
+
+    status: Status
+    """``exact``: the smallest (for mu the largest) that holds everywhere, up to rounding;
+    ``bound``: holds everywhere; ``on the ball``: holds where ``|x - x*| <= radius``."""
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{self.status}: {self.reason}"
+
+
+@dataclass(frozen=True, eq=False)
+class ExactConstants:
+    """The constants of a problem with losses in closed form.
+
+    L, mu, G, B, sigma and P are as for :class:`~fedshuffle.theory.ProblemConstants`.
+
+    >>> from fedshuffle.theory import quadratic_constants
+    >>> found = quadratic_constants(1.0, [[0.0], [3.0]], sizes=[1, 1])
+    >>> found.x_star.tolist(), found.f_star, found.L, found.G, found.delta
+    ([1.5], 1.125, 1.0, 1.5, 0.0)
+    >>> print(found.validity["L"])
+    exact: the largest eigenvalue of any Hessian A_ij
+    """
+
+    L: float
+    mu: float
+    G: float
+    B: float
+    sigma: FloatArray
+    P: FloatArray
+    delta: float
+    """``max_i |H_i - H|``, the Hessian similarity."""
+    mu_objective: float
+    """Of ``f-hat``; never smaller than ``mu``."""
+    x_star: FloatArray
+    """The minimiser of ``f-hat`` (the one nearest to zero, if there are several)."""
+    f_star: float
+    """``f-hat(x*)``."""
+    w_hat: FloatArray
+    """The weights of ``f-hat``."""
+    validity: Mapping[str, Validity]
+    """Where each constant holds, and why."""
+
+    @property
+    def problem(self) -> ProblemConstants:
+        """The inputs of the step-size advice."""
+        return ProblemConstants(self.L, self.G, self.B, self.P, self.sigma, self.mu)
+
+
+class ConstantsOptions(TypedDict, total=False):
+    """Options of all functions for exact constants."""
+
+    w_hat: ArrayLike | None
+    """The effective weights of the clients; by default those of the federation."""
+    batch_size: int
+    """Examples per step; 1 by default."""
+    form: SimilarityForm
+    """The form of gradient similarity; ``gradient`` by default."""
+    B: float | None
+    """Find the smallest G for this B; each function explains its default."""
+    P: float | None
+    """Find the smallest sigma_i for this P, the same for all clients; likewise."""
+    radius: float | None
+    """Find constants for the ball of this radius around the optimum only."""
+
+
+@dataclass(frozen=True)
+class ConstantsRequest:
+    """The options, checked."""
+
+    w_hat: ArrayLike | None = None
+    batch_size: int = 1
+    form: SimilarityForm = "gradient"
+    B: float | None = None
+    P: float | None = None
+    radius: float | None = None
+
+    def __post_init__(self) -> None:
+        count(self.batch_size, "batch_size")
+        if self.form not in get_args(SimilarityForm):
+            raise unknown("form of gradient similarity", self.form, get_args(SimilarityForm))
+        for name, within in (("B", "[1, inf)"), ("P", "[0, inf)"), ("radius", "[0, inf)")):
+            if getattr(self, name) is not None:
+                number(getattr(self, name), name, within)
+
+    def variance_factor(self, m: int) -> float:
+        """The variance of minibatch gradients relative to that among a client's m examples.
+
+        For s of them, drawn without replacement, ``(m - s) / (s (m - 1))``; the mean over an epoch.
+        """
+        if m == 1:
+            return 0.0
+        b = min(self.batch_size, m)
+        whole, rest = divmod(m, b)
+        total = whole * (m - b) / b + ((m - rest) / rest if rest else 0.0)
+        return total / ((m - 1) * (whole + (rest > 0)))
+
+    def batch_smoothness(self, smoothness: FloatArray, whole: float) -> float:
+        """A bound on L of any minibatch: the mean of the largest L of as many examples, or
+        ``whole``, that of all examples together, if one step takes them all.
+        """
+        if self.batch_size >= len(smoothness):
+            return whole
+        smallest = len(smoothness) % self.batch_size or self.batch_size
+        return float(np.sort(smoothness)[-smallest:].mean())
+
+    def step_validity(self, sizes: IntArray, reason: str) -> Validity:
+        """Exact for steps of single examples or whole clients, else a bound for minibatches."""
+        if ((self.batch_size == 1) | (sizes <= self.batch_size)).all():
+            return Validity("exact", reason)
+        return Validity("bound", f"{reason}; of a minibatch by those of its examples")
+
+
+def normalised_weights(default: FloatArray, w_hat: ArrayLike | None) -> FloatArray:
+    """The weights, summing to one."""
+    if w_hat is None:
+        return default
+    checked = vector(w_hat, "w_hat", range(len(default)))
+    return checked / float(checked.sum())
 
 
 @dataclass(frozen=True, eq=False)
@@ -92,8 +213,7 @@ class MethodConstants:
     M_1: float
     """``max_i h_i s_i w-hat_i``: the variance that sampling adds; the main theorem's M if q = p."""
     M_2: float
-    """``(sum_i tau_i) max_i w-tilde_i / (W q_i c_i)``: at least 1, and 1 only where every step of
-    every client has the same weight. The theorem holds with 1 in its place (docs/theory.md)."""
+    """``(sum_i tau_i) max_i w-tilde_i / (W q_i c_i)``: 1 if all steps count alike, else more."""
     c: FloatArray
     """The step normalisation of every client."""
     tau: IntArray
@@ -113,9 +233,7 @@ class MethodConstants:
 
     @property
     def shares(self) -> FloatArray:
-        """``tau_i / c_i``, each client's path length relative to ``eta_l``; the theorem asks for at
-        most 1.
-        """
+        """``tau_i / c_i``, the length of a path relative to ``eta_l``; at most 1 in the theorem."""
         return self.tau / self.c
 
 
@@ -225,28 +343,21 @@ def _smallest_s(moments: FloatArray, scale: FloatArray) -> FloatArray:
 def _steps(workload: Workload, sampling: Sampling) -> tuple[IntArray, IntArray]:
     """Steps planned and done, if they are the same in every round."""
     values, chances = workload.possible_steps
-    work, covers = workload.work, "the theorem on FedShuffleGen is for numbers of"
+    work, planned, changes = workload.work, values[:, 0], ""
     if len(chances) > 1:
-        raise FedShuffleError(
-            f"{covers} epochs that do not change from round to round: give a number instead of a"
-            " range."
-        )
-    planned = values[:, 0]
-    if isinstance(sampling, Full):
+        changes = "a range of epochs is not: give a number"
+    elif isinstance(sampling, Full):
         planned = workload.cohort_steps(planned)
     elif isinstance(work.steps, str) and np.ptp(planned) > 0 and not isinstance(sampling, One):
-        raise FedShuffleError(
-            f"{covers} steps that do not depend on the cohort, but steps {work.steps!r} does: give"
-            " a number of steps, or epochs."
-        )
-    if work.interruption is None:
-        return planned, planned
-    if work.interruption.random:
-        raise FedShuffleError(
-            f"{covers} steps that do not change from round to round, but {work.interruption!r} is"
-            " random: use MissLast, AtMost, or none."
-        )
-    return planned, work.interruption.done(planned, np.arange(len(planned)), 0, 0)
+        changes = f"steps {work.steps!r} depends on the cohort: give a number of steps, or epochs"
+    stop = work.interruption
+    if stop is not None and stop.random:
+        changes = changes or f"{stop!r} is random: use MissLast, AtMost, or none"
+    if changes:
+        covered = "the theorem on FedShuffleGen is for steps that are the same in every round"
+        raise FedShuffleError(f"{covered}, but {changes}.")
+    done = planned if stop is None else stop.done(planned, np.arange(len(planned)), 0, 0)
+    return planned, done
 
 
 def _obstacle(workload: Workload, done: IntArray) -> str:
@@ -272,17 +383,15 @@ def _moments(
     n, cohorts = len(sampling), listed_cohorts(sampling)
     if cohorts is None:
         raise FedShuffleError(
-            f"the constants of {type(rule.normaliser).__name__} need a list of all cohorts, and"
-            f" sampling {sampling!r} of {n} clients has too many (at most {MAX_COHORTS} cohorts of"
-            f" {MAX_MATRIX_CLIENTS} clients). Use a method that weights by inclusion probability,"
-            " or fewer clients."
+            f"sampling {sampling!r} of {n} clients has too many cohorts to list, as the constants"
+            f" of {type(rule.normaliser).__name__} need (at most {MAX_COHORTS}, and"
+            f" {MAX_MATRIX_CLIENTS} clients). Use a method that weights by inclusion probability."
         )
     mean, second = np.zeros(n), np.zeros((n, n))
     for members, probability in cohorts:
-        if not len(members):
-            continue
-        cohort = clients.only(members, clients.probability)
-        inverse = rule.aggregation_weights(cohort) / weight[members]
-        mean[members] += probability * inverse
-        second[np.ix_(members, members)] += probability * np.outer(inverse, inverse)
+        if len(members):
+            cohort = clients.only(members, clients.probability)
+            inverse = rule.aggregation_weights(cohort) / weight[members]
+            mean[members] += probability * inverse
+            second[np.ix_(members, members)] += probability * np.outer(inverse, inverse)
     return mean, second / np.outer(mean, mean)

@@ -28,15 +28,13 @@ class Derivatives:
         value = float(self._mean(x, client, None, lambda loss: [loss]))
         return value + 0.5 * self.weight_decay * float(x.double().square().sum())
 
-    def gradient(self, x: Tensor, client: int, positions: IntArray | None = None) -> Tensor:
+    def gradient(self, x: Tensor, client: int, rows: IntArray | None = None) -> Tensor:
         """The gradient of a client, or of some of its examples."""
         parameters = list(self.problem.parameters.values())
-        found = self._mean(x, client, positions, lambda loss: gradients(loss, parameters))
+        found = self._mean(x, client, rows, lambda loss: gradients(loss, parameters))
         return found + self.weight_decay * x
 
-    def product(
-        self, x: Tensor, client: int, v: Tensor, positions: IntArray | None = None
-    ) -> Tensor:
+    def product(self, x: Tensor, client: int, v: Tensor, rows: IntArray | None = None) -> Tensor:
         """The Hessian of a client, or of some of its examples, times v."""
         parameters = list(self.problem.parameters.values())
 
@@ -47,19 +45,19 @@ class Derivatives:
                 return [torch.zeros_like(v)]
             return torch.autograd.grad(slope, parameters, materialize_grads=True)
 
-        return self._mean(x, client, positions, along) + self.weight_decay * v
+        return self._mean(x, client, rows, along) + self.weight_decay * v
 
     def _mean(
         self,
         x: Tensor,
         client: int,
-        positions: IntArray | None,
-        derivative: Callable[[Tensor], Sequence[Tensor]],
+        rows: IntArray | None,
+        of: Callable[[Tensor], Sequence[Tensor]],
     ) -> Tensor:
         total = x.new_zeros(1)
-        for rows, share in self.problem.pieces(client, positions):
+        for piece, share in self.problem.pieces(client, rows):
             with client_context(self.problem, client, 0, "estimating constants"):
-                parts = derivative(self.problem.loss_at(x, self.problem.batch(rows)))
+                parts = of(self.problem.loss_at(x, self.problem.batch(piece)))
             total = total + share * _flat(parts).detach()
         if not torch.isfinite(total).all():
             raise FedShuffleError(
@@ -74,7 +72,7 @@ def _flat(parts: Sequence[Tensor]) -> Tensor:
 
 
 class SpectrumEnd(NamedTuple):
-    """One end of a spectrum: the Ritz value, its residual, its vector."""
+    """A Ritz value, its residual ``|H u - theta u|`` (an eigenvalue is as near), and its vector."""
 
     value: float
     residual: float
@@ -86,9 +84,8 @@ def spectrum_ends(
 ) -> tuple[SpectrumEnd, SpectrumEnd]:
     """The lower and the upper end of a symmetric matrix's spectrum, by the Lanczos method.
 
-    Both are approached from within, to a tolerance relative to the norm or for some iterations. An
-    eigenvalue lies within the residual ``|H u - theta u|`` of a Ritz value. (ARPACK would give
-    nothing before it has converged.)
+    Both are approached from within, to a tolerance relative to the norm or for some iterations.
+    (ARPACK would give nothing before it has converged.)
     """
     from scipy.linalg import eigh_tridiagonal  # slow to import: only when needed
 

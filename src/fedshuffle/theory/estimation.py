@@ -1,9 +1,4 @@
-"""Estimated constants of any model, loss and federation, at given models. Needs torch.
-
-They hold at the points where they are estimated: L, mu and delta are those of the Hessians there, G
-and sigma the smallest that satisfy the assumptions there. A maximum over clients or minibatches is
-the largest of those seen.
-"""
+"""Estimated constants of any model, loss and federation, at given models. Needs torch."""
 
 from __future__ import annotations
 
@@ -27,9 +22,8 @@ from fedshuffle.engines.problem import Loss, Problem
 from fedshuffle.errors import FedShuffleError, error_context
 from fedshuffle.federation import Federation
 from fedshuffle.randomness import Purpose, check_seed, generator
-from fedshuffle.theory.constants import ProblemConstants
+from fedshuffle.theory.constants import ProblemConstants, normalised_weights
 from fedshuffle.theory.derivatives import Derivatives, SpectrumEnd, spectrum_ends
-from fedshuffle.theory.exact import normalised_weights
 
 
 @dataclass(frozen=True)
@@ -51,7 +45,7 @@ class ConstantEstimate:
 
 @dataclass(frozen=True, eq=False)
 class EstimatedConstants:
-    """The constants of a problem at the points where they were estimated."""
+    """The constants of a problem at some points, from the clients and minibatches seen there."""
 
     L: ConstantEstimate
     """Of every loss of one step ``f_ij``, of every ``f_i``, and of ``f-hat``."""
@@ -158,10 +152,9 @@ def problem_constants(
             " model.eval(), or leave out dropout."
         )
     weights, seed = normalised_weights(federation.weights, w_hat), check_seed(seed)
-    n, most = len(federation), count(clients, "clients")
-    chosen = np.arange(n)
-    if most < n:  # in the order in which they are drawn: the first ones are a sample as well
-        chosen = generator(seed, Purpose.CONSTANTS).choice(n, size=most, replace=False)
+    chosen = np.arange(len(federation))
+    if count(clients, "clients") < len(chosen):  # in the order drawn: the first are a sample too
+        chosen = generator(seed, Purpose.CONSTANTS).choice(len(chosen), clients, replace=False)
     size, steps = count(batch_size, "batch_size"), count(minibatches, "minibatches")
     estimator = _Estimator(
         Derivatives(problem, number(weight_decay, "weight_decay", "[0, inf)")),
@@ -214,8 +207,8 @@ def _points(points: Sequence[Any] | FloatArray | None, problem: Problem) -> list
             vector = torch.as_tensor(point, dtype=problem.dtype, device=problem.device).detach()
         if vector.shape != problem.start.shape or not torch.isfinite(vector).all():
             raise FedShuffleError(
-                f"point {k} must be a flat vector of the {len(problem.start)} trainable parameters"
-                f" of the model, all of them finite: its shape is {tuple(vector.shape)}."
+                f"point {k} of shape {tuple(vector.shape)} must be a flat vector of the"
+                f" {len(problem.start)} trainable parameters of the model, all of them finite."
             )
         result.append(vector.clone())
     if not result:
@@ -235,9 +228,7 @@ def _minibatches(
 
 
 def _variance_correction(share: FloatArray, w_hat: FloatArray) -> float:
-    """The factor from a variance over some clients to that over all: ``(n - 1) m / (n (m - 1))``
-    for equal weights, and in general with effective numbers.
-    """
+    """The factor from a variance over m clients to that over all n, with effective numbers."""
     m, n = 1.0 / float(share @ share), 1.0 / float(w_hat @ w_hat)
     return max(1.0, (n - 1.0) * m / (n * (m - 1.0))) if m > 1.0 + 1e-9 else 1.0
 
@@ -295,6 +286,9 @@ class _Estimator:
         def mean_product(v: Tensor) -> Tensor:
             return self._mean(lambda i: product(i, v))
 
+        def difference(i: int, v: Tensor) -> Tensor:
+            return product(i, v) - mean_product(v)
+
         def rng(stage: int, client: int = 0) -> np.random.Generator:
             # Round 0 draws the clients, and round 1 their minibatches.
             round = 2 + 3 * point + stage
@@ -306,16 +300,12 @@ class _Estimator:
         for i, steps in self.clients.items():
             own = rng(1, i)
             ends = [self._ends(partial(product, i), own)]
-            ends += [self._ends(partial(product, i, positions=rows), own) for rows in steps]
+            ends += [self._ends(partial(product, i, rows=rows), own) for rows in steps]
             steep += [self._estimate(_norm(pair), len(self.clients)) for pair in ends]
             flat += [low for low, _ in ends[bool(steps) :]]
             advance(1)
         for i in self.delta_clients:
-
-            def difference(v: Tensor, i: int = i) -> Tensor:
-                return product(i, v) - mean_product(v)
-
-            end = _norm(self._ends(difference, rng(2, i)))
+            end = _norm(self._ends(partial(difference, i), rng(2, i)))
             error = self._eigenvalue_error(product, end)
             apart.append(self._estimate(end, len(self.delta_clients), error))
             advance(len(self.clients))
@@ -330,9 +320,7 @@ class _Estimator:
         }
 
     def error(self, values: FloatArray) -> float:
-        """The standard error of the mean ``sum_i v_i q_i`` of one value per sampled client, about
-        the root of ``(1 - m/n) m / (m - 1) sum_i v_i^2 (q_i - mean)^2``.
-        """
+        """The standard error of a weighted mean of one value per sampled client."""
         m, n = len(self.clients), len(self.losses.problem.federation)
         if m in (1, n):
             return 0.0 if m == n else math.inf
@@ -348,13 +336,9 @@ class _Estimator:
 
     def _estimate(self, end: SpectrumEnd, seen: int, error: float = 0.0) -> ConstantEstimate:
         """An eigenvalue of one of the clients that were seen."""
-        n, note = len(self.losses.problem.federation), ""
-        if seen < n:
-            note = (
-                f"the largest of {seen} of {n} clients: with 95% confidence no more than"
-                f" {1.0 - 0.05 ** (1.0 / seen):.0%} of the clients have more"
-            )
-        return ConstantEstimate(abs(end.value), end.residual, error, note)
+        n, share = len(self.losses.problem.federation), f"{1.0 - 0.05 ** (1.0 / seen):.0%}"
+        note = f"largest of {seen} of {n} clients: with 95% confidence at most {share} have more"
+        return ConstantEstimate(abs(end.value), end.residual, error, note if seen < n else "")
 
     def _mean(self, vector: Callable[[int], Tensor]) -> Tensor:
         total = torch.zeros_like(self.losses.problem.start)

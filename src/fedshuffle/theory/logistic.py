@@ -3,29 +3,25 @@
 from __future__ import annotations
 
 import math
-from typing import NamedTuple, Unpack
+from typing import Unpack
 
 import numpy as np
 
 from fedshuffle._arrays import FloatArray, count, number
 from fedshuffle.errors import FedShuffleError
 from fedshuffle.federation import Federation
-from fedshuffle.theory.exact import (
+from fedshuffle.theory.constants import (
     ConstantsOptions,
     ConstantsRequest,
     ExactConstants,
-    RegressionData,
     Status,
     Validity,
     normalised_weights,
 )
-from fedshuffle.theory.quadratic import nonzero_axes
+from fedshuffle.theory.quadratic import RegressionData, nonzero_axes
 
 _MAX_PARAMETERS = 2000
 """Largest number of parameters for which a Hessian is built."""
-
-_MAX_NEWTON_STEPS = 100
-"""Largest number of Newton steps: where an optimum exists, a dozen suffice."""
 
 
 def logistic_regression_constants(
@@ -49,7 +45,7 @@ def logistic_regression_constants(
         l2: the regularisation.
         classes: their number, from 0 on; None for two with a single logit.
         bias: whether there is one; it is regularised too.
-        options: :class:`~fedshuffle.theory.exact.ConstantsOptions`. B is 1 by default, and sqrt 2
+        options: :class:`~fedshuffle.theory.constants.ConstantsOptions`. B is 1 by default, sqrt 2
             in the form for convex losses; P is always 0.
 
     >>> data = Federation.from_arrays([[2.0], [1.0], [-1.0]], [1, 0, 0], sizes=[2, 1])
@@ -74,18 +70,18 @@ def logistic_regression_constants(
         squares = (a**2).sum(axis=1)
         own = model.gram(a)
         L_steps[i] = request.batch_smoothness(kappa * squares + l2, kappa * _largest(own) + l2)
-        near = model.at(x, a, labels)
-        at_optimum[i] = float(near.gradient @ near.gradient)
+        _, gradient, own_hessian, variance = model.at(x, a, labels)
+        at_optimum[i] = float(gradient @ gradient)
         far[i] = model.slope * float(np.sqrt(squares).mean())
         delta[i] = kappa * max((1 - w[i]) * _largest(own), _largest(gram - w[i] * own))
         scale = math.sqrt(request.variance_factor(len(a)))
         sigma[i] = scale * model.slope * math.sqrt(float(squares.mean()))
         if radius is not None:
             change = _largest(changes + (1 - 2 * w[i]) * model.gram(a, radius))
-            apart = float(np.abs(np.linalg.eigvalsh(near.hessian - hessian)).max())
+            apart = float(np.abs(np.linalg.eigvalsh(own_hessian - hessian)).max())
             delta[i] = min(delta[i], apart + change)
             moved = radius * kappa * math.sqrt(float((squares**2).mean()))
-            sigma[i] = min(sigma[i], scale * (math.sqrt(near.variance) + moved))
+            sigma[i] = min(sigma[i], scale * (math.sqrt(variance) + moved))
 
     b2 = request.B**2 if request.B is not None else 1.0 if request.form == "gradient" else 2.0
     g2, optimal = float(w @ far**2), float(w @ at_optimum)
@@ -93,14 +89,12 @@ def logistic_regression_constants(
         g2 = min(g2, (math.sqrt(optimal) + radius * math.sqrt(float(w @ delta**2))) ** 2)
     if request.form == "convex" and b2 > 1.0:
         g2 = min(g2, b2 / (b2 - 1.0) * optimal)
-    status: Status = "bound"
-    smallest = l2
-    if radius is not None:
-        status, smallest = "on the ball", float(np.linalg.eigvalsh(hessian)[0]) - _largest(changes)
+    status: Status = "bound" if radius is None else "on the ball"
+    smallest = float(np.linalg.eigvalsh(hessian)[0]) - _largest(changes)
     return ExactConstants(
         L=float(L_steps.max()),
         mu=l2,
-        mu_objective=max(l2, smallest),
+        mu_objective=l2 if radius is None else max(l2, smallest),
         G=math.sqrt(g2),
         B=math.sqrt(b2),
         sigma=sigma,
@@ -119,16 +113,6 @@ def logistic_regression_constants(
             "delta": Validity(status, "Hessians between 0 and curvature Sigma_i (docs/theory.md)"),
         },
     )
-
-
-class _LossesAt(NamedTuple):
-    """Losses at a point."""
-
-    value: float
-    gradient: FloatArray
-    hessian: FloatArray
-    variance: float
-    """``mean_j |grad f_ij - grad f_i|^2``."""
 
 
 class _LogisticModel:
@@ -188,8 +172,10 @@ class _LogisticModel:
             total += share * self.gram(self.client(i)[0], radius)
         return total
 
-    def at(self, x: FloatArray, a: FloatArray, labels: FloatArray) -> _LossesAt:
-        """The losses of one client."""
+    def at(
+        self, x: FloatArray, a: FloatArray, labels: FloatArray
+    ) -> tuple[float, FloatArray, FloatArray, float]:
+        """The loss of one client, its gradient and Hessian, and the examples' variance."""
         m, k, d = len(a), self.logits, self.parameters
         z = np.zeros((m, self.classes))
         z[:, :k] = a @ x.reshape(k, -1).T
@@ -203,22 +189,20 @@ class _LogisticModel:
             for q in range(p, k):
                 weight = chances[:, p] * (float(p == q) - chances[:, q])
                 hessian[p, :, q] = hessian[q, :, p] = _mean_square(a, weight)
+        value = 0.5 * self.l2 * float(x @ x) - float((labels * logs).sum(axis=1).mean())
         squares = float(((rest**2).sum(axis=1) * (a**2).sum(axis=1)).mean())
-        return _LossesAt(
-            0.5 * self.l2 * float(x @ x) - float((labels * logs).sum(axis=1).mean()),
-            gradient + self.l2 * x,
-            hessian.reshape(d, d) + self.l2 * np.eye(d),
-            max(0.0, squares - float(gradient @ gradient)),
-        )
+        variance = max(0.0, squares - float(gradient @ gradient))
+        whole = hessian.reshape(d, d) + self.l2 * np.eye(d)
+        return value, gradient + self.l2 * x, whole, variance
 
     def objective(self, x: FloatArray) -> tuple[float, FloatArray, FloatArray]:
         """The value, gradient and Hessian of f-hat."""
         value, gradient, hessian = 0.0, np.zeros(len(x)), np.zeros((len(x), len(x)))
         for i, weight in enumerate(self.w_hat):
-            one = self.at(x, *self.client(i))
-            value += weight * one.value
-            gradient += weight * one.gradient
-            hessian += weight * one.hessian
+            own_value, own_gradient, own_hessian, _ = self.at(x, *self.client(i))
+            value += weight * own_value
+            gradient += weight * own_gradient
+            hessian += weight * own_hessian
         return value, gradient, hessian
 
     def optimum(self, gram: FloatArray) -> tuple[FloatArray, float, FloatArray]:
@@ -229,7 +213,7 @@ class _LogisticModel:
             basis = np.kron(nonzero_axes(logits)[1], nonzero_axes(gram)[1]).astype(np.float64)
         x, last = np.zeros(self.parameters), math.inf
         value, gradient, hessian = self.objective(x)
-        for _ in range(_MAX_NEWTON_STEPS):
+        for _ in range(100):  # where an optimum exists, a dozen suffice
             inner = basis.T @ hessian @ basis
             spectrum = np.linalg.eigvalsh(inner)
             if spectrum[0] <= 1e-13 * spectrum[-1]:
@@ -252,9 +236,7 @@ class _LogisticModel:
     def in_order(self, x: FloatArray) -> FloatArray:
         """In the order of a linear layer: all weights, then all biases."""
         rows = x.reshape(self.logits, -1)
-        if not self.data.bias:
-            return x
-        return np.concatenate([rows[:, :-1].reshape(-1), rows[:, -1]])
+        return np.concatenate([rows[:, :-1].ravel(), rows[:, -1]]) if self.data.bias else x
 
 
 def _mean_square(a: FloatArray, weight: FloatArray) -> FloatArray:

@@ -1,8 +1,4 @@
-"""What the theorems allow a method on a federation, and which sampling they favour.
-
-For methods that weight by inclusion probability the sampling enters the bound only by
-``M = max_i s_i w_i / p_i``; docs/theory.md gives it for each kind of sampling.
-"""
+"""What the theorems allow a method on a federation, and which sampling they favour."""
 
 from __future__ import annotations
 
@@ -93,11 +89,9 @@ def nearest_constants(
 ) -> MethodConstants:
     """The constants of a method, also where :func:`method_constants` only covers a near case.
 
-    Epochs may change from round to round: if neither the objective nor W depends on them, the proof
-    holds round by round, and the bound is largest for the fewest epochs; otherwise the most epochs
-    are used, and what follows is not proven. With too many cohorts to enumerate, second moments are
-    estimated from drawn ones. Optimal client sampling of all clients has at most the variance of
-    the best independent sampling.
+    ``notes`` and ``covered`` say how the case differs, and whether it is proven: epochs may change
+    from round to round, second moments are estimated where there are too many cohorts, and optimal
+    sampling has at most the variance of the best independent one (docs/theory.md).
 
         >>> clients = Federation.from_sizes([1, 2, 3])
         >>> work = LocalWork(epochs=EpochRange(1, 4))
@@ -112,10 +106,8 @@ def nearest_constants(
     by_probability = isinstance(rule.normaliser, InclusionProbability)
     if drawn.two_phase and by_probability:
         if not isinstance(drawn.pool, Full):
-            raise FedShuffleError(
-                f"nothing is proven for sampling {drawn!r}: only for optimal sampling of all"
-                " clients."
-            )
+            proven = "only optimal sampling of all clients is covered"
+            raise FedShuffleError(f"nothing is proven for sampling {drawn!r}: {proven}.")
         notes.append("optimal sampling: at most the variance of the best independent sampling")
         b = round(drawn.expected_updates)
         drawn = Independent(best_probabilities(federation.weights, b))
@@ -128,21 +120,18 @@ def nearest_constants(
         return _smallest_variance(method_constants(federation, method, drawn, chosen), drawn)
 
     epochs = work.epochs
+    found = fixed(epochs.high if isinstance(epochs, EpochRange) else epochs)
     if isinstance(epochs, EpochRange):
-        found = most = fixed(epochs.high)
         mixed = [epochs.low] * len(federation)
         mixed[int(federation.sizes.argmax())] = epochs.high
         other = fixed(mixed)
-        weights = np.allclose(most.w_hat, other.w_hat, rtol=1e-9, atol=0.0)
-        same = bool(np.isclose(most.W, other.W)) and weights
+        same = np.isclose(found.W, other.W) and np.allclose(found.w_hat, other.w_hat, 1e-9, 0.0)
         if same and rule.step_normalisation is own_steps:  # other c depend on the longest client
             notes.append(f"epochs change: the bound is for {epochs.low}, where it is largest")
-            found = dataclasses.replace(fixed(epochs.low), max_steps=most.max_steps)
+            found = dataclasses.replace(fixed(epochs.low), max_steps=found.max_steps)
         else:
             what, covered = "step sizes" if same else "objective", False
             notes.append(f"epochs change, and the {what} with them: taken as {epochs.high}")
-    else:
-        found = fixed(epochs)
     wrong = 0.5 * float(np.abs(found.w_hat - federation.weights).sum())
     if wrong > 1e-9:
         notes.append(f"about its own objective, {wrong:.1%} of which is not what you meant")
@@ -162,49 +151,34 @@ def step_advice(
 ) -> StepAdvice:
     """The largest step sizes; with ``start``, the best for some rounds and the rounds to a target.
 
-    ``problem`` holds the constants of the losses for the method's own ``w_hat``; ``rounds`` is what
-    the step is tuned for, and ``epsilon`` the target. ``start`` is as for
-    :class:`~fedshuffle.theory.rates.ConvergenceRate`.
+    ``problem`` is for the method's own ``w_hat``; ``rounds`` is what the step is tuned for,
+    ``epsilon`` the target, and ``start`` as for :class:`~fedshuffle.theory.ConvergenceRate`.
 
-    >>> clients = Federation.from_sizes([1, 2, 3])
-    >>> advice = step_advice(
-    ...     nearest_constants(clients, "fedshuffle"), ProblemConstants(L=1.0), method="fedshuffle",
-    ...     regime="convex",
-    ... )
+    >>> nearest = nearest_constants(Federation.from_sizes([1, 2, 3]), "fedshuffle")
+    >>> advice = step_advice(nearest, ProblemConstants(L=1.0), method="mine", regime="convex")
     >>> round(advice.theorem.eta_l, 6), advice.proof.eta_l
     (0.083333, 0.25)
     """
-    eta_g, theorem = server_step_size, None
+    theorem = tuned = target = None
     if (constants.shares <= 1.0 + 1e-12).all():
-        theorem = largest_step_size(constants, problem, server_step_size=eta_g)
-    rate = ConvergenceRate(constants, problem, regime=regime, server_step_size=eta_g)
-    tuned = target = None
+        theorem = largest_step_size(constants, problem, server_step_size=server_step_size)
+    rate = ConvergenceRate(constants, problem, regime=regime, server_step_size=server_step_size)
     if start is not None and rounds is not None:
         tuned = rate.tune(rounds, start=start)
     if start is not None and epsilon is not None:
         target = rate.rounds_to(epsilon, start=start)
-    return StepAdvice(
-        method=method,
-        regime=regime,
-        covered=constants.covered,
-        notes=constants.notes,
-        constants={name: getattr(constants, name) for name in ("W", "M_1", "M_2", "how")},
-        theorem=theorem,
-        proof=largest_step_size(constants, problem, server_step_size=eta_g, bound="proof"),
-        tuned=tuned,
-        target=target,
-    )
+    used = {name: getattr(constants, name) for name in ("W", "M_1", "M_2", "how")}
+    limits = theorem, rate.limit, tuned, target
+    return StepAdvice(method, regime, constants.covered, constants.notes, used, *limits)
 
 
 def compare_steps(fedshuffle: StepAdvice, other: StepAdvice) -> StepComparison:
     """How much larger FedShuffle's steps may be, by the proof.
 
-    >>> clients, problem = Federation.from_sizes([1, 2, 5]), ProblemConstants(L=1.0)
-    >>> advised = [
-    ...     step_advice(nearest_constants(clients, name), problem, method=name, regime="convex")
-    ...     for name in ("fedshuffle", "fednova-rr")
-    ... ]
-    >>> found = compare_steps(*advised)
+    >>> def advised(method):
+    ...     nearest = nearest_constants(Federation.from_sizes([1, 2, 5]), method)
+    ...     return step_advice(nearest, ProblemConstants(L=1.0), method=method, regime="convex")
+    >>> found = compare_steps(advised("fedshuffle"), advised("fednova-rr"))
     >>> round(found.largest_client_step, 3), round(found.step_size, 3), round(found.effective, 3)
     (4.895, 0.979, 1.836)
     """
@@ -214,9 +188,7 @@ def compare_steps(fedshuffle: StepAdvice, other: StepAdvice) -> StepComparison:
 
 
 def _smallest_variance(constants: MethodConstants, sampling: Sampling) -> MethodConstants:
-    """With the smallest M_1 also where there is a closed form, as for methods without one:
-    otherwise advice would compare formulas, not methods.
-    """
+    """With the smallest M_1 also where there is a closed form, to compare methods, not formulas."""
     if constants.how != "closed form" or not 1 < len(sampling) <= MAX_EIGENVALUE_CLIENTS:
         return constants
     s = smallest_s(sampling, constants.w_hat)
@@ -230,9 +202,7 @@ def _drawn_cohorts(sampling: Sampling, seed: int) -> Sampling:
     """Some cohorts drawn from a sampling with too many to enumerate."""
     n, why = len(sampling), "weights that are normalised over the cohort have no formula, and"
     if n > MAX_MATRIX_CLIENTS:
-        raise FedShuffleError(
-            f"{why} {n} clients are too many to estimate it (at most {MAX_MATRIX_CLIENTS})."
-        )
+        raise FedShuffleError(f"{why} {n} clients are too many (at most {MAX_MATRIX_CLIENTS}).")
     drawn = [tuple(sampling.draw(seed, k).tolist()) for k in range(MAX_COHORTS)]
     if len({i for cohort in drawn for i in cohort}) < n:
         raise FedShuffleError(f"{why} some client was in none of {MAX_COHORTS} drawn cohorts.")
@@ -306,14 +276,10 @@ def sampling_advice(
     """Compare samplings and cohort sizes by the rounds that they are predicted to need.
 
     ``rate`` is that of a method that weights by inclusion probability, with any sampling; cohort is
-    the number of clients per round, epsilon the target, ``start`` as for
-    :class:`~fedshuffle.theory.rates.ConvergenceRate`.
+    the number of clients per round; epsilon and start are as for ``rate.rounds_to``.
 
-    >>> from fedshuffle.theory import ProblemConstants, method_constants
-    >>> clients = Federation.from_sizes([10] * 40)
-    >>> rate = ConvergenceRate(
-    ...     method_constants(clients, "fedshuffle"), ProblemConstants(L=1.0, G=4.0), regime="convex"
-    ... )
+    >>> clients, problem = Federation.from_sizes([10] * 40), ProblemConstants(L=1.0, G=4.0)
+    >>> rate = ConvergenceRate(method_constants(clients, "fedshuffle"), problem, regime="convex")
     >>> advice = sampling_advice(clients, rate, 4, epsilon=0.5, start=10.0)
     >>> [option.rounds for option in advice.options], advice.pays_until["importance"]
     ([503, 496, 496], 7)
@@ -343,5 +309,5 @@ def sampling_advice(
         return ladder[last] + more
 
     options = tuple(option(kind, b) for kind in KINDS)
-    longest = {kind: pays_until(k, kind) for k, kind in enumerate(KINDS)}
-    return SamplingAdvice(rate.regime, b, options, tuple(sizes), longest)
+    until = {kind: pays_until(k, kind) for k, kind in enumerate(KINDS)}
+    return SamplingAdvice(rate.regime, b, options, tuple(sizes), until)

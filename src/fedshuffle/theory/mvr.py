@@ -1,9 +1,7 @@
-r"""FedShuffleMVR: its step size, its momentum parameter, and the bound that they give.
+"""FedShuffleMVR: its step size, its momentum parameter, and the bound that they give.
 
-The paper's theorem is for one client per round, drawn with the probabilities w; for server steps
-of size 1; and for losses that need not be convex, with :math:`P_i = 0`. As there, :math:`\eta_l` is
-the step of an epoch: a client's step is :math:`\eta_l / k_i`, and this project's ``step_size`` is
-:math:`\eta_l E / \tau_{max}`. docs/theory.md redoes the proof, which has slips, without rounding.
+docs/theory.md says what the theorem covers, and redoes its proof. As in the paper, ``eta_l`` is the
+step of an epoch; this project's ``step_size`` is ``eta_l E / tau_max``.
 """
 
 from __future__ import annotations
@@ -111,9 +109,7 @@ class MVRRate:
     def after(
         self, rounds: FloatArray, eta_l: FloatArray, a: FloatArray, start: float, error: float
     ) -> FloatArray:
-        """The bound ``(F / (eta_l E R) + c / R E|m^0 - grad f(x^0)|^2 + q G^2 + s sigma^2) / p``
-        after some rounds.
-        """
+        """The bound ``(F / (eta_l E R) + c / R error + q G^2 + s sigma^2) / p`` after R rounds."""
         p, c, q, s = self.at(eta_l, a)
         with np.errstate(invalid="ignore", over="ignore"):
             begun = (start / (eta_l * self.epochs) + c * error) / rounds
@@ -133,9 +129,8 @@ class MVRRate:
     def limit(self, *, bound: Bound = "theorem") -> MVRStep:
         """The largest step size for any number of rounds, with the a that belongs to it.
 
-        By the theorem, ``min(1 / (4 L), 1 / (40 delta E))`` with the smallest
-        ``a = 1152 (E delta eta_l)^2``. With ``bound="proof"``, the largest step size that leaves a
-        fifth of the descent for some a, as the paper's does.
+        By the theorem, ``min(1 / (4 L), 1 / (40 delta E))`` with ``a = 1152 (E delta eta_l)^2``; by
+        the proof, the largest that leaves a fifth of the descent for some a, as the paper's.
         """
         if bound == "theorem":
             if self.B2 > 1.0 + 1e-12:
@@ -144,7 +139,7 @@ class MVRRate:
                     " the smallest G for it, as on a ball (radius=...), or use bound='proof'."
                 )
             drift = self.epochs * self.delta
-            eta_l = min(1.0 / (4.0 * self.L), _over(1.0, 40.0 * drift))
+            eta_l = min(1.0 / (4.0 * self.L), 1.0 / (40.0 * drift) if drift > 0 else math.inf)
             # Without drift the momentum has nothing to outweigh: any a will do.
             return self._step(eta_l, 1152.0 * (drift * eta_l) ** 2 or 1.0)
         if bound != "proof":
@@ -178,16 +173,17 @@ class MVRRate:
         By the theorem, with ``start = f(x^0) - f*``, the limit or, if that is smaller, the cube
         root of ``start / (E^3 R (58752 delta^2 G^2 + 5 sigma^2 L^2 / E^2))``; and
         ``a = max(1152 (E delta eta_l)^2, 1 / R)``. With ``bound="proof"``, those with the smallest
-        bound. ``start_error`` is ``E |m^0 - grad f(x^0)|^2``; by default that of this library,
-        which starts with the gradient of the first client. The theorem supposes ``G^2 / R``, from R
-        rounds that only measure.
+        bound. ``start_error`` is ``E |m^0 - grad f(x^0)|^2``, by default that of starting with the
+        gradient of the first client; the theorem supposes ``G^2 / R``.
         """
         rounds, error = count(rounds, "rounds"), self._start_error(start, start_error)
         largest = self.limit(bound=bound).eta_l
         if bound == "theorem":
             e, delta2 = self.epochs, self.delta**2
             mixed = 58752.0 * delta2 * self.G2 + 5.0 * self.noise * self.L**2 / e**2
-            eta_l = min(largest, _over(start, e**3 * rounds * mixed) ** (1.0 / 3.0))
+            eta_l = largest
+            if mixed > 0:
+                eta_l = min(largest, (start / (e**3 * rounds * mixed)) ** (1.0 / 3.0))
             a = max(1152.0 * (e * self.delta * eta_l) ** 2, 1.0 / rounds)
         else:
             eta_l, a = self._argmin(rounds, largest, start, error)
@@ -203,12 +199,9 @@ class MVRRate:
         start: float,
         start_error: float | None = None,
     ) -> FloatArray:
-        """The bound after 0 (infinite), 1, ..., ``rounds`` rounds, on the mean of ``E |grad f|^2``
-        over the starts of all epochs so far.
-        """
+        """The bound on the mean of ``E |grad f|^2`` over all epochs so far, after each round."""
         error = self._start_error(start, start_error)
-        size = number(step_size, "step_size", "(0, inf)")
-        share = np.array(number(a, "a", "(0, 1]"))
+        size, share = number(step_size, "step_size", "(0, inf)"), np.array(number(a, "a", "(0, 1]"))
         eta_l = np.array(size * self.max_steps / self.epochs)
         if not self.at(eta_l, share)[0] > 0:
             raise FedShuffleError(
@@ -222,9 +215,8 @@ class MVRRate:
         self, rounds: int, largest: float, start: float, error: float
     ) -> tuple[float, float]:
         """The eta_l and a with the smallest bound: a grid, refined around its best point."""
-        high = np.array([math.log10(largest), 0.0])
-        low = high - np.array([9.0, 9.0])
-        top = high
+        high = top = np.array([math.log10(largest), 0.0])
+        low = high - 9.0
         for _ in range(5):
             eta_l, a = (10.0 ** np.linspace(low[k], top[k], 80) for k in range(2))
             values = self.after(np.array(rounds), eta_l[:, None], a[None, :], start, error)
@@ -234,7 +226,3 @@ class MVRRate:
             width = 1.5 * (top - low) / 79
             low, top = best - width, np.minimum(best + width, high)
         return float(10.0 ** best[0]), min(1.0, float(10.0 ** best[1]))
-
-
-def _over(above: float, below: float) -> float:
-    return above / below if below > 0 else math.inf

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, get_args
 
 import numpy as np
 import torch
@@ -23,23 +23,16 @@ from fedshuffle.local_work import LocalWork
 from fedshuffle.methods import Method
 from fedshuffle.sampling import Sampling
 from fedshuffle.schedules import Schedule
-from fedshuffle.theory.constants import ProblemConstants
+from fedshuffle.theory.constants import ExactConstants, ProblemConstants
 from fedshuffle.theory.derivatives import Derivatives
 from fedshuffle.theory.estimation import ConstantEstimate, problem_constants
-from fedshuffle.theory.exact import ExactConstants
 from fedshuffle.theory.logistic import logistic_regression_constants
 from fedshuffle.theory.quadratic import linear_regression_constants
 from fedshuffle.theory.rates import Regime
 from fedshuffle.training.rounds import Run, simulate
 
-_MAX_PARAMETERS = 1000
-"""Largest number of parameters for exact constants."""
-
-_MAX_CLIENTS = 2000
-"""Largest number of clients for exact constants."""
-
-_MAX_ROUNDS_BETWEEN = 10
-"""Largest number of training rounds from one point of estimation to the next."""
+_MAX_PARAMETERS, _MAX_CLIENTS = 1000, 2000
+"""Largest numbers of parameters and of clients for exact constants."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -84,14 +77,6 @@ class StartingPoint:
     """``|grad f(x^0)|^2``."""
 
 
-class ObjectiveConstants(NamedTuple):
-    """What is known of the objective with some weights."""
-
-    problem: ProblemConstants
-    delta: float
-    start: StartingPoint
-
-
 @dataclass(frozen=True, eq=False)
 class AdvisedProblem:
     """The constants of the losses of a run, and how they were found."""
@@ -104,8 +89,8 @@ class AdvisedProblem:
     """Of the intended objective."""
     start: StartingPoint
     notes: tuple[str, ...]
-    of: Callable[..., ObjectiveConstants]
-    """The constants of any objective: a function of ``regime``, ``w_hat`` and ``radius``."""
+    of: Callable[..., tuple[ProblemConstants, float, StartingPoint]]
+    """Constants, delta and start of any objective, by ``regime``, ``w_hat`` and ``radius``."""
 
 
 def recognise(
@@ -170,25 +155,21 @@ def _exact(
     slope = sum(w * losses.gradient(x, i) for i, w in enumerate(federation.weights))
     gradient = float(torch.as_tensor(slope).double().square().sum())
 
-    def of(regime: Regime, *args: Any) -> ObjectiveConstants:
+    def of(regime: Regime, *args: Any) -> tuple[ProblemConstants, float, StartingPoint]:
         found = find(regime, *args)
         away = x.double().cpu().numpy() - found.x_star
         gap = max(0.0, float(found.w_hat @ values) - found.f_star)
-        start = StartingPoint(float(away @ away), gap, gradient)
-        return ObjectiveConstants(found.problem, found.delta, start)
+        return found.problem, found.delta, StartingPoint(float(away @ away), gap, gradient)
 
-    shown = {
-        **{name: getattr(exact, name) for name in ("L", "mu", "G", "B", "delta")},
-        "sigma": math.sqrt(float(exact.w_hat @ exact.sigma**2)),
-        "P": float(exact.P.max()),
-    }
-    regimes: tuple[Regime, ...] = ("strongly-convex", "convex", "non-convex")
+    shown = {name: getattr(exact, name) for name in ("L", "mu", "G", "B", "delta")}
+    shown["sigma"] = math.sqrt(float(exact.w_hat @ exact.sigma**2))
+    shown["P"] = float(exact.P.max())
     return AdvisedProblem(
         "exact",
         what,
-        regimes if l2 > 0 else regimes[1:],
+        get_args(Regime)[l2 == 0 :],  # strongly convex with weight decay only
         {name: ConstantEstimate(v, note=str(exact.validity[name])) for name, v in shown.items()},
-        of("convex").start,
+        of("convex")[2],
         ("for the objective that was meant, in the form for convex losses",),
         of,
     )
@@ -216,8 +197,7 @@ def _estimated(
     start = StartingPoint(math.inf, gap, float(seen.gradient[0]))
     chosen = "chosen; G and sigma are the smallest for it"
     sample = f"{len(own)} of {len(seen.w_hat)} clients, {len(models)} point(s)"
-    # G is that of the intended objective, also for others.
-    known = ObjectiveConstants(seen.problem, seen.delta.value, start)
+    known = seen.problem, seen.delta.value, start  # G of the intended objective, also for others
     return AdvisedProblem(
         "estimated",
         f"measured, since {reason}",
@@ -239,7 +219,7 @@ def _models_on_the_way(run: AdvisedRun, problem: Problem, points: int) -> tuple[
     models = [problem.start.clone()]
     if points == 1:
         return models, "measured at the start only: elsewhere the constants may be larger"
-    between = max(1, min(_MAX_ROUNDS_BETWEEN, run.rounds // (points - 1)))
+    between = max(1, min(10, run.rounds // (points - 1)))
     engine, training = run.training(problem, run.step_size, run.server_step_size)
     try:
         for k, (state,) in enumerate(simulate(engine, [training], between * (points - 1)), 1):

@@ -1,9 +1,6 @@
-"""Exact constants of losses with affine gradients: quadratics, and linear regression.
+"""Exact constants of quadratics and linear regression (derived in docs/theory.md).
 
-With ``grad f_ij(x) = A_ij x - b_ij`` gradient similarity and bounded variance bound one quadratic
-function by another, so for every B (P_i) that is large enough the smallest G (sigma_i) is the
-maximum of a quadratic function (docs/theory.md). On a ball B is 1 by default and P_i is 0;
-everywhere they are as small as :func:`smallest_bound` allows.
+On a ball B is 1 by default and P_i is 0; otherwise both are as :func:`smallest_bound` chooses.
 """
 
 from __future__ import annotations
@@ -11,31 +8,24 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import NamedTuple, Unpack
+from typing import Any, NamedTuple, Unpack
 
 import numpy as np
 from numpy.typing import ArrayLike
 
-from fedshuffle._arrays import FloatArray, IntArray, counts, number
+from fedshuffle._arrays import FloatArray, IntArray, counts, expect, number
 from fedshuffle.errors import FedShuffleError, error_context
 from fedshuffle.federation import Federation
-from fedshuffle.theory.exact import (
+from fedshuffle.theory.constants import (
     ConstantsOptions,
     ConstantsRequest,
     ExactConstants,
-    RegressionData,
     Validity,
     normalised_weights,
 )
 
 _RANK = 1e-12
 """Eigenvalues below this share of the largest count as zero."""
-
-_NOTHING = 1e-20
-"""A squared linear term below this share of its largest possible value counts as zero."""
-
-_EXACT = 1e-9
-"""How far below zero rounding may push an eigenvalue, as a share of the largest."""
 
 
 def quadratic_constants(
@@ -52,7 +42,7 @@ def quadratic_constants(
             for that multiple of the identity.
         optima: the points ``m_ij``, one per row.
         sizes: the number of rows of each client, in order; by default one row per client.
-        options: :class:`~fedshuffle.theory.exact.ConstantsOptions`; weights are by size.
+        options: :class:`~fedshuffle.theory.constants.ConstantsOptions`; weights are by size.
 
     >>> toy = quadratic_constants(1.0, np.eye(6), sizes=[1, 2, 3])
     >>> toy.L, toy.mu, toy.delta, toy.B, (6 * toy.x_star).round(9).tolist()
@@ -72,6 +62,12 @@ def quadratic_constants(
         )
     if not np.allclose(matrices, np.swapaxes(matrices, -1, -2), rtol=1e-10, atol=0.0):
         raise FedShuffleError("the hessians must be symmetric.")
+    values = np.linalg.eigvalsh(matrices)
+    if values.min() < -1e-9 * np.abs(values).max():  # more than rounding
+        raise FedShuffleError(
+            f"a Hessian has the eigenvalue {values.min():g}: these losses are not convex, and have"
+            " no minimum. Use positive semidefinite ones."
+        )
     matrices = np.broadcast_to(matrices, (rows, d, d))
     owned = np.ones(rows, dtype=np.int64) if sizes is None else counts(sizes, "sizes")
     if owned.sum() != rows:
@@ -84,10 +80,8 @@ def quadratic_constants(
         mine = slice(int(offsets[i]), int(offsets[i + 1]))
         return _Quadratics(matrices[mine], points[mine])
 
-    reasons = {
-        "L": "the largest eigenvalue of any Hessian A_ij",
-        "mu": "the smallest eigenvalue of any Hessian A_ij",
-    }
+    ends = {"L": "largest", "mu": "smallest"}
+    reasons = {name: f"the {end} eigenvalue of any Hessian A_ij" for name, end in ends.items()}
     return _constants(client, owned, d, w_hat, request, reasons)
 
 
@@ -107,7 +101,7 @@ def linear_regression_constants(
         federation: with two fields, features and targets.
         l2: the regularisation.
         bias: whether there is one; it comes last in ``x`` and is regularised too.
-        options: :class:`~fedshuffle.theory.exact.ConstantsOptions`.
+        options: :class:`~fedshuffle.theory.constants.ConstantsOptions`.
 
     >>> data = Federation.from_arrays([[1.0], [2.0], [1.0]], [1.0, 2.0, 2.0], sizes=[2, 1])
     >>> found = linear_regression_constants(data, l2=1.0)
@@ -122,11 +116,37 @@ def linear_regression_constants(
     def client(i: int) -> _ClientLosses:
         return _SquaredErrors(*data.client(i), l2)
 
-    reasons = {
-        "L": "max_ij |a_ij|^2 + l2",
-        "mu": "the smallest eigenvalue of any a_ij a_ij' + l2 I: l2, in more than one dimension",
-    }
+    flattest = "the smallest eigenvalue of any a_ij a_ij' + l2 I: l2, in more than one dimension"
+    reasons = {"L": "max_ij |a_ij|^2 + l2", "mu": flattest}
     return _constants(client, federation.sizes, data.width, w_hat, request, reasons)
+
+
+class RegressionData:
+    """Features and targets of the clients, read one client at a time."""
+
+    def __init__(self, federation: Federation, bias: bool) -> None:
+        expect(federation, Federation, "federation")
+        if len(federation.fields) != 2:
+            raise FedShuffleError(
+                f"the federation has {len(federation.fields)} fields, but a regression needs two:"
+                " features and targets. Use Federation.from_arrays(features, targets, ...)."
+            )
+        inputs, targets = (tuple(field.shape) for field in federation.fields)
+        if math.prod(targets[1:]) != 1:
+            raise FedShuffleError(f"the targets have shape {targets}, not one number per example.")
+        self.federation, self.bias = federation, bias
+        self.width = math.prod(inputs[1:]) + bias
+
+    def client(self, i: int) -> tuple[FloatArray, FloatArray]:
+        """Features (with a last column of ones for the bias) and targets of one client."""
+        parts: Any = self.federation.client(i)
+        if hasattr(parts[0], "detach"):
+            parts = [part.detach().cpu() for part in parts]
+        features, targets = (np.asarray(part, dtype=np.float64) for part in parts)
+        features = features.reshape(len(targets), -1)
+        if self.bias:
+            features = np.hstack([features, np.ones((len(targets), 1))])
+        return features, targets.reshape(-1)
 
 
 class QuadraticForm(NamedTuple):
@@ -165,11 +185,6 @@ class _Quadratics:
     def curvatures(self) -> tuple[FloatArray, float]:
         """The largest eigenvalue for each example, and the smallest for any."""
         values: FloatArray = np.asarray(np.linalg.eigvalsh(self._matrices), dtype=np.float64)
-        if values.min() < -_EXACT * np.abs(values).max():
-            raise FedShuffleError(
-                f"a Hessian has the eigenvalue {values.min():g}: these losses are not convex, and"
-                " have no minimum. Use positive semidefinite ones."
-            )
         return values[:, -1], max(0.0, float(values.min()))
 
     def _gradients(self, x: FloatArray) -> FloatArray:
@@ -227,7 +242,6 @@ def _constants(
 
     hessian, x = np.zeros((d, d)), np.zeros(d)
     for _, weight, losses in clients():
-        losses.curvatures()  # refuses losses that are not convex
         hessian += weight * losses.hessian
     values, vectors = nonzero_axes(hessian)
     for _ in range(2):  # once more, for the digits that the first solution lost
@@ -266,12 +280,9 @@ def _constants(
             s += weight * float(gradient @ gradient)
         return QuadraticForm(Q, c, s)
 
-    root = hessian
-    if request.form == "convex":
-        root = vectors * np.sqrt(L * values) @ vectors.T
-    G, B = smallest_bound(  # noqa: N806
-        similarity, root, np.zeros(d), request.B, request.radius, least=1.0
-    )
+    convex, origin = request.form == "convex", np.zeros(d)
+    root = vectors * np.sqrt(L * values) @ vectors.T if convex else hessian
+    G, B = smallest_bound(similarity, root, origin, request.B, request.radius, least=1.0)  # noqa: N806
     if math.isinf(G):
         raise FedShuffleError(
             f"no G is enough with B = {B:g}: the gradients of clients grow faster than the"
@@ -316,15 +327,13 @@ def smallest_bound(
     radius: float | None = None,
     least: float = 0.0,
 ) -> tuple[float, float]:
-    """The roots of the smallest a with ``t(z) <= a + b |R z + g|^2`` for all z or on a ball, and of
-    b, the latter if it is not given.
+    """The roots of the smallest a (or infinity) with ``t(z) <= a + b |R z + g|^2`` for all z, or on
+    a ball; and of b, if it is not given.
 
-    R is symmetric, ``form(axes)`` is t at ``z = axes y`` as a form in y, and a is infinite if there
-    is none. Without a ball, write ``|y + V'g|`` for the length on the right. With the eigenvalues
+    R is symmetric, and ``form(axes)`` is t at ``z = axes y`` as a form in y. With the eigenvalues
     ``theta_k`` of Q and the parts ``gamma_k`` of c along its eigenvectors, around ``-V'g``, the
-    smallest a is ``s + sum_k gamma_k^2 / (b - theta_k)``. The default b is ``theta_max`` if it has
-    a finite a for lack of a linear term; otherwise twice that, for which ``a <= 2 s``. It is at
-    least ``least``, which is the default on a ball.
+    smallest a is ``s + sum_k gamma_k^2 / (b - theta_k)``. The default b is ``theta_max`` if there
+    is no linear term, otherwise twice that, for which ``a <= 2 s``; on a ball it is ``least``.
     """
     if radius is not None:
         b = least if given is None else given**2
@@ -338,7 +347,7 @@ def smallest_bound(
     theta, gamma2 = np.maximum(theta, 0.0), (axes.T @ (c - Q @ shift)) ** 2
     s = max(0.0, s - 2.0 * float(c @ shift) + float(shift @ Q @ shift))
     limit = float(theta.max(initial=0.0))
-    matters = gamma2 > _NOTHING * limit * s
+    matters = gamma2 > 1e-20 * limit * s  # the share of its largest value that rounding leaves
     b = max(least, limit * (2.0 if matters.any() else 1.0)) if given is None else given**2
     gap = b - theta[matters]
     if b < limit * (1.0 - _RANK) or (gap <= _RANK * limit).any():

@@ -1,14 +1,9 @@
-"""Step sizes and convergence rates: the general theorem and its proof, with all constants.
+"""Step sizes and convergence rates of the general theorem and its proof (docs/theory.md).
 
-In the paper's notation client i uses ``gamma_i = eta_l / c_i``; this project's ``step_size`` is
-that of a client with ``c_i = tau_max``, so ``eta_l = step_size * tau_max``. To first order a round
-moves the model by the effective step ``eta = W eta_g eta_l`` along f-hat. docs/theory.md derives
-the limits on it, and what one round does.
-
-Bounds are on one of three quantities, each an expectation over cohorts and orders: ``gap``, f-hat -
-f-hat* at a past round drawn with the weights ``g_r / prod_{k <= r} (1 - mu eta_k / 2)``, and hence
-of the mean model with these weights and of the best round; ``distance``, ``|x - x-hat|^2`` after
-the last round; ``gradient``, ``|grad f-hat|^2`` at a past round drawn with the weights g_r.
+The effective step ``eta = W eta_g eta_l`` is how far a round moves along f-hat, to first order.
+Bounds are on one of three expectations: ``gap``, f-hat - f-hat* at a past round drawn with the
+weights ``g_r / prod_{k <= r} (1 - mu eta_k / 2)``, so also of the best round; ``distance``,
+``|x - x-hat|^2`` after the last one; ``gradient``, ``|grad f-hat|^2`` at one drawn by the g_r.
 """
 
 from __future__ import annotations
@@ -30,9 +25,6 @@ from fedshuffle.theory.constants import MethodConstants, ProblemConstants
 Bound = Literal["theorem", "proof"]
 Regime = Literal["strongly-convex", "convex", "non-convex"]
 Quantity = Literal["gap", "distance", "gradient"]
-
-_DECADES = 12
-"""Decades of step sizes to search at a time."""
 
 
 @dataclass(frozen=True)
@@ -178,14 +170,12 @@ class ConvergenceRate:
                 "mu is 0, so the losses are not known to be strongly convex. Use regime='convex',"
                 " or regularise them (weight_decay)."
             )
-        limit = largest_step_size(
-            constants, problem, server_step_size=server_step_size, bound="proof"
-        )
-        self._given = constants, problem, regime, server_step_size
+        eta_g = server_step_size
+        self.limit = largest_step_size(constants, problem, server_step_size=eta_g, bound="proof")
+        self._given = constants, problem, regime, eta_g
         self.regime, self.mu = regime, problem.mu if regime == "strongly-convex" else 0.0
         self.L, self.B2, self.G2, self.M = problem.L, problem.B**2, problem.G**2, constants.M_1
-        self.scale, self.max_steps = constants.W * server_step_size, constants.max_steps
-        self.largest = limit.effective  # the largest effective step that the proof allows
+        self.scale, self.max_steps = constants.W * eta_g, constants.max_steps
         self.reach = float(constants.shares.max())
         self.spread, self.local = _drift(constants, problem, "proof")
 
@@ -257,10 +247,9 @@ class ConvergenceRate:
         moved = self.at(sizes * self.max_steps * self.scale)
         keep, gain, noise = (np.broadcast_to(part, rounds) for part in moved)
         if (gain < 0).any() or (quantity != "distance" and gain[0] <= 0):
-            largest = self.largest / (self.scale * self.max_steps)
             raise FedShuffleError(
                 f"the proof says nothing of the step size {sizes.max():g}: the largest that it"
-                f" allows here is {largest:g}."
+                f" allows here is {self.limit.step_size:g}."
             )
         if quantity == "distance":
             return _recursion(keep - gain * self.mu / 2.0, noise, before)
@@ -276,7 +265,8 @@ class ConvergenceRate:
         """
         rounds, quantity = count(rounds, "rounds"), self.bounded(quantity)
         before = number(start, "start", "(0, inf)")
-        best = _argmin(lambda eta: self.after(rounds, eta, before, quantity), self.largest)
+        largest = self.limit.effective
+        best = _argmin(lambda eta: self.after(rounds, eta, before, quantity), largest)
         return self._tuned(best, rounds, before, quantity)
 
     def rounds_to(self, epsilon: float, *, start: float) -> TunedStep:
@@ -285,7 +275,7 @@ class ConvergenceRate:
         """
         target = number(epsilon, "epsilon", "(0, inf)")
         before = number(start, "start", "(0, inf)")
-        best = _argmin(lambda eta: self.needed(target, eta, before), self.largest)
+        best = _argmin(lambda eta: self.needed(target, eta, before), self.limit.effective)
         needed = float(self.needed(target, np.array([best]), before)[0])
         if not math.isfinite(needed):
             raise FedShuffleError(f"epsilon is {epsilon:g}, which is too small to be reached.")
@@ -314,13 +304,13 @@ def _recursion(factor: FloatArray, added: FloatArray, first: float) -> FloatArra
 
 def _argmin(cost: Callable[[FloatArray], FloatArray], largest: float) -> float:
     """Where a cost is smallest among the positive numbers up to the largest."""
-    high, low = math.log10(largest), math.log10(largest) - _DECADES
+    high, low = math.log10(largest), math.log10(largest) - 12
     while True:
         grid = np.linspace(low, high, 600)
         best = int(cost(10.0**grid).argmin())
         if best > 0 or low < -290.0:
             break
-        low -= _DECADES
+        low -= 12
     for _ in range(3):
         width = (grid[1] - grid[0]) * 1.5
         grid = np.linspace(grid[best] - width, min(grid[best] + width, high), 600)
