@@ -17,7 +17,7 @@ from typing import Any, Literal
 import numpy as np
 
 from fedshuffle._arrays import FloatArray, count, expect, number
-from fedshuffle.auditing.adapters.base import Aggregator, FunctionAggregator
+from fedshuffle.auditing.adapters import Aggregator, FunctionAggregator
 from fedshuffle.auditing.estimation import (
     BATCHES,
     Control,

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from fedshuffle._arrays import FloatArray, IntArray
-from fedshuffle.auditing.adapters.base import Aggregator, Replies
+from fedshuffle.auditing.adapters import Aggregator, Replies
 from fedshuffle.auditing.properties import CLOSE, ServerProperties
 from fedshuffle.errors import FedShuffleError, error_context
 from fedshuffle.federation import Federation
