@@ -21,7 +21,7 @@ from numpy.typing import ArrayLike
 
 from fedshuffle._arrays import FloatArray, IntArray, number, positive
 from fedshuffle.auditing.estimation import Observations, estimate
-from fedshuffle.auditing.properties import ServerProperties, describe_weights, uneven
+from fedshuffle.auditing.findings import ServerProperties, describe_weights, uneven
 from fedshuffle.auditing.result import Audit, blackbox_result
 from fedshuffle.errors import FedShuffleError, error_context, optional_import, user_error
 from fedshuffle.federation import Federation

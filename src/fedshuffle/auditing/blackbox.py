@@ -28,7 +28,7 @@ from fedshuffle.auditing.estimation import (
     proportions,
     weights_from_all_cohorts,
 )
-from fedshuffle.auditing.properties import ServerProperties, describe_weights, uneven
+from fedshuffle.auditing.findings import ServerProperties, describe_weights, uneven
 from fedshuffle.auditing.quadrature import expected_ratio
 from fedshuffle.auditing.result import Audit, blackbox_result
 from fedshuffle.auditing.server import QueryCohort, ServerQueries

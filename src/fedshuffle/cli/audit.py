@@ -131,7 +131,7 @@ def audit(
     if as_json:
         print(json.dumps(result.to_dict(), allow_nan=False))
     else:
-        from fedshuffle.auditing.display import print_audit
+        from fedshuffle.auditing.result import print_audit
 
         print_audit(console, result)
     if check and result.consistent is False:
