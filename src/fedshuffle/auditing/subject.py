@@ -21,7 +21,7 @@ from fedshuffle.errors import FedShuffleError
 from fedshuffle.federation import Federation
 from fedshuffle.local_work import Workload
 from fedshuffle.methods import Cohort, Method
-from fedshuffle.sampling import One, Sampling
+from fedshuffle.sampling import Sampling
 from fedshuffle.sampling.base import check_cohort
 
 ROUNDS = 100  # to average over by default, if rounds differ
@@ -58,11 +58,6 @@ class Subject:
         steps = planned, self.workload.done(planned, clients, seed, round)
         return Cohort.of(self.federation, self.sampling, self.workload, clients, steps, round)
 
-    def everyone(self, alternative: int = 0, round: int = 0) -> Cohort:
-        """All clients with the steps of their own epochs, in one of their alternatives."""
-        planned = self.workload.possible_steps[0][:, alternative]
-        return self.cohort(np.arange(len(self.federation)), planned, round=round)
-
     @functools.cached_property
     def drawn(self) -> Cohort:
         """A cohort that may be drawn."""
@@ -71,18 +66,6 @@ class Subject:
         members = next((drawn for drawn in draws if len(drawn)), np.arange(n))
         planned = self.workload.possible_steps[0][members, 0]
         return self.cohort(members, self.workload.cohort_steps(planned))
-
-    def address(self, seed: int, draw: int) -> tuple[int, int]:
-        """The seed and the round of a draw; all rounds of the window come equally often."""
-        window = self.dependencies.window
-        return (seed, draw) if not window else ((seed + draw // window) % 2**64, draw % window)
-
-    @property
-    def common_steps(self) -> bool:
-        """Whether a cohort agrees on a number of steps that depends on who is in it."""
-        steps = self.workload.possible_steps[0]
-        varied = steps.min() != steps.max() and not isinstance(self.sampling, One)
-        return isinstance(self.workload.work.steps, str) and bool(varied)
 
     @functools.cached_property
     def dependencies(self) -> Dependencies:
