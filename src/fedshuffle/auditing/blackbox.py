@@ -38,8 +38,6 @@ from fedshuffle.local_work import LocalWork
 from fedshuffle.randomness import check_seed
 from fedshuffle.sampling import Sampling, resolve
 
-StepSizes = Literal["equal", "scaled"]
-
 _DESCRIBED = 64  # cohorts of a simulation that are compared to find a rule for the weights
 _DIFFERENT = 2000  # most different clients for which control variates are computed
 
@@ -53,7 +51,7 @@ def audit_server(
     sampling: str | Sampling = "full",
     work: LocalWork | None = None,
     *,
-    step_sizes: StepSizes = "equal",
+    step_sizes: Literal["equal", "scaled"] = "equal",
     step_size: float = 2.0**-6,
     draws: int = 2000,
     seed: int = 0,

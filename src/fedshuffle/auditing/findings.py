@@ -101,13 +101,6 @@ def findings_of(causes: dict[str, Any], **values: Any) -> list[Finding]:
     return [Finding(*(line.strip().format_map(values) for line in text)) for text in texts]
 
 
-def differ(objective: FloatArray, effective: FloatArray, errors: FloatArray | None) -> bool:
-    """Whether two objectives differ, beyond rounding or beyond chance."""
-    # Five standard errors, so that among a thousand clients chance alone hardly ever accuses one.
-    slack = TOLERANCE * objective if errors is None else 5 * errors + 1e-12
-    return bool((np.abs(effective - objective) > slack).any())
-
-
 def method_findings(
     subject: Subject, effective: FloatArray, biased: bool, rounds: int | None
 ) -> list[Finding]:
@@ -120,9 +113,10 @@ def method_findings(
         return findings_of({"pooled": pooled, "rounds": rounds is not None}, rounds=rounds)
     steps, partial = subject.workload.possible_steps[0], not isinstance(subject.sampling, Full)
     uneven, few, many = np.ptp(steps) > 0, int(steps.max(axis=1).min()), int(steps.max())
-    by_steps = uneven and work.steps is None and _differ(subject, _moved, (few, few), (many, many))
-    scaled = by_steps and _differ(subject, _scale, (few, few), (many, many))
-    early = _stops_early(subject.workload) and _differ(subject, _moved, (many, 1), (many, many))
+    ends = (few, few), (many, many)
+    by_steps = uneven and work.steps is None and _differs(subject, *ends)
+    scaled = by_steps and _differs(subject, *ends, scale_only=True)
+    early = _stops_early(subject.workload) and _differs(subject, (many, 1), (many, many))
     causes = {
         "rounds": rounds is not None,
         "steps": by_steps,
@@ -179,23 +173,18 @@ def _stops_early(workload: Workload) -> bool:
     return bool((workload.done(planned, np.arange(len(planned)), 0, 0) < planned).any())
 
 
-def _scale(method: Method, client: Cohort) -> float:
-    return float(method.averaging.step_scale(client).item())
-
-
-def _moved(method: Method, client: Cohort) -> float:
-    weights = method.averaging.client_weights(client)
-    return float((weights * _scale(method, client) * client.done).item())
-
-
-def _differ(subject: Subject, value: Any, *steps: tuple[int, int]) -> bool:
-    """Whether a value of the first client differs with these (planned, done) steps."""
+def _differs(subject: Subject, *steps: tuple[int, int], scale_only: bool = False) -> bool:
+    """Whether the first client's contribution, or its step size alone, differs with these (planned,
+    done) steps.
+    """
     first, half, longest = np.zeros(1, dtype=np.int64), np.full(1, 0.5), subject.workload.longest
-    one, other = (
-        value(subject.method, Cohort(first, half, half, np.array([a]), np.array([b]), longest))
-        for a, b in steps
-    )
-    return not math.isclose(one, other, rel_tol=1e-9)
+    rule, values = subject.method.averaging, []
+    for planned, done in steps:
+        client = Cohort(first, half, half, np.array([planned]), np.array([done]), longest)
+        scale = rule.step_scale(client)
+        value = scale if scale_only else rule.client_weights(client) * scale * client.done
+        values.append(value.item())
+    return not math.isclose(*values, rel_tol=1e-9)
 
 
 def consistent_variant(method: Method) -> str:

@@ -51,7 +51,7 @@ def pairs(sampling: Sampling) -> None:
     equal(stated, found, 1e-9, "pair probabilities, against the cohorts")
 
 
-def sums(sampling: Sampling) -> None:
+def expected_sums(sampling: Sampling) -> None:
     """``expected_sums(v)`` is ``P v``."""
     matrix = _pair_probabilities(sampling)
     v: FloatArray = generator(0, Purpose.MONTE_CARLO).normal(size=len(sampling))
@@ -59,7 +59,7 @@ def sums(sampling: Sampling) -> None:
     equal(sampling.expected_sums(v), matrix @ v, 1e-9 * len(v), "expected_sums(v), against P v")
 
 
-def variance(sampling: Sampling) -> None:
+def variance_vector(sampling: Sampling) -> None:
     """``Diag(p s) - (P - p p^T)`` has no negative eigenvalue, and s is not negative."""
     p, s = sampling.p, sampling.s
     gap = np.diag(p * s) - (_pair_probabilities(sampling) - np.outer(p, p))
@@ -151,14 +151,8 @@ def _near(found: FloatArray, p: FloatArray, what: str) -> None:
         )
 
 
+_STATED = (probabilities, inclusion, pairs, expected_sums, variance_vector)
+_DRAWN = (draws, seeds, frequencies, selection)
 CHECKS: dict[str, Callable[[Sampling], None]] = {
-    "probabilities": probabilities,
-    "inclusion": inclusion,
-    "pairs": pairs,
-    "expected sums": sums,
-    "variance vector": variance,
-    "draws": draws,
-    "seeds": seeds,
-    "frequencies": frequencies,
-    "selection": selection,
+    check.__name__.replace("_", " "): check for check in (*_STATED, *_DRAWN)
 }
