@@ -25,7 +25,10 @@ from fedshuffle.local_work import LocalWork
 from fedshuffle.methods import Method
 from fedshuffle.state import State
 from fedshuffle.testing.problems import (
+    OPTIMA,
+    limit_point,
     make_run,
+    measured_weights,
     numbers,
     partial_sampling,
     quadratic_clients,
@@ -33,7 +36,6 @@ from fedshuffle.testing.problems import (
     without_server_optimiser,
 )
 from fedshuffle.testing.report import DoesNotApplyError
-from fedshuffle.testing.unbiasedness import OPTIMA, limit_point, measured_weights
 from fedshuffle.training.rounds import Run
 
 _CLIENTS = Federation.from_sizes((1, 2, 4, 5))

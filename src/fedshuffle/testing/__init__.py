@@ -16,7 +16,7 @@ from fedshuffle.errors import unknown
 from fedshuffle.federation import Federation
 from fedshuffle.methods import Method
 from fedshuffle.sampling import Listed, Sampling, resolve
-from fedshuffle.testing import method_checks, sampling_checks, unbiasedness
+from fedshuffle.testing import method_checks, sampling_checks
 from fedshuffle.testing.problems import SIZES
 from fedshuffle.testing.report import CheckResult, ConformanceError, Report, run_check
 
@@ -58,8 +58,8 @@ CHECKS: dict[str, Check] = {
     "workers": Check(method_checks.workers),
     "descent": Check(method_checks.descent),
     "resume": Check(method_checks.resume),
-    "expectation": Check(unbiasedness.expectation, every_sampling=True),
-    "fixed point": Check(unbiasedness.fixed_point, every_sampling=True),
+    "expectation": Check(method_checks.expectation, every_sampling=True),
+    "fixed point": Check(method_checks.fixed_point, every_sampling=True),
     "engines": Check(method_checks.agreement),
     "gradients": Check(method_checks.gradients),
     "messages": Check(method_checks.messages),
