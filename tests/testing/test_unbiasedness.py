@@ -17,12 +17,12 @@ from fedshuffle.testing.problems import (
     WORK,
     federation,
     limit_point,
+    listed_cohorts,
     make_run,
     measured_weights,
     numbers,
     quadratic_clients,
 )
-from fedshuffle.testing.sampling_checks import listed_cohorts
 
 NAMES = [  # the averaging methods; the conformance suite covers the others
     method.name

@@ -29,14 +29,7 @@ from fedshuffle.auditing.subject import ROUNDS, Subject
 from fedshuffle.errors import FedShuffleError
 from fedshuffle.federation import Federation
 from fedshuffle.local_work import LocalWork
-from fedshuffle.methods import (
-    Cohort,
-    CohortMoments,
-    Direction,
-    InclusionProbability,
-    Method,
-    SumOne,
-)
+from fedshuffle.methods import Cohort, CohortMoments, InclusionProbability, Method, SumOne
 from fedshuffle.methods.averaging import RatioOfSums, objective_weight, steps_of_the_longest
 from fedshuffle.methods.directions import gradient_weights
 from fedshuffle.randomness import Purpose, check_seed, generator
@@ -125,7 +118,7 @@ def _weights(
     rounds, formula = depends.rounds, type(subject.method.direction).effective_weights
     # Under optimal sampling the probability to be asked depends on the updates, so on the data.
     by_data = optimal and (depends.probability or depends.others)
-    if formula is not Direction.effective_weights and not by_data:
+    if formula is not methods.Direction.effective_weights and not by_data:
         with suppress(_NoFormulaError):
             if (exact := _exact_weights(subject)) is not None:
                 raw, how = exact

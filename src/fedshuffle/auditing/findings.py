@@ -236,42 +236,43 @@ class ServerProperties:
         ]
         return [text for true, text in facts if true]
 
+    def findings(
+        self,
+        biased: bool,
+        weights: tuple[FloatArray, FloatArray],
+        probabilities: FloatArray,
+        steps: tuple[int, int] | None,
+        sampled: bool,
+    ) -> list[Finding]:
+        """What is wrong with the server and, if its weights (objective, effective) are biased, why.
 
-def server_findings(
-    server: ServerProperties,
-    objective: FloatArray,
-    effective: FloatArray,
-    biased: bool,
-    steps: tuple[int, int] | None,
-    partial: bool,
-    uneven_probabilities: bool,
-) -> list[Finding]:
-    """What is wrong with a server and, if it is biased, why; ``steps`` are the fewest and the most
-    if these make a difference, ``partial`` says whether some clients do not always take part.
-    """
-    form, (low, high) = server.form or "", steps or (0, 0)
-    by_steps = steps is not None and "/ steps" not in form and "/ (steps" not in form
-    ignores_sizes = form == "all alike" or (server.uses_sizes is False and not form)
-    ignores_sizes = ignores_sizes and uneven(objective)
-    normalised = partial and server.sums_to is not None and not server.constant
-    causes = {
-        "not finite": server.non_finite_rounds,
-        "drift": server.moves_without_updates,
-        "unbounded": server.long_run_gain == np.inf,
-        "only one": server.only_client_counted,
-        "order": server.ordered and not server.only_client_counted,
-        "fails": server.fails_on_zero_updates,
-        "optimiser": server.linear is False and server.optimiser,
-        "not linear": server.linear is False and not server.optimiser,
-        "ignored": server.ignored_rounds,
-        "steps": biased and by_steps,
-        "sizes": biased and ignores_sizes,
-        "normalised": biased and normalised,
-        "probability": biased and uneven_probabilities and "probability" not in form,
-    }
-    why = why_not_normalise(objective, effective, other_causes=by_steps or ignores_sizes)
-    at = {"low": low, "high": high, "at": "at one step size", "instead": ""}
-    return findings_of(causes, why_not_normalise=why, **at, **vars(server))
+        ``steps`` are the fewest and the most if these make a difference. If cohorts are not
+        ``sampled``, as in a log, chance alone makes the probabilities differ.
+        """
+        form, (low, high) = self.form or "", steps or (0, 0)
+        by_steps = biased and steps is not None and "/ steps" not in form and "/ (steps" not in form
+        ignores_sizes = form == "all alike" or (self.uses_sizes is False and not form)
+        ignores_sizes = biased and ignores_sizes and uneven(weights[0])
+        partial = biased and bool((probabilities < 1).any())
+        by_probability = biased and sampled and uneven(probabilities)
+        causes = {
+            "not finite": self.non_finite_rounds,
+            "drift": self.moves_without_updates,
+            "unbounded": self.long_run_gain == np.inf,
+            "only one": self.only_client_counted,
+            "order": self.ordered and not self.only_client_counted,
+            "fails": self.fails_on_zero_updates,
+            "optimiser": self.linear is False and self.optimiser,
+            "not linear": self.linear is False and not self.optimiser,
+            "ignored": self.ignored_rounds,
+            "steps": by_steps,
+            "sizes": ignores_sizes,
+            "normalised": partial and self.sums_to is not None and not self.constant,
+            "probability": by_probability and "probability" not in form,
+        }
+        why = why_not_normalise(*weights, other_causes=by_steps or ignores_sizes)
+        at = {"low": low, "high": high, "at": "at one step size", "instead": ""}
+        return findings_of(causes, why_not_normalise=why, **at, **vars(self))
 
 
 def describe_weights(

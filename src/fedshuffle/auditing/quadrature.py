@@ -228,16 +228,10 @@ class _DrawFunction:
     """
 
     def __init__(
-        self,
-        size: int,
-        count: IntArray,
-        keep: FloatArray,
-        chances: FloatArray,
-        u: FloatArray,
-        c: FloatArray,
-        v: FloatArray | None = None,
+        self, size: int, count: IntArray, keep: FloatArray, chances: FloatArray, *each: FloatArray
     ) -> None:
-        self.size, self.count, self.u, self.c, self.v = size, count, u, c, v
+        self.size, self.count, (self.u, self.c) = size, count, each[:2]
+        self.v = each[2] if len(each) > 2 else None
         with np.errstate(divide="ignore"):
             self.log_chances = np.log(chances)
             self.log_keep, self.log_drop = np.log(keep), np.log1p(-keep)

@@ -13,14 +13,7 @@ import numpy as np
 from fedshuffle import _html
 from fedshuffle._arrays import FloatArray, IntArray, jsonable
 from fedshuffle.auditing.estimation import WeightEstimate
-from fedshuffle.auditing.findings import (
-    CLOSE,
-    TOLERANCE,
-    Finding,
-    ServerProperties,
-    server_findings,
-    uneven,
-)
+from fedshuffle.auditing.findings import CLOSE, TOLERANCE, Finding, ServerProperties
 from fedshuffle.errors import visible
 from fedshuffle.federation import Federation
 from fedshuffle.methods import Method
@@ -272,10 +265,8 @@ def blackbox_result(
     """
     objective, weights = federation.weights, estimate.weights
     consistent = _consistent(estimate, objective, confidence, server)
-    # In a log, chance alone makes the shares of rounds differ.
-    known_uneven = sampling is not None and uneven(probabilities)
-    partial, biased = bool((probabilities < 1).any()), consistent is False
-    findings = server_findings(server, objective, weights, biased, steps, partial, known_uneven)
+    both, sampled = (objective, weights), sampling is not None
+    findings = server.findings(consistent is False, both, probabilities, steps, sampled)
     exact = not estimate.errors.any()
     half = np.maximum(estimate.half_widths(confidence), _ROUNDING * np.abs(weights))
     return Audit(

@@ -26,6 +26,7 @@ from fedshuffle.methods import Method
 from fedshuffle.state import State
 from fedshuffle.testing.problems import (
     OPTIMA,
+    DoesNotApplyError,
     limit_point,
     make_run,
     measured_weights,
@@ -35,7 +36,6 @@ from fedshuffle.testing.problems import (
     sizes,
     without_server_optimiser,
 )
-from fedshuffle.testing.report import DoesNotApplyError
 from fedshuffle.training.rounds import Run
 
 _CLIENTS = Federation.from_sizes((1, 2, 4, 5))

@@ -29,8 +29,11 @@ from fedshuffle.testing.problems import (
     DRAWS,
     OPTIMA,
     WORK,
+    ensure,
+    equal,
     federation,
     limit_point,
+    listed_cohorts,
     make_run,
     measured_weights,
     numbers,
@@ -38,14 +41,13 @@ from fedshuffle.testing.problems import (
     point_problem,
     quadratic_clients,
     regression,
+    short,
     sizes,
     states,
     tensors,
     trained,
     without_server_optimiser,
 )
-from fedshuffle.testing.report import ensure, equal, short
-from fedshuffle.testing.sampling_checks import listed_cohorts
 from fedshuffle.training.rounds import Run, drive, run_round
 
 _SMALL_STEP = 2.0**-10
@@ -109,10 +111,8 @@ def _settles(clients: QuadraticClients) -> None:
     gradient = torch.tensor(clients.run.federation.weights) @ clients.gradients(state.x)
     moves = []
     for _ in range(rounds):
-        seen: list[Request] = []
-        after = clients.run_round(state, seen.append)
-        assert isinstance(seen[-1], LocalTraining)
-        scale = seen[-1].tasks[0].coefficients.scale
+        scale = clients.local_training(state).tasks[0].coefficients.scale
+        after = clients.run_round(state)
         moves.append((after.x - state.x) / (1.0 if scale is None else scale) / _SMALL_STEP)
         state = after
     late = torch.stack(moves[-last:])

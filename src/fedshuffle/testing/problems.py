@@ -1,5 +1,5 @@
-"""The four clients of the checks, with quadratic objectives or with examples for real engines; and
-the mean of a method's rounds over all cohorts.
+"""What checks are made of: comparisons, four clients with quadratic objectives or with examples for
+real engines, and the mean of a method's rounds over all cohorts.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import ArrayLike
 from torch import Tensor, nn
 
 from fedshuffle import losses
@@ -23,10 +24,9 @@ from fedshuffle.local_work import LocalWork
 from fedshuffle.methods import Method
 from fedshuffle.methods.servers import Average
 from fedshuffle.randomness import Purpose, generator
-from fedshuffle.sampling import Full, Sampling, resolve
+from fedshuffle.sampling import Cohorts, Full, Sampling, resolve
+from fedshuffle.sampling.base import MAX_COHORTS
 from fedshuffle.state import State
-from fedshuffle.testing.report import DoesNotApplyError, ensure
-from fedshuffle.testing.sampling_checks import listed_cohorts
 from fedshuffle.training import Result, train
 from fedshuffle.training.client_state import ClientState, ClientStateStore
 from fedshuffle.training.rounds import Run, simulate
@@ -36,6 +36,39 @@ SIZES, WEIGHTS = (1, 2, 4, 5), (0.1, 0.3, 0.4, 0.2)
 WORK = LocalWork(batch_size=2)
 OPTIMA = np.array([[1.0], [-2.0], [5.0], [0.5]])
 DRAWS = 1024  # rounds to simulate where nothing exact is possible
+
+
+class ConformanceError(FedShuffleError):
+    """A promise is broken: the message says what was expected and what was found."""
+
+
+class DoesNotApplyError(FedShuffleError):
+    """A check does not apply to a method; the message is the reason."""
+
+
+def ensure(condition: bool | np.bool_, message: str) -> None:
+    """Fail the check unless the condition holds."""
+    if not condition:
+        raise ConformanceError(message)
+
+
+def equal(found: ArrayLike, expected: ArrayLike, tolerance: float | FloatArray, what: str) -> None:
+    """Fail if numbers differ by more than the tolerance; NaN differs from everything."""
+    a, b = np.asarray(found, dtype=np.float64), np.asarray(expected, dtype=np.float64)
+    same = a.shape == b.shape and bool((np.abs(a - b) <= tolerance).all())
+    ensure(same, f"{what}: expected {short(b)}, found {short(a)}.")
+
+
+def short(values: ArrayLike) -> str:
+    """Numbers as a short text.
+
+    >>> short([0.1, 1 / 3])
+    '[0.1, 0.333333]'
+    """
+    array = np.asarray(values, dtype=np.float64)
+    few = [f"{value:.6g}" for value in array.ravel()[:8]]
+    text = f"{', '.join(few)}{', ...' if array.size > 8 else ''}"
+    return f"[{text}]" if array.ndim else text
 
 
 def sizes(method: Method) -> tuple[int, ...]:
@@ -146,6 +179,14 @@ def trained(method: Method, rounds: int, work: LocalWork, **more: Any) -> Result
         step_size=0.05,
         **more,
     )
+
+
+def listed_cohorts(sampling: Sampling) -> Cohorts:
+    """All cohorts; the check does not apply if there are too many."""
+    cohorts = sampling.cohorts(MAX_COHORTS)
+    if cohorts is None:
+        raise DoesNotApplyError(f"{sampling!r} has too many cohorts to enumerate.")
+    return cohorts
 
 
 class _NotAffineError(Exception):

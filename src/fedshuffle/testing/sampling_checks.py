@@ -8,21 +8,13 @@ import numpy as np
 
 from fedshuffle._arrays import FloatArray, IntArray
 from fedshuffle.randomness import Purpose, generator
-from fedshuffle.sampling import Cohorts, Sampling
+from fedshuffle.sampling import Sampling
 from fedshuffle.sampling.base import MAX_COHORTS
-from fedshuffle.testing.report import DoesNotApplyError, ensure, equal
+from fedshuffle.testing.problems import DoesNotApplyError, ensure, equal, listed_cohorts
 
 _DRAWS = 2000
 _SIGMAS = 5.0
 _PAIRS = 200  # most clients for which pair probabilities are checked one by one
-
-
-def listed_cohorts(sampling: Sampling) -> Cohorts:
-    """All cohorts; the check does not apply if there are too many."""
-    cohorts = sampling.cohorts(MAX_COHORTS)
-    if cohorts is None:
-        raise DoesNotApplyError(f"{sampling!r} has too many cohorts to enumerate.")
-    return cohorts
 
 
 def probabilities(sampling: Sampling) -> None:
