@@ -20,7 +20,7 @@ import torch
 from flwr.app import ArrayRecord, Message, RecordDict
 from flwr.serverapp import Grid
 
-from fedshuffle.auditing.adapters.flower import ensure_identity
+from fedshuffle.auditing.adapters import ensure_identity
 from fedshuffle.flower import FedShuffleStrategy, protocol
 
 

@@ -25,7 +25,7 @@ import numpy as np
 from flwr.app import Array, ArrayRecord, Message, MetricRecord, RecordDict
 from flwr.serverapp.strategy import FedAvg
 
-from fedshuffle.auditing.adapters.flower import ensure_identity
+from fedshuffle.auditing.adapters import ensure_identity
 from fedshuffle.flower.local import COMPLETED, Deployment
 from fedshuffle.templates import new_flower_app
 

@@ -97,7 +97,7 @@ def test_names_from_data_at_the_command_line(
 
 def test_an_audit_of_clients_with_such_names(capsys: pytest.CaptureFixture[str]) -> None:
     from fedshuffle import audit
-    from fedshuffle.auditing.display import print_audit
+    from fedshuffle.auditing.result import print_audit
 
     federation = Federation.from_arrays([1.0, 2.0, 3.0], client_ids=["a", f"b{EVIL}", "a"])
     print_audit(Console(width=200), audit(federation, "fedavg", "full"))

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from fedshuffle.auditing.adapters.flower import ensure_identity
+from fedshuffle.auditing.adapters import ensure_identity
 
 
 @pytest.fixture

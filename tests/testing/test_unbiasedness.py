@@ -13,14 +13,16 @@ from fedshuffle.methods import Plain
 from fedshuffle.methods.servers import Average
 from fedshuffle.sampling import Listed, Sampling, resolve
 from fedshuffle.testing.problems import (
+    OPTIMA,
     WORK,
     federation,
+    limit_point,
+    listed_cohorts,
     make_run,
+    measured_weights,
     numbers,
     quadratic_clients,
 )
-from fedshuffle.testing.sampling_checks import listed_cohorts
-from fedshuffle.testing.unbiasedness import OPTIMA, limit_point, measured_weights
 
 NAMES = [  # the averaging methods; the conformance suite covers the others
     method.name

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from fedshuffle.auditing.audit import audit
+from fedshuffle.auditing.audit import audit, contributions
 from fedshuffle.auditing.blackbox import audit_server
-from fedshuffle.auditing.expectation import contributions
 from fedshuffle.auditing.findings import Finding
 from fedshuffle.auditing.quadrature import expected_ratio
 from fedshuffle.auditing.result import Audit

@@ -17,7 +17,7 @@ from typing import Any, Literal
 import numpy as np
 
 from fedshuffle._arrays import FloatArray, count, expect, number
-from fedshuffle.auditing.adapters.base import Aggregator, FunctionAggregator
+from fedshuffle.auditing.adapters import Aggregator, FunctionAggregator
 from fedshuffle.auditing.estimation import (
     BATCHES,
     Control,
@@ -28,7 +28,7 @@ from fedshuffle.auditing.estimation import (
     proportions,
     weights_from_all_cohorts,
 )
-from fedshuffle.auditing.properties import ServerProperties, describe_weights, uneven
+from fedshuffle.auditing.findings import ServerProperties, describe_weights, uneven
 from fedshuffle.auditing.quadrature import expected_ratio
 from fedshuffle.auditing.result import Audit, blackbox_result
 from fedshuffle.auditing.server import QueryCohort, ServerQueries
@@ -37,8 +37,6 @@ from fedshuffle.federation import Federation
 from fedshuffle.local_work import LocalWork
 from fedshuffle.randomness import check_seed
 from fedshuffle.sampling import Sampling, resolve
-
-StepSizes = Literal["equal", "scaled"]
 
 _DESCRIBED = 64  # cohorts of a simulation that are compared to find a rule for the weights
 _DIFFERENT = 2000  # most different clients for which control variates are computed
@@ -53,7 +51,7 @@ def audit_server(
     sampling: str | Sampling = "full",
     work: LocalWork | None = None,
     *,
-    step_sizes: StepSizes = "equal",
+    step_sizes: Literal["equal", "scaled"] = "equal",
     step_size: float = 2.0**-6,
     draws: int = 2000,
     seed: int = 0,

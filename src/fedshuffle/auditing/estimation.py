@@ -75,11 +75,8 @@ def estimate(
     A client that was never seen is assumed to have the average ratio of effective to objective
     weight: its error is infinite, but the weights of the others come out right.
 
-    A rare round with a large contribution of a client (when it is alone, say) may not be drawn, and
-    then both the mean and its error are too small. So contributions are regressed on control
-    variates. If one of them explains every contribution, its expectation gives the weights.
-    Otherwise the change that regression would make is added to the errors, which are then rather
-    too large.
+    A rare round with a large contribution may not be drawn, so contributions are regressed on
+    control variates: docs/audit-others.md says why, under "Intervals".
     """
     client, n = seen.client, len(objective)
     count = np.bincount(client, minlength=n).astype(np.float64)

@@ -8,17 +8,7 @@ for every client, without sampling. With :math:`X^{-k} = \int_0^\infty t^{k-1} e
 the expectation becomes an integral over t of the *generating function*
 :math:`E[1\{i \in S\} c_i (\sum_S v) e^{-t \sum_S u}]`, which has a closed form. A cohort consists
 of independent draws; in each a fixed number of clients is invited uniformly, and every invited
-client is kept with its probability:
-
-- everyone is invited (independent participation): a product over clients;
-- k of n clients are invited: an elementary symmetric polynomial, read off the product
-  :math:`\prod_j (1 + a_j z)` as a Fourier coefficient on a circle through the saddle point, where
-  all terms are of like size and nothing cancels;
-- several draws (strata): a product of such.
-
-The integrand is analytic in :math:`\log t`, so the trapezoidal rule on that scale converges faster
-than any power of its step; the rule with every second point gives its accuracy. Clients with equal
-numbers are interchangeable and are computed once.
+client is kept with its probability. docs/audit.md explains the method.
 
 A client's numbers may be random, independently of the cohort (epochs drawn in every round): they
 are then given as A alternatives per client, with the chances of the alternatives.
@@ -238,16 +228,10 @@ class _DrawFunction:
     """
 
     def __init__(
-        self,
-        size: int,
-        count: IntArray,
-        keep: FloatArray,
-        chances: FloatArray,
-        u: FloatArray,
-        c: FloatArray,
-        v: FloatArray | None = None,
+        self, size: int, count: IntArray, keep: FloatArray, chances: FloatArray, *each: FloatArray
     ) -> None:
-        self.size, self.count, self.u, self.c, self.v = size, count, u, c, v
+        self.size, self.count, (self.u, self.c) = size, count, each[:2]
+        self.v = each[2] if len(each) > 2 else None
         with np.errstate(divide="ignore"):
             self.log_chances = np.log(chances)
             self.log_keep, self.log_drop = np.log(keep), np.log1p(-keep)

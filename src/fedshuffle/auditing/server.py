@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 
 from fedshuffle._arrays import FloatArray, IntArray
-from fedshuffle.auditing.adapters.base import Aggregator, Replies
-from fedshuffle.auditing.properties import CLOSE, ServerProperties
+from fedshuffle.auditing.adapters import Aggregator, Replies
+from fedshuffle.auditing.findings import CLOSE, ServerProperties
 from fedshuffle.errors import FedShuffleError, error_context
 from fedshuffle.federation import Federation
 from fedshuffle.local_work import EpochRange, Workload
@@ -56,7 +56,7 @@ class ServerQueries:
     seed: int
 
     def __post_init__(self) -> None:
-        work, n = self.workload.work, len(self.federation)
+        work, n, self.name = self.workload.work, len(self.federation), self.aggregator.name
         random = isinstance(work.epochs, EpochRange) and not isinstance(work.steps, int)
         random |= work.interruption is not None and work.interruption.random
         listed = None if random else self.sampling.cohorts(self.draws)
@@ -70,11 +70,6 @@ class ServerQueries:
         most = n if self.own else max(len(cohort.clients) for cohort in self.cohorts())
         self.places = n if self.own else min(most, max(16, _NUMBERS // most))
         self.coordinates = self.places + 1  # the last is unused
-
-    @property
-    def name(self) -> str:
-        """The server's name."""
-        return self.aggregator.name
 
     def cohorts(self, shuffled: bool = False, draws: int | None = None) -> Iterator[QueryCohort]:
         """The cohorts to test with; the order of arrival is not known, so it may be shuffled."""

@@ -21,7 +21,7 @@ from fedshuffle.errors import FedShuffleError
 from fedshuffle.federation import Federation
 from fedshuffle.local_work import Workload
 from fedshuffle.methods import Cohort, Method
-from fedshuffle.sampling import One, Sampling
+from fedshuffle.sampling import Sampling
 from fedshuffle.sampling.base import check_cohort
 
 ROUNDS = 100  # to average over by default, if rounds differ
@@ -58,38 +58,16 @@ class Subject:
         steps = planned, self.workload.done(planned, clients, seed, round)
         return Cohort.of(self.federation, self.sampling, self.workload, clients, steps, round)
 
-    def everyone(self, alternative: int = 0, round: int = 0) -> Cohort:
-        """All clients with the steps of their own epochs, in one of their alternatives."""
-        planned = self.workload.possible_steps[0][:, alternative]
-        return self.cohort(np.arange(len(self.federation)), planned, round=round)
-
-    @functools.cached_property
-    def drawn(self) -> Cohort:
-        """A cohort that may be drawn."""
-        n = len(self.sampling)
-        draws = (check_cohort(self.sampling.draw(0, r), n, self.sampling) for r in range(100))
-        members = next((drawn for drawn in draws if len(drawn)), np.arange(n))
-        planned = self.workload.possible_steps[0][members, 0]
-        return self.cohort(members, self.workload.cohort_steps(planned))
-
-    def address(self, seed: int, draw: int) -> tuple[int, int]:
-        """The seed and the round of a draw; all rounds of the window come equally often."""
-        window = self.dependencies.window
-        return (seed, draw) if not window else ((seed + draw // window) % 2**64, draw % window)
-
-    @property
-    def common_steps(self) -> bool:
-        """Whether a cohort agrees on a number of steps that depends on who is in it."""
-        steps = self.workload.possible_steps[0]
-        varied = steps.min() != steps.max() and not isinstance(self.sampling, One)
-        return isinstance(self.workload.work.steps, str) and bool(varied)
-
     @functools.cached_property
     def dependencies(self) -> Dependencies:
         """Found by watching what the rules read and by trying other rounds, seeds and cohorts."""
         rules, interruption = self.method.averaging, self.workload.work.interruption
-        everyone, mixes = np.arange(len(self.federation)), _mixes(self.workload.possible_steps[0])
-        shown = [self.drawn, *(self.cohort(everyone, mix) for mix in mixes)]
+        everyone, alternatives = np.arange(len(self.federation)), self.workload.possible_steps[0]
+        mixes, n, sampling = _mixes(alternatives), len(everyone), self.sampling
+        draws = (check_cohort(sampling.draw(0, r), n, sampling) for r in range(100))
+        members = next((drawn for drawn in draws if len(drawn)), everyone)
+        planned = self.workload.cohort_steps(alternatives[members, 0])
+        shown = [self.cohort(members, planned), *(self.cohort(everyone, mix) for mix in mixes)]
         weight_reads, divide = _reads(rules.weight, shown), rules.normaliser.divide
         fields = weight_reads | _reads(rules.step_normalisation, shown)
         fields |= _reads(lambda seen: divide(rules.client_weights(seen.cohort), seen), shown)
@@ -107,7 +85,7 @@ class Subject:
             return np.stack([rule(cohort) for cohort in cohorts for rule in both])
 
         def in_round(round: int) -> FloatArray:
-            drawn = self.cohort(self.drawn.clients, self.drawn.planned, round=round)
+            drawn = self.cohort(members, planned, round=round)
             return np.append(values(everyone, round), rules.aggregation_weights(drawn))
 
         others = not (_ours(rules.weight) and _ours(rules.step_normalisation))

@@ -72,7 +72,7 @@ def audit(
 ) -> None:
     """Say which objective a method, or other people's code, really minimises."""
     from fedshuffle.auditing.adapters import Aggregator, FlowerAggregator, read_log
-    from fedshuffle.auditing.display import print_audit
+    from fedshuffle.auditing.result import print_audit
     from fedshuffle.config import imports, loader
 
     server = flower if flower is not None else function

@@ -25,8 +25,7 @@ from fedshuffle.local_work import LocalWork
 from fedshuffle.methods import Method
 from fedshuffle.state import State
 from fedshuffle.testing import problems
-from fedshuffle.testing.report import DoesNotApplyError
-from fedshuffle.testing.unbiasedness import OPTIMA, limit_point, measured_weights
+from fedshuffle.testing.problems import OPTIMA, DoesNotApplyError, limit_point, measured_weights
 from fedshuffle.training.rounds import Run
 
 _CLIENTS = Federation.from_sizes((1, 2, 4, 5))

@@ -8,21 +8,13 @@ import numpy as np
 
 from fedshuffle._arrays import FloatArray, IntArray
 from fedshuffle.randomness import Purpose, generator
-from fedshuffle.sampling import Cohorts, Sampling
+from fedshuffle.sampling import Sampling
 from fedshuffle.sampling.base import MAX_COHORTS
-from fedshuffle.testing.report import DoesNotApplyError, ensure, equal
+from fedshuffle.testing.problems import DoesNotApplyError, ensure, equal, listed_cohorts
 
 _DRAWS = 2000
 _SIGMAS = 5.0
 _PAIRS = 200  # most clients for which pair probabilities are checked one by one
-
-
-def listed_cohorts(sampling: Sampling) -> Cohorts:
-    """All cohorts; the check does not apply if there are too many."""
-    cohorts = sampling.cohorts(MAX_COHORTS)
-    if cohorts is None:
-        raise DoesNotApplyError(f"{sampling!r} has too many cohorts to enumerate.")
-    return cohorts
 
 
 def probabilities(sampling: Sampling) -> None:
@@ -51,7 +43,7 @@ def pairs(sampling: Sampling) -> None:
     equal(stated, found, 1e-9, "pair probabilities, against the cohorts")
 
 
-def sums(sampling: Sampling) -> None:
+def expected_sums(sampling: Sampling) -> None:
     """``expected_sums(v)`` is ``P v``."""
     matrix = _pair_probabilities(sampling)
     v: FloatArray = generator(0, Purpose.MONTE_CARLO).normal(size=len(sampling))
@@ -59,7 +51,7 @@ def sums(sampling: Sampling) -> None:
     equal(sampling.expected_sums(v), matrix @ v, 1e-9 * len(v), "expected_sums(v), against P v")
 
 
-def variance(sampling: Sampling) -> None:
+def variance_vector(sampling: Sampling) -> None:
     """``Diag(p s) - (P - p p^T)`` has no negative eigenvalue, and s is not negative."""
     p, s = sampling.p, sampling.s
     gap = np.diag(p * s) - (_pair_probabilities(sampling) - np.outer(p, p))
@@ -151,14 +143,8 @@ def _near(found: FloatArray, p: FloatArray, what: str) -> None:
         )
 
 
+_STATED = (probabilities, inclusion, pairs, expected_sums, variance_vector)
+_DRAWN = (draws, seeds, frequencies, selection)
 CHECKS: dict[str, Callable[[Sampling], None]] = {
-    "probabilities": probabilities,
-    "inclusion": inclusion,
-    "pairs": pairs,
-    "expected sums": sums,
-    "variance vector": variance,
-    "draws": draws,
-    "seeds": seeds,
-    "frequencies": frequencies,
-    "selection": selection,
+    check.__name__.replace("_", " "): check for check in (*_STATED, *_DRAWN)
 }

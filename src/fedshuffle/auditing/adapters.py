@@ -1,0 +1,387 @@
+"""Other people's servers in the form that the black-box audit needs, and logs of their rounds."""
+
+from __future__ import annotations
+
+import abc
+import contextlib
+import copy
+import csv
+import dataclasses
+import functools
+import inspect
+import json
+import logging
+import math
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from fedshuffle._arrays import FloatArray, IntArray, number, vector
+from fedshuffle.auditing.estimation import Observations, estimate
+from fedshuffle.auditing.findings import ServerProperties, describe_weights, uneven
+from fedshuffle.auditing.result import Audit, blackbox_result
+from fedshuffle.errors import FedShuffleError, error_context, optional_import, user_error
+from fedshuffle.federation import Federation
+
+_ASKED = 4  # a strategy that asks for the nodes more often in a round waits for more of them
+_NEEDED = ("round", "client", "size", "steps", "weight")  # the columns of a log
+
+_Row = tuple[str, str, int, int, float, float]
+"""Round, client, size, steps, weight and step size."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class Replies:
+    """What reaches the server in one round: an entry, or a row, per client in order of arrival."""
+
+    round: int  # from 0 on
+    clients: IntArray
+    sizes: IntArray  # examples
+    steps: IntArray  # local steps done
+    probabilities: FloatArray  # inclusion probabilities
+    updates: FloatArray  # how far each client would move the model: (clients, dimensions)
+
+
+class Aggregator(abc.ABC):
+    """A server under audit: it maps the replies of a round to a step of the model."""
+
+    name: str
+    resets: bool
+    """Whether :meth:`reset` clears all state; a plain function may have hidden state."""
+
+    @abc.abstractmethod
+    def reset(self) -> None:
+        """Start again: before the first round, with a model of zero."""
+
+    @abc.abstractmethod
+    def step(self, replies: Replies) -> FloatArray:
+        """How the model moves in this round: one number per dimension."""
+
+    def average(self) -> Aggregator | None:
+        """The server without its optimiser: the average of the updates that the optimiser gets.
+
+        None if there is no optimiser, or if it cannot be separated.
+        """
+        return None
+
+
+class FunctionAggregator(Aggregator):
+    """``aggregate(clients, sizes, updates) -> step``, with ``updates`` a row per client.
+
+    It may have further parameters named ``steps``, ``probabilities`` and ``round``. A server with
+    memory is a class whose objects are called like that: a new object is a fresh server.
+
+    >>> def mean(clients, sizes, updates):
+    ...     return updates.mean(axis=0)
+    >>> FunctionAggregator(mean).name
+    'mean'
+    """
+
+    def __init__(self, aggregate: Callable[..., Any], name: str | None = None) -> None:
+        if not callable(aggregate):
+            raise FedShuffleError(
+                f"{aggregate!r:.60} cannot be called: give a function of (clients, sizes, updates)"
+                " that returns the server's step, or a class whose objects are such functions."
+            )
+        self.resets = isinstance(aggregate, type)
+        self.name = name or getattr(aggregate, "__name__", None) or type(aggregate).__name__
+        self._given = aggregate
+        self.reset()
+
+    def reset(self) -> None:
+        self._call = self._given
+        if self.resets:
+            remedy = "Give a class that needs no arguments."
+            self._call = _call(self._given, self.name, remedy)
+        if not callable(self._call):
+            raise FedShuffleError(
+                f"objects of {self.name} cannot be called: give it a method"
+                " __call__(self, clients, sizes, updates) that returns the server's step."
+            )
+        self._more: list[str] = []
+        with contextlib.suppress(
+            TypeError, ValueError
+        ):  # some built-in functions have no signature
+            optional = inspect.signature(self._call).parameters.keys()
+            self._more = sorted(optional & {"steps", "probabilities", "round"})
+
+    def step(self, replies: Replies) -> FloatArray:
+        more = {name: getattr(replies, name) for name in self._more}
+        step = self._call(replies.clients, replies.sizes, replies.updates, **more)
+        if np.iscomplexobj(step):
+            raise FedShuffleError(f"{self.name} gives complex numbers: give a step of real ones.")
+        return np.asarray(step, dtype=np.float64)
+
+
+class FlowerAggregator(Aggregator):
+    """A strategy of Flower's message API, or what makes one when called without arguments.
+
+    ``nodes`` is the number of clients of the federation, which the strategy sees as nodes. Clients
+    reply with their model under the strategy's key, their number of examples, and a loss of one.
+    A round runs as in ``Strategy.start``, without a network. Which nodes the strategy would have
+    picked is ignored: the audit's sampling decides who replies.
+    """
+
+    resets = True
+    _averages = False  # whether to leave out the optimiser that follows the average
+
+    def __init__(self, strategy: Any, nodes: int, name: str | None = None) -> None:
+        self._flwr = _flower("app")
+        ensure_identity()
+        is_strategy = hasattr(strategy, "aggregate_train") and not isinstance(strategy, type)
+        made = strategy if is_strategy else _make(strategy)
+        if not hasattr(made, "aggregate_train") or not hasattr(made, "configure_train"):
+            raise FedShuffleError(
+                f"{made!r:.60} is not a strategy of Flower's message API: it needs configure_train"
+                " and aggregate_train, as those of flwr.serverapp.strategy have."
+            )
+        self.name, self._pristine, self._nodes = name or type(made).__name__, made, nodes
+        self.reset()
+
+    def reset(self) -> None:
+        self._strategy = copy.deepcopy(self._pristine)
+        self._model: FloatArray | None = None
+
+    def average(self) -> FlowerAggregator | None:
+        """The same without the server's optimiser, for FedAdagrad, FedAdam and FedYogi."""
+        strategies = _flower("serverapp.strategy")
+        adaptive = strategies.FedAdagrad, strategies.FedAdam, strategies.FedYogi
+        if self._averages or not isinstance(self._pristine, adaptive):
+            return None
+        inner = copy.copy(self)
+        inner._averages = True
+        inner.reset()
+        return inner
+
+    def step(self, replies: Replies) -> FloatArray:
+        app, strategy = self._flwr, self._strategy
+        model = np.zeros(replies.updates.shape[1]) if self._model is None else self._model
+        grid, round = _Grid(self._nodes), replies.round + 1
+        models, clients, sizes = model + replies.updates, replies.clients, replies.sizes
+        with _quiet():
+            # A list, as it may be a generator.
+            list(strategy.configure_train(round, self._arrays(model), app.ConfigRecord({}), grid))
+            clients_replies = zip(clients.tolist(), models, sizes.tolist(), strict=True)
+            answers = [self._reply(*reply) for reply in clients_replies]
+            aggregate = strategy.aggregate_train
+            if self._averages:
+                plain = _flower("serverapp.strategy").FedAvg.aggregate_train
+                aggregate = functools.partial(plain, strategy)
+            arrays, _ = aggregate(round, answers)
+        if arrays is None:  # the strategy leaves the model as it is
+            self._model = model
+            return np.zeros_like(model)
+        self._model = np.asarray(next(iter(arrays.values())).numpy(), dtype=np.float64)
+        return self._model - model
+
+    def _arrays(self, model: FloatArray) -> Any:
+        return self._flwr.ArrayRecord({"x": self._flwr.Array(model.copy())})
+
+    def _reply(self, client: int, model: FloatArray, size: int) -> Any:
+        app = self._flwr
+        weight, loss = ("weighted_by_key", "num-examples"), ("train_loss_key", "train_loss")
+        numbers: dict[str, float] = {self._key(*weight): size, self._key(*loss): 1.0}
+        key = self._key("arrayrecord_key", "arrays")
+        content = app.RecordDict({key: self._arrays(model), "metrics": app.MetricRecord(numbers)})
+        asked = app.Message(app.RecordDict({}), dst_node_id=client + 1, message_type="train")
+        return app.Message(content, reply_to=asked)
+
+    def _key(self, name: str, default: str) -> str:
+        """A key of the strategy, or of the one that it wraps."""
+        strategy: Any = self._strategy
+        while strategy is not None:
+            if hasattr(strategy, name):
+                return str(getattr(strategy, name))
+            strategy = getattr(strategy, "strategy", None)
+        return default
+
+
+class _Grid:
+    """The nodes, as a strategy sees them."""
+
+    def __init__(self, nodes: int) -> None:
+        self._nodes, self._asked = nodes, 0
+
+    def get_node_ids(self) -> list[int]:
+        self._asked += 1
+        if self._asked > _ASKED:
+            raise FedShuffleError(
+                f"the strategy waits for more than the {self._nodes} clients there are: lower its"
+                " min_train_nodes and min_available_nodes, or give more clients."
+            )
+        return list(range(1, self._nodes + 1))
+
+
+def _make(strategy: Any) -> Any:
+    if not callable(strategy):
+        raise FedShuffleError(
+            f"{strategy!r:.60} is not a Flower strategy: give one, or what makes one when called"
+            " without arguments."
+        )
+    remedy = "Give a strategy with its arguments, or a function without parameters that makes it."
+    with _quiet():
+        return _call(strategy, getattr(strategy, "__name__", repr(strategy)), remedy)
+
+
+def _call(make: Callable[[], Any], name: str, remedy: str) -> Any:
+    with error_context(lambda error: f"{name}() fails: {user_error(error)}. {remedy}"):
+        return make()
+
+
+def _flower(part: str) -> Any:
+    return optional_import(f"flwr.{part}", "auditing a Flower strategy", "flower")
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Silence Flower's log, which has lines for every round."""
+    logger = logging.getLogger("flwr")
+    before = logger.level
+    logger.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logger.setLevel(before)
+
+
+def ensure_identity() -> None:
+    """Set the ids that messages carry, unless this is one of Flower's processes, which has them."""
+    identity = _flower("supercore.task_identity").TaskIdentity
+    for name in ("run_id", "node_id", "task_id"):
+        try:
+            getattr(identity, name)
+        except RuntimeError:  # it is not set
+            setattr(identity, name, 1)
+
+
+def read_log(
+    path: str | Path, *, weights: ArrayLike | None = None, confidence: float = 0.95
+) -> tuple[Audit, Federation]:
+    """The objective that the system of a log really minimises, and its clients.
+
+    A log is a CSV file with a header, or JSONL with one object per line, one line for every client
+    of every round: ``round, client, size, steps, weight`` and, if step sizes differ, ``step_size``.
+    The weight is the number by which the server multiplied the client's update.
+
+    The clients are those of the log, ordered by their ids; ``weights`` are those of the objective
+    that was meant, in that order, by size if not given. Rounds are assumed to be independent draws;
+    empty rounds are not in the log, and make no difference.
+    """
+    number(confidence, "confidence", within="(0, 1)")
+    path = Path(path)
+    rows = _rows(path)
+    if not rows:
+        raise FedShuffleError(f"{path}: the log has no rounds.")
+    rounds, clients, *columns = zip(*rows, strict=True)
+    sizes, steps, weight, step_size = map(np.array, columns)
+    # By number if all ids are numbers (int() refuses very long ones), else by text.
+    numbers = all(id.isdecimal() and len(id) < 1000 for id in clients)
+    ids = sorted(set(clients), key=lambda id: (int(id) if numbers else 0, id))
+    place = {id: i for i, id in enumerate(ids)}
+    client = np.array([place[id] for id in clients])
+    if weights is not None:
+        what = f"weights (one for each client of the log: {ids[0]}, ...)"
+        weights = vector(weights, what, range(len(ids)))
+    of_client = sizes[np.unique(client, return_index=True)[1]]
+    federation = dataclasses.replace(Federation.from_sizes(of_client, weights), ids=tuple(ids))
+
+    names = {name: k for k, name in enumerate(dict.fromkeys(rounds))}
+    distance = steps * step_size
+    seen = Observations(
+        len(names), np.array([names[r] for r in rounds]), client, weight * distance, weight, steps
+    )
+    taken = np.bincount(client) / len(names)
+    counted = ServerProperties(rounds=len(names))
+    audit = blackbox_result(
+        estimate(seen, federation.weights, None),
+        describe_weights(counted, federation, taken, seen),
+        federation,
+        confidence,
+        probabilities=taken,
+        steps=(int(steps.min()), int(steps.max())) if uneven(distance) else None,
+        name=path.name,
+        source=f"a log of {len(names)} rounds",
+        how=f"{len(rows)} updates in {len(names)} rounds",
+    )
+    return audit, federation
+
+
+def _rows(path: Path) -> list[_Row]:
+    """The rows of a log; each client must be in a round once, with the same size in every round."""
+    rows: list[_Row] = []
+    line_of: dict[tuple[str, str], int] = {}
+    size_of: dict[str, tuple[int, int]] = {}
+    for line, record in _records(path):
+        with error_context(f"{path}, line {line}"):
+            row = round, client, size, *_ = _row(record)
+            before = line_of.setdefault((round, client), line)
+            if before != line:
+                raise FedShuffleError(
+                    f"client {client} is already in round {round}, in line {before}. Give each"
+                    " client of a round one line."
+                )
+            known, before = size_of.setdefault(client, (size, line))
+            if known != size:
+                raise FedShuffleError(
+                    f"client {client} has {size} examples, but {known} in line {before}. The"
+                    " objective needs one size for each."
+                )
+            rows.append(row)
+    return rows
+
+
+def _records(path: Path) -> Iterator[tuple[int, Any]]:
+    """The records of a log with their line numbers."""
+    unreadable = (OSError, UnicodeDecodeError)
+    with error_context(lambda error: f"cannot read the log {str(path)!r}: {error}.", unreadable):
+        text = path.read_text(encoding="utf-8-sig")
+    if path.suffix in (".jsonl", ".ndjson") or text.lstrip().startswith("{"):
+        bad = (ValueError, RecursionError)  # also endless digits or brackets
+        for line, words in enumerate(text.splitlines(), 1):
+            if words.strip():
+                with error_context(f"{path}, line {line}: no JSON", bad):
+                    record = json.loads(words)
+                yield line, record
+        return
+    reader = csv.DictReader(map(str.strip, text.splitlines()), skipinitialspace=True)
+    with error_context(lambda error: f"{path}, line {reader.line_num}: {error}.", csv.Error):
+        reader.fieldnames = header = [name.strip() for name in reader.fieldnames or ()]
+        for name in (*_NEEDED, "step_size"):
+            if header.count(name) > 1:
+                raise FedShuffleError(f"{path}: there is more than one column {name!r}.")
+        for record in reader:
+            yield reader.line_num, record
+
+
+def _row(record: Any) -> _Row:
+    if not isinstance(record, Mapping):
+        raise FedShuffleError("write one object, such as {...}.")
+    for name in _NEEDED:
+        if name not in record:
+            raise FedShuffleError(
+                f"there is no {name!r}. A log needs {', '.join(_NEEDED)}, and may have step_size;"
+                f" this has {', '.join(map(str, record))}."
+            )
+    if None in record:
+        raise FedShuffleError("more entries than the header has columns.")
+    for name in ("round", "client"):
+        if isinstance(record[name], bool | list | dict | None) or not str(record[name]).strip():
+            raise FedShuffleError(f"{name} is {record[name]!r}: name it.")
+
+    def value(name: str, whole: bool = False) -> float:
+        try:
+            found = math.nan if isinstance(record[name], bool) else float(record[name])
+        except (TypeError, ValueError, OverflowError):
+            found = math.nan
+        if not int(whole) <= found < 2**52 or (whole and found % 1):
+            kind = "a whole number from 1 to 2**52" if whole else "a number from 0 to 2**52"
+            raise FedShuffleError(f"{name} is {record[name]!r:.60}, but must be {kind}.")
+        return found
+
+    size, steps = int(value("size", whole=True)), int(value("steps", whole=True))
+    step_size = value("step_size") if "step_size" in record else 1.0
+    round, client = str(record["round"]).strip(), str(record["client"]).strip()
+    return round, client, size, steps, value("weight"), step_size
