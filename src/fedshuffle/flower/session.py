@@ -1,4 +1,9 @@
-"""A run in progress: the clients and the model are known, and rounds follow one another."""
+"""A run in progress: the clients and the model are known, and rounds follow one another.
+
+After an exchange, the method's round runs again as if only the clients that replied had been
+sampled (docs/architecture.md, "Real clients"). Updates are added in the cohort's order, so the
+result does not depend on who was first.
+"""
 
 from __future__ import annotations
 
@@ -17,21 +22,16 @@ from flwr.serverapp import Grid
 from torch import Tensor
 
 from fedshuffle import fingerprint
+from fedshuffle._arrays import FloatArray
 from fedshuffle.errors import FedShuffleError
+from fedshuffle.flower import exchange
 from fedshuffle.flower.client_registry import ClientRegistry
-from fedshuffle.flower.exchange import (
-    Exchange,
-    evaluation,
-    full_gradients,
-    local_training,
-    send,
-)
+from fedshuffle.flower.exchange import Exchange, UpdateBuffer, send
 from fedshuffle.flower.protocol import ClientInfo
-from fedshuffle.flower.round import ClientRound, UpdateBuffer
 from fedshuffle.kernel import LocalTraining, Request
 from fedshuffle.methods import Cohort
 from fedshuffle.state import State
-from fedshuffle.training.rounds import Run
+from fedshuffle.training.rounds import Run, advance
 
 if TYPE_CHECKING:
     from fedshuffle.flower.strategy import FedShuffleStrategy
@@ -98,6 +98,42 @@ class Model:
         )
 
 
+class ClientRound:
+    """A round, exchange by exchange; each client replies with its given probability."""
+
+    def __init__(self, run: Run, state: State, response_probability: FloatArray) -> None:
+        self.run, self.state = run, state
+        self.response_probability = response_probability
+        self.begun = time.perf_counter()
+        self.cohort = run.cohort(state.round)
+        """The clients that have replied to every request so far."""
+        self.missing: dict[int, str] = {}
+        """The clients that have not, and why."""
+        self.buffers: list[UpdateBuffer] = []
+        """The replies to each request so far."""
+        self._request: Request | State = state
+
+    def next(self) -> Request | State:
+        """The next request to the cohort, or the state after the round."""
+        requests = self.run.round(self.state, self.cohort)
+        self._request = advance(requests)
+        for buffer in self.buffers:
+            if isinstance(self._request, State):  # nobody is left
+                break
+            self._request = advance(requests, buffer.sums(self._request))
+        return self._request
+
+    def add_replies(self, buffer: UpdateBuffer) -> None:
+        """End the exchange of the last request with its replies."""
+        cohort, clients = self.cohort, self.cohort.clients
+        if isinstance(self._request, LocalTraining):
+            done = [buffer.steps.get(client, 1) for client in clients.tolist()]
+            cohort = replace(cohort, done=np.array(done, dtype=np.int64))
+        replied = np.isin(clients, list(buffer.steps))
+        self.cohort = cohort.only(replied, cohort.probability * self.response_probability[clients])
+        self.buffers.append(buffer)
+
+
 @dataclass
 class Session:
     """The rounds of a run on a grid, with the timeout and the dropout model of the strategy."""
@@ -159,9 +195,7 @@ class Session:
                     why = training.accept(client, reply)
                 if why:
                     _log.warning("round %d: invalid reply: %s", self.state.round + 1, why)
-            missing = [
-                client for client in training.clients if client not in training.replies.steps
-            ]
+            missing = [c for c in training.clients if c not in training.replies.steps]
             round.missing |= dict.fromkeys(missing, "did not reply")
             round.add_replies(training.replies)
         self._round = None
@@ -172,10 +206,11 @@ class Session:
 
         A metric counts if half of them report it; values that are not finite are left out.
         """
-        exchange = evaluation(self.registry.connected(), self.state.round, self.state.x)
-        missing = send(self.grid, exchange, self.registry.nodes, self.strategy.timeout)
+        clients, state = self.registry.connected(), self.state
+        query = exchange.evaluation(clients, state.round, state.x)
+        missing = send(self.grid, query, self.registry.nodes, self.strategy.timeout)
         _log_missing(missing, "evaluation")
-        found = dict(sorted(exchange.replies.items()))
+        found = dict(sorted(query.replies.items()))
         reported = Counter(name for metrics in found.values() for name in metrics)
         means: dict[str, float] = {}
         for name in (name for name, times in reported.items() if 2 * times >= len(found)):
@@ -198,14 +233,14 @@ class Session:
     def _exchange(self, request: Request) -> Exchange[UpdateBuffer]:
         if isinstance(request, LocalTraining):
             batch_size, withheld = self.run.workload.batch_size, self.strategy.withheld
-            return local_training(request, self.state.round, batch_size, withheld)
-        return full_gradients(request)
+            return exchange.local_training(request, self.state.round, batch_size, withheld)
+        return exchange.full_gradients(request)
 
     def _ask(self, round: ClientRound, request: Request) -> None:
-        exchange, strategy = self._exchange(request), self.strategy
-        nodes, timeout, retries = self.registry.nodes, strategy.timeout, strategy.retries
-        round.missing |= send(self.grid, exchange, nodes, timeout, retries)
-        round.add_replies(exchange.replies)
+        query, nodes = self._exchange(request), self.registry.nodes
+        timeout, retries = self.strategy.timeout, self.strategy.retries
+        round.missing |= send(self.grid, query, nodes, timeout, retries)
+        round.add_replies(query.replies)
 
     def _end(self, done: ClientRound) -> dict[str, Any]:
         """Aggregate the replies; returns the record of the round."""
