@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from fedshuffle._arrays import IGNORED, IntArray, count
 from fedshuffle.data.datasets.download import IMAGE_BYTES, find
-from fedshuffle.data.importers.hdf5 import open_clients
+from fedshuffle.data.importers.clients import open_clients
 from fedshuffle.data.partition import allocate
 from fedshuffle.errors import FedShuffleError, error_context, unknown
 from fedshuffle.federation import Federation

@@ -96,13 +96,13 @@ def import_file(
         return Federation.open(out)
     if fields is None and (input or label):
         fields = [*(input or ()), *([] if label is None else [label])]
-    from fedshuffle.data.importers import hdf5, leaf
+    from fedshuffle.data.importers.clients import leaf_arrays, read_hdf5, read_leaf
 
     if kind == "hdf5":
-        clients = hdf5.read_clients(path, fields, all_fields=read is not None)
+        clients = read_hdf5(path, fields, all_fields=read is not None)
     else:
-        clients = leaf.read_clients(path, fields)
-        read = read or partial(leaf.as_arrays, given=dtype or {})
+        clients = read_leaf(path, fields)
+        read = read or partial(leaf_arrays, given=dtype or {})
     chunks = ((name, raw if read is None else read(raw)) for name, raw in clients)
     return import_chunks(chunks, out, origin={"file": path.name, "format": kind}, **options)
 
