@@ -257,10 +257,6 @@ def statistics(batches: Iterable[NDArray[Any]]) -> tuple[FloatArray, FloatArray]
     """Mean and standard deviation of every column, where that of a constant column is 1.
 
     Ignores rows that are not finite: the writer of the store refuses them.
-
-    >>> mean, deviation = statistics([np.array([[1.0, 7.0]]), np.array([[3.0, 7.0]])])
-    >>> mean.tolist(), deviation.tolist()
-    ([2.0, 7.0], [1.0, 1.0])
     """
     from sklearn.preprocessing import StandardScaler
 
