@@ -26,7 +26,7 @@ from fedshuffle._arrays import FloatArray
 from fedshuffle.errors import FedShuffleError
 from fedshuffle.flower import exchange
 from fedshuffle.flower.client_registry import ClientRegistry
-from fedshuffle.flower.exchange import Exchange, UpdateBuffer, send
+from fedshuffle.flower.exchange import UpdateBuffer, send
 from fedshuffle.flower.protocol import ClientInfo
 from fedshuffle.kernel import LocalTraining, Request
 from fedshuffle.methods import Cohort
@@ -155,9 +155,13 @@ class Session:
         """Run the next round; returns its record."""
         round = ClientRound(self.run, self.state, self.strategy.response_probability)
         while not isinstance(request := round.next(), State):
-            asked, nodes = self._exchange(request), self.registry.nodes
+            if isinstance(request, LocalTraining):
+                batch_size, withheld = self.run.workload.batch_size, self.strategy.withheld
+                asked = exchange.local_training(request, self.state.round, batch_size, withheld)
+            else:
+                asked = exchange.full_gradients(request)
             timeout, retries = self.strategy.timeout, self.strategy.retries
-            round.missing |= send(self.grid, asked, nodes, timeout, retries)
+            round.missing |= send(self.grid, asked, self.registry.nodes, timeout, retries)
             round.add_replies(asked.replies)
         return self._end(round, request)
 
@@ -166,8 +170,7 @@ class Session:
 
         A metric counts if half of them report it; values that are not finite are left out.
         """
-        clients, state = self.registry.connected(), self.state
-        query = exchange.evaluation(clients, state.round, state.x)
+        query = exchange.evaluation(self.registry.connected(), self.state.round, self.state.x)
         missing = send(self.grid, query, self.registry.nodes, self.strategy.timeout)
         _log_missing(missing, "evaluation")
         found = dict(sorted(query.replies.items()))
@@ -182,12 +185,6 @@ class Session:
                 value = found[client].get(name, "missing")
                 _log.warning("evaluation: client %d is left out of %s: %s", client, name, value)
         return MetricRecord(means | {"clients": len(found)}) if found else None
-
-    def _exchange(self, request: Request) -> Exchange[UpdateBuffer]:
-        if isinstance(request, LocalTraining):
-            batch_size, withheld = self.run.workload.batch_size, self.strategy.withheld
-            return exchange.local_training(request, self.state.round, batch_size, withheld)
-        return exchange.full_gradients(request)
 
     def _end(self, done: ClientRound, after: State) -> dict[str, Any]:
         """Take over the state after a round; returns the record of the round."""

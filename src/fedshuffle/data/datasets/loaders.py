@@ -55,9 +55,8 @@ def cifar100(
 
     Args:
         folder: the folder that holds ``cifar100/train.bin``, or the files; by default
-            FEDSHUFFLE_DATA, or where ``fedshuffle data get cifar100`` put them. Instead of the
-            binary files, one ``cifar100*.npz`` with the arrays ``x_train`` (examples, 32, 32, 3),
-            ``fine_train`` and ``coarse_train`` of uint8, and the same with ``_test``, is enough.
+            FEDSHUFFLE_DATA, or where ``fedshuffle data get cifar100`` put them. One
+            ``cifar100*.npz`` of plain arrays is enough as well (docs/datasets.md).
         clients: number of clients to train on.
         per_client: number of examples of each client.
         alpha, beta: how evenly a client's examples are spread over coarse labels, and over the fine
