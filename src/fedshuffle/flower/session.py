@@ -44,12 +44,7 @@ BY_CHANCE = 1e-6
 
 
 class Model:
-    """Which of the arrays are trained, in which order, and what the others are.
-
-    Args:
-        arrays: all arrays of the model, such as ``ArrayRecord(model.state_dict())``.
-        info: how a client describes its model; what it does not train must be as it is here.
-    """
+    """Which of all arrays of a model a client trains, in which order, and what the others are."""
 
     def __init__(self, arrays: ArrayRecord, info: ClientInfo) -> None:
         self.trained = {name: tuple(shape) for name, shape in info.parameters.items()}
@@ -212,23 +207,20 @@ class Session:
         cohort, method, biased = done.cohort, self.run.method, f"Round {self.state.round} is biased"
         expected = [c for c in done.missing if done.response_probability[c] == 1]
         if expected:
+            some = ", ".join(map(str, expected[:5]))
             _log.warning(
-                "%s: clients are missing that should always reply (%s). Give the probability that"
-                " clients reply (response_probability=...), or ask again (retries=...).",
-                biased,
-                ", ".join(map(str, expected[:5])),
+                f"{biased}: clients are missing that should always reply ({some}). Give the"
+                " probability that clients reply (response_probability=...), or ask again"
+                " (retries=...)."
             )
         weight, full = method.averaging.weight, replace(cohort, done=cohort.planned)
         unfinished = cohort.clients[cohort.done < cohort.planned]
         corrected = np.allclose(weight(cohort) * cohort.done, weight(full) * full.done)
         if len(unfinished) and not corrected:
             _log.warning(
-                "%s: client %d and %d more did not finish their steps, which %s does not correct"
-                " for. Use fedshuffle-gen (or NAME+fedshuffle-gen).",
-                biased,
-                unfinished[0],
-                len(unfinished) - 1,
-                method.name,
+                f"{biased}: client {unfinished[0]} and {len(unfinished) - 1} more did not finish"
+                f" their steps, which {method.name} does not correct for. Use fedshuffle-gen (or"
+                " NAME+fedshuffle-gen)."
             )
         return not expected and (corrected or not len(unfinished))
 

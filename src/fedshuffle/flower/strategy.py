@@ -230,28 +230,21 @@ class FedShuffleStrategy(Strategy):  # type: ignore[misc]  # Flower is untyped h
 
     def summary(self) -> None:
         """Log what is about to run."""
-        smallest = self.response_probability.min()
-        _log.info(
-            "%s over %d clients, sampling %s, seed %d%s",
-            self.method.name,
-            self.clients,
-            self.sampling,
-            self.seed,
-            "" if smallest == 1 else f"; response probability {smallest:g} and more",
-        )
+        name, smallest = self.method.name, self.response_probability.min()
+        settings = f"{name} over {self.clients} clients, sampling {self.sampling}, seed {self.seed}"
         if smallest == 1:
+            _log.info(settings)
             return
+        _log.info(f"{settings}; response probability {smallest:g} and more")
         if not isinstance(self.method.averaging.normaliser, InclusionProbability):
             _log.warning(
-                "%s does not weigh clients by inclusion probability, so clients that drop out bias"
-                " its mean round. Use fedshuffle-gen (or NAME+fedshuffle-gen).",
-                self.method.name,
+                f"{name} does not weigh clients by inclusion probability, so clients that drop out"
+                " bias its mean round. Use fedshuffle-gen (or NAME+fedshuffle-gen)."
             )
         if self.method.direction.needs_joint:
             _log.warning(
-                "The mean round of %s is biased if clients drop out: clients that train are among"
-                " those whose gradients it averages. Its gradient estimate is not biased.",
-                self.method.name,
+                f"The mean round of {name} is biased if clients drop out: clients that train are"
+                " among those whose gradients it averages. Its gradient estimate is not biased."
             )
 
     def _begin(self, grid: Grid, arrays: ArrayRecord, rounds: int) -> Session:
