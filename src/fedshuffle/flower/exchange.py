@@ -9,7 +9,7 @@ import tempfile
 import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Generic, TypeVar
@@ -62,14 +62,12 @@ class UpdateBuffer:
     def __setitem__(self, client: int, update: Update) -> None:
         values, self.steps[client] = update
         self._one.copy_(values)
-        with self._disk_errors():
-            self._seek(client)
+        with self._position(client):
             self._file.write(self._bytes)
 
     def __getitem__(self, client: int) -> Tensor:
         """The update of a client; valid until the next is read or stored."""
-        with self._disk_errors():
-            self._seek(client)
+        with self._position(client):
             self._file.readinto(self._bytes)
         return self._one
 
@@ -88,18 +86,15 @@ class UpdateBuffer:
                 sums[k].add_(values, alpha=weight)
         return sums if isinstance(request, LocalTraining) else add_weight_decay(request, sums)
 
-    def _seek(self, client: int) -> None:
-        position = self._positions.setdefault(client, len(self._positions))
-        self._file.seek(position * len(self._bytes))
-
-    def _disk_errors(self) -> AbstractContextManager[None]:
-        return error_context(
-            lambda error: (
-                f"cannot store updates of {len(self._bytes)} bytes in a temporary file:"
-                f" {error.strerror}. Make room, or set TMPDIR to another folder."
-            ),
-            OSError,
-        )
+    @contextmanager
+    def _position(self, client: int) -> Iterator[None]:
+        """Where the file holds the update of a client; errors of the disk get a remedy."""
+        cannot = f"cannot store updates of {len(self._bytes)} bytes in a temporary file"
+        remedy = "Make room, or set TMPDIR to another folder."
+        with error_context(lambda error: f"{cannot}: {error.strerror}. {remedy}", OSError):
+            position = self._positions.setdefault(client, len(self._positions))
+            self._file.seek(position * len(self._bytes))
+            yield
 
 
 _Replies = TypeVar("_Replies", UpdateBuffer, dict[int, dict[str, float]])

@@ -25,13 +25,7 @@ from fedshuffle.federation import Federation
 from fedshuffle.flower.client_registry import ClientRegistry
 from fedshuffle.flower.session import Model, Session
 from fedshuffle.local_work import LocalWork
-from fedshuffle.methods import Method
-from fedshuffle.methods.averaging import (
-    InclusionProbability,
-    objective_weight,
-    own_steps,
-    weight_per_share_done,
-)
+from fedshuffle.methods import Method, averaging
 from fedshuffle.sampling import Sampling
 from fedshuffle.schedules import Schedule
 from fedshuffle.training.result import RECORD_KEYS
@@ -236,7 +230,7 @@ class FedShuffleStrategy(Strategy):  # type: ignore[misc]  # Flower is untyped h
             _log.info(settings)
             return
         _log.info(f"{settings}; response probability {smallest:g} and more")
-        if not isinstance(self.method.averaging.normaliser, InclusionProbability):
+        if not isinstance(self.method.averaging.normaliser, averaging.InclusionProbability):
             _log.warning(
                 f"{name} does not weigh clients by inclusion probability, so clients that drop out"
                 " bias its mean round. Use fedshuffle-gen (or NAME+fedshuffle-gen)."
@@ -304,8 +298,8 @@ def _check(method: Method, work: LocalWork, drawn: str | Sampling, withheld: boo
             f'sampling {drawn!r} depends on sizes, and sizes are "withheld". Use full, uniform:B or'
             " independent:p1,p2,..."
         )
-    rules, known = method.averaging, (objective_weight, weight_per_share_done)
-    if rules.step_normalisation is not own_steps or rules.weight not in known:
+    rules, known = method.averaging, (averaging.objective_weight, averaging.weight_per_share_done)
+    if rules.step_normalisation is not averaging.own_steps or rules.weight not in known:
         raise FedShuffleError(
             f"{method.name} needs the clients' numbers of steps, which follow from their sizes. Use"
             " fedshuffle (or NAME+fedshuffle), whose clients can scale their steps themselves."

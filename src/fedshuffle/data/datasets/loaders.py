@@ -130,7 +130,6 @@ def shakespeare(
 
 
 _LOADERS = {"cifar100": cifar100, "femnist": femnist, "shakespeare": shakespeare}
-_PARTS = ["train", "test"]
 
 
 def load(
@@ -142,9 +141,10 @@ def load(
     """
     if name not in _LOADERS:
         raise unknown("data set", name, _LOADERS)
-    if part not in _PARTS:
-        raise unknown("part", part, _PARTS)
-    return _LOADERS[name](folder, **options)[_PARTS.index(part)]
+    if part not in ("train", "test"):
+        raise unknown("part", part, ["train", "test"])
+    train, test = _LOADERS[name](folder, **options)
+    return train if part == "train" else test
 
 
 def _read_images(place: Path, part: str) -> Raw:

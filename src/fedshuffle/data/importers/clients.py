@@ -75,12 +75,7 @@ def _leaf_files(source: Path) -> list[Path]:
 
 def _load_leaf(path: Path) -> tuple[dict[str, int | None], dict[str, Any]]:
     """The listed users with their numbers of examples, if given, and the data of each user."""
-    with error_context(
-        lambda error: (
-            f"cannot read {str(path)!r} as JSON: {one_line(error)}. If it is damaged, get it again."
-        ),
-        (OSError, ValueError, RecursionError),
-    ):
+    with _reading(path, "JSON"):
         content = json.loads(path.read_bytes())
     facts = content if isinstance(content, dict) else {}
     users, counts, data = facts.get("users", []), facts.get("num_samples"), facts.get("user_data")
