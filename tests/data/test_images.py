@@ -11,7 +11,7 @@ import pytest
 
 from fedshuffle import FedShuffleError
 from fedshuffle.data import datasets
-from fedshuffle.data.datasets.images import _DEVIATION, _MEAN
+from fedshuffle.data.datasets.loaders import _DEVIATION, _MEAN
 from tests.data.helpers import binary, raw_images, real, write_hdf5
 
 

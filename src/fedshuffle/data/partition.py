@@ -181,11 +181,7 @@ def _shares(logs: FloatArray) -> FloatArray:
 
 
 def _cuts(shares: FloatArray, total: int) -> IntArray:
-    """Where the parts of ``total`` end if cut by these shares, each within one of its share.
-
-    >>> _cuts(np.array([0.5, 0.25, 0.25]), 10).tolist()
-    [5, 8, 10]
-    """
+    """Where the parts of ``total`` end if cut by these shares, each within one of its share."""
     cuts = np.rint(np.cumsum(shares) * total).astype(np.int64)
     cuts[-1] = total
     return np.minimum(cuts, total)

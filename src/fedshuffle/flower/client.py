@@ -193,12 +193,9 @@ def client_app(
     """A ready ``ClientApp`` for :class:`~fedshuffle.flower.FedShuffleStrategy`.
 
     Args:
-        model: makes the model. What it trains is overwritten by the server's values; the rest
-            (frozen parameters, buffers) must have them already.
-        data: gives this client's examples: a tuple of arrays or tensors, or a torch dataset.
-        loss: ``loss(model, *fields)``, the mean over a minibatch.
-        test: gives held-out examples for evaluation.
-        metrics, share_size, seconds: as for :class:`Client`.
+        model, data, test: functions that give what :class:`Client` takes; the last two know the
+            node by Flower's context.
+        loss, metrics, share_size, seconds: as for :class:`Client`.
         number: the client's number; ``partition-id`` of the node's config by default.
 
     >>> import torch

@@ -6,6 +6,7 @@ import logging
 import math
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 from flwr.app import Message, RecordDict
@@ -28,31 +29,22 @@ _RETRY = 60.0
 _SILENT = ("did not say who it is", math.inf)  # asked again, it would hold up the others
 
 
+@dataclass
 class ClientRegistry:
-    """The clients that have introduced themselves, and the node of each.
+    """The clients that have introduced themselves, and the node of each."""
 
-    Args:
-        grid: Flower's.
-        clients: the number of clients.
-        timeout: seconds to wait for an introduction.
-        registered: the client of each node; by default, what nodes say of themselves.
-    """
+    grid: Grid
+    clients: int
+    timeout: float
+    """Seconds to wait for an introduction."""
+    registered: Mapping[Node, int] | None
+    """The client of each node; None for what nodes say of themselves."""
 
-    def __init__(
-        self,
-        grid: Grid,
-        clients: int,
-        timeout: float,
-        registered: Mapping[Node, int] | None = None,
-    ) -> None:
-        self.grid = grid
-        self.clients = clients
-        self.timeout = timeout
-        self.registered = registered
+    def __post_init__(self) -> None:
         self.infos: dict[int, ClientInfo] = {}
         """What each client said about itself."""
-        self._nodes = {client: node for node, client in (registered or {}).items()}
-        self._asked = Outbox[tuple[Node, float]](grid)
+        self._nodes = {client: node for node, client in (self.registered or {}).items()}
+        self._asked = Outbox[tuple[Node, float]](self.grid)
         """The nodes that were asked who they are, each with its deadline."""
         self._refused: dict[Node, tuple[str, float]] = {}
         """Nodes that are no clients: why, and when to ask again."""
@@ -79,17 +71,13 @@ class ClientRegistry:
 
     def connected(self) -> list[int]:
         """The connected clients, once all new nodes have introduced themselves."""
-        self.wait_for_pending()
         online = self._online()
-        return sorted(client for client, node in self._nodes.items() if node in online)
-
-    def wait_for_pending(self) -> None:
-        """Wait until all connected nodes have introduced themselves, or time is up."""
         if self.registered is None:
-            self._poll(self._online())
+            self._poll(online)
             while self._asked.waiting:
                 time.sleep(_PAUSE)
-                self._poll(self._online())
+                self._poll(online := self._online())
+        return sorted(client for client, node in self._nodes.items() if node in online)
 
     def wait_for(self, clients: int) -> None:
         """Wait until this many clients have introduced themselves, or time is up."""
@@ -119,13 +107,13 @@ class ClientRegistry:
         self._refused = {
             n: (why, then if n in online else now) for n, (why, then) in self._refused.items()
         }
-        known = {self._nodes[client] for client in self.infos} | {
-            node for node, _ in asked.values()
-        }
+        known = {self._nodes[client] for client in self.infos} | {n for n, _ in asked.values()}
         unknown = {n for n in online - known if self._refused.get(n, ("", now))[1] <= now}
         room = None if most is None else max(0, most - len(asked))
         queries = [(node, now + self.timeout) for node in sorted(unknown)[:room]]
-        for node, _ in self._asked.push(queries, self._query):
+        for node, _ in self._asked.push(
+            queries, lambda to: Message(RecordDict({}), to[0], protocol.INFO, ttl=self.timeout)
+        ):
             self._refuse(node, "could not be asked", _RETRY)
         for (node, _), reply in self._asked.pull():
             if expired(reply):
@@ -136,9 +124,6 @@ class ClientRegistry:
             if time.monotonic() >= end:
                 del asked[id]
                 self._refuse(node, *_SILENT)
-
-    def _query(self, asked: tuple[Node, float]) -> Message:
-        return Message(RecordDict({}), asked[0], protocol.INFO, ttl=self.timeout)
 
     def _introduce(self, node: Node, reply: Message, online: set[Node]) -> None:
         try:

@@ -1,12 +1,15 @@
 """What clients are asked, the checks of their replies, and the messages over Flower's grid.
 
-A few messages are sent at a time, so that memory does not grow with the cohort.
+Only a few messages and updates are in memory at a time, however large the cohort.
 """
 
 from __future__ import annotations
 
+import tempfile
 import time
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Generic, TypeVar
@@ -17,20 +20,83 @@ from flwr.common.constant import ErrorCode
 from flwr.serverapp import Grid
 from torch import Tensor
 
-from fedshuffle.errors import FedShuffleError
+from fedshuffle.engines.base import add_weight_decay, nonzero_weights
+from fedshuffle.errors import FedShuffleError, error_context
 from fedshuffle.flower import protocol
-from fedshuffle.flower.round import Update, UpdateBuffer
-from fedshuffle.kernel import FullGradient, LocalTraining
+from fedshuffle.kernel import FullGradient, LocalTraining, Request
 
 MAX_NORM = 1e18
 """Larger updates and gradients are refused: their squares overflow float32."""
+MAX_BYTES = 256 * 2**20
+"""Bytes of updates held in memory; more go to a temporary file."""
 _AT_ONCE = 16
 """Messages in memory at a time."""
 _PAUSE = 0.2
 """Seconds between two polls for replies."""
 
 Node = int
+Update = tuple[Tensor, int]
+"""What a client computed, and its number of steps."""
 _Key = TypeVar("_Key")
+
+
+class UpdateBuffer:
+    """The updates of clients, all shaped as one that is given.
+
+    >>> buffer = UpdateBuffer(torch.zeros(2))
+    >>> buffer[7] = torch.tensor([1.0, 2.0]), 4
+    >>> buffer.steps, buffer[7].tolist()
+    ({7: 4}, [1.0, 2.0])
+    """
+
+    def __init__(self, like: Tensor) -> None:
+        self.steps: dict[int, int] = {}
+        """The steps that each client did."""
+        self._positions: dict[int, int] = {}
+        self._one = torch.empty(like.shape, dtype=like.dtype)
+        self._bytes = self._one.view(-1).view(torch.uint8).numpy().data
+        """The memory of the one array that is written or was read."""
+        self._file = tempfile.SpooledTemporaryFile(MAX_BYTES)  # noqa: SIM115
+        weakref.finalize(self, self._file.close)
+
+    def __setitem__(self, client: int, update: Update) -> None:
+        values, self.steps[client] = update
+        self._one.copy_(values)
+        with self._position(client):
+            self._file.write(self._bytes)
+
+    def __getitem__(self, client: int) -> Tensor:
+        """The update of a client; valid until the next is read or stored."""
+        with self._position(client):
+            self._file.readinto(self._bytes)
+        return self._one
+
+    def sums(self, request: Request) -> Tensor:
+        """The weighted sums that a request asks for, over clients that have all replied."""
+        if isinstance(request, LocalTraining):
+            number = request.sums
+            rows = [(task.minibatches.client, task.weights) for task in request.tasks]
+        else:
+            number = request.weights.shape[1]
+            rows = list(zip(request.clients.tolist(), request.weights, strict=True))
+        sums = self._one.new_zeros(number, *self._one.shape)
+        for client, weights in rows:
+            values = self[client]
+            for k, weight in nonzero_weights(weights):
+                sums[k].add_(values, alpha=weight)
+        return sums if isinstance(request, LocalTraining) else add_weight_decay(request, sums)
+
+    @contextmanager
+    def _position(self, client: int) -> Iterator[None]:
+        """Where the file holds the update of a client; errors of the disk get a remedy."""
+        cannot = f"cannot store updates of {len(self._bytes)} bytes in a temporary file"
+        remedy = "Make room, or set TMPDIR to another folder."
+        with error_context(lambda error: f"{cannot}: {error.strerror}. {remedy}", OSError):
+            position = self._positions.setdefault(client, len(self._positions))
+            self._file.seek(position * len(self._bytes))
+            yield
+
+
 _Replies = TypeVar("_Replies", UpdateBuffer, dict[int, dict[str, float]])
 
 
@@ -48,14 +114,10 @@ class Exchange(Generic[_Replies]):
     not valid."""
     replies: _Replies
 
-    @property
-    def group(self) -> str:
-        """Flower's group id of the messages; replies carry it too."""
-        return str(self.round + 1)
-
     def message(self, client: int, node: Node, ttl: float) -> Message:
         """The message to a client at a node."""
-        return Message(self.write(client), node, self.kind, ttl=ttl, group_id=self.group)
+        group = str(self.round + 1)
+        return Message(self.write(client), node, self.kind, ttl=ttl, group_id=group)
 
     def accept(self, client: int, reply: Message) -> str:
         """Store a reply; returns why not, if it is not valid."""

@@ -1,4 +1,9 @@
-"""A run in progress: the clients and the model are known, and rounds follow one another."""
+"""A run in progress: the clients and the model are known, and rounds follow one another.
+
+After an exchange, the method's round runs again as if only the clients that replied had been
+sampled (docs/architecture.md, "Real clients"). Updates are added in the cohort's order, so the
+result does not depend on who was first.
+"""
 
 from __future__ import annotations
 
@@ -6,32 +11,27 @@ import logging
 import math
 import time
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from flwr.app import Array, ArrayRecord, Message, MetricRecord
+from flwr.app import Array, ArrayRecord, MetricRecord
 from flwr.serverapp import Grid
 from torch import Tensor
 
 from fedshuffle import fingerprint
+from fedshuffle._arrays import FloatArray
 from fedshuffle.errors import FedShuffleError
+from fedshuffle.flower import exchange
 from fedshuffle.flower.client_registry import ClientRegistry
-from fedshuffle.flower.exchange import (
-    Exchange,
-    evaluation,
-    full_gradients,
-    local_training,
-    send,
-)
+from fedshuffle.flower.exchange import UpdateBuffer, send
 from fedshuffle.flower.protocol import ClientInfo
-from fedshuffle.flower.round import ClientRound, UpdateBuffer
 from fedshuffle.kernel import LocalTraining, Request
 from fedshuffle.methods import Cohort
 from fedshuffle.state import State
-from fedshuffle.training.rounds import Run
+from fedshuffle.training.rounds import Run, advance
 
 if TYPE_CHECKING:
     from fedshuffle.flower.strategy import FedShuffleStrategy
@@ -44,12 +44,7 @@ BY_CHANCE = 1e-6
 
 
 class Model:
-    """Which of the arrays are trained, in which order, and what the others are.
-
-    Args:
-        arrays: all arrays of the model, such as ``ArrayRecord(model.state_dict())``.
-        info: how a client describes its model; what it does not train must be as it is here.
-    """
+    """Which of all arrays of a model a client trains, in which order, and what the others are."""
 
     def __init__(self, arrays: ArrayRecord, info: ClientInfo) -> None:
         self.trained = {name: tuple(shape) for name, shape in info.parameters.items()}
@@ -98,6 +93,42 @@ class Model:
         )
 
 
+class ClientRound:
+    """A round, exchange by exchange; each client replies with its given probability."""
+
+    def __init__(self, run: Run, state: State, response_probability: FloatArray) -> None:
+        self.run, self.state = run, state
+        self.response_probability = response_probability
+        self.begun = time.perf_counter()
+        self.cohort = run.cohort(state.round)
+        """The clients that have replied to every request so far."""
+        self.missing: dict[int, str] = {}
+        """The clients that have not, and why."""
+        self.buffers: list[UpdateBuffer] = []
+        """The replies to each request so far."""
+        self._request: Request | State = state
+
+    def next(self) -> Request | State:
+        """The next request to the cohort, or the state after the round."""
+        requests = self.run.round(self.state, self.cohort)
+        self._request = advance(requests)
+        for buffer in self.buffers:
+            if isinstance(self._request, State):  # nobody is left
+                break
+            self._request = advance(requests, buffer.sums(self._request))
+        return self._request
+
+    def add_replies(self, buffer: UpdateBuffer) -> None:
+        """End the exchange of the last request with its replies."""
+        cohort, clients = self.cohort, self.cohort.clients
+        if isinstance(self._request, LocalTraining):
+            done = [buffer.steps.get(client, 1) for client in clients.tolist()]
+            cohort = replace(cohort, done=np.array(done, dtype=np.int64))
+        replied = np.isin(clients, list(buffer.steps))
+        self.cohort = cohort.only(replied, cohort.probability * self.response_probability[clients])
+        self.buffers.append(buffer)
+
+
 @dataclass
 class Session:
     """The rounds of a run on a grid, with the timeout and the dropout model of the strategy."""
@@ -108,12 +139,6 @@ class Session:
     registry: ClientRegistry
     model: Model
     state: State
-    _round: ClientRound | None = None
-    """The round that Flower's own loop has begun,"""
-    _training: Exchange[UpdateBuffer] | None = None
-    """its local training, unless nobody takes part,"""
-    _asked: dict[int, int] = field(default_factory=dict)
-    """and the clients that were asked, by node."""
     _empty_rounds: list[float] = field(default_factory=list)
     """The stated probabilities of the last rounds in which nobody replied."""
 
@@ -123,59 +148,27 @@ class Session:
 
     def run_round(self) -> dict[str, Any]:
         """Run the next round; returns its record."""
-        round, request = self._until_training()
-        if isinstance(request, LocalTraining):
-            self._ask(round, request)
-        return self._end(round)
-
-    def training_messages(self, arrays: ArrayRecord, round: int) -> list[Message]:
-        """The first half of a round in Flower's own loop: the messages for local training."""
-        self.state = replace(self.state, x=self.model.flat(arrays), round=round)
-        self._round, request = self._until_training()
-        self._training = None
-        if isinstance(request, State):
-            return []
-        self._training = training = self._exchange(request)
-        nodes = self.registry.nodes(training.clients)
-        if len(nodes) < len(training.clients):
-            self.registry.wait_for_pending()
-            nodes = self.registry.nodes(training.clients)
-        self._asked = {node: client for client, node in nodes.items() if node is not None}
-        timeout = self.strategy.timeout
-        return [training.message(client, node, timeout) for node, client in self._asked.items()]
-
-    def aggregate(self, replies: Iterable[Message]) -> dict[str, Any]:
-        """The second half: aggregate the replies."""
-        if (round := self._round) is None:
-            raise FedShuffleError("nobody was asked yet: call configure_train first.")
-        if (training := self._training) is not None:
-            for reply in replies:
-                client = self._asked.pop(reply.metadata.src_node_id, -1)
-                if client < 0 and not reply.has_error():
-                    why = "its node was not asked, or replies twice."
-                elif reply.metadata.group_id != training.group:
-                    why = f"client {client} replies to another round."
-                else:
-                    why = training.accept(client, reply)
-                if why:
-                    _log.warning("round %d: invalid reply: %s", self.state.round + 1, why)
-            missing = [
-                client for client in training.clients if client not in training.replies.steps
-            ]
-            round.missing |= dict.fromkeys(missing, "did not reply")
-            round.add_replies(training.replies)
-        self._round = None
-        return self._end(round)
+        round = ClientRound(self.run, self.state, self.strategy.response_probability)
+        while not isinstance(request := round.next(), State):
+            if isinstance(request, LocalTraining):
+                batch_size, withheld = self.run.workload.batch_size, self.strategy.withheld
+                asked = exchange.local_training(request, self.state.round, batch_size, withheld)
+            else:
+                asked = exchange.full_gradients(request)
+            timeout, retries = self.strategy.timeout, self.strategy.retries
+            round.missing |= send(self.grid, asked, self.registry.nodes, timeout, retries)
+            round.add_replies(asked.replies)
+        return self._end(round, request)
 
     def evaluate(self) -> MetricRecord | None:
         """Metrics on the data of all clients that reply, averaged by objective weight.
 
         A metric counts if half of them report it; values that are not finite are left out.
         """
-        exchange = evaluation(self.registry.connected(), self.state.round, self.state.x)
-        missing = send(self.grid, exchange, self.registry.nodes, self.strategy.timeout)
+        query = exchange.evaluation(self.registry.connected(), self.state.round, self.state.x)
+        missing = send(self.grid, query, self.registry.nodes, self.strategy.timeout)
         _log_missing(missing, "evaluation")
-        found = dict(sorted(exchange.replies.items()))
+        found = dict(sorted(query.replies.items()))
         reported = Counter(name for metrics in found.values() for name in metrics)
         means: dict[str, float] = {}
         for name in (name for name, times in reported.items() if 2 * times >= len(found)):
@@ -188,29 +181,8 @@ class Session:
                 _log.warning("evaluation: client %d is left out of %s: %s", client, name, value)
         return MetricRecord(means | {"clients": len(found)}) if found else None
 
-    def _until_training(self) -> tuple[ClientRound, LocalTraining | State]:
-        """Begin a round, and do all exchanges before local training."""
-        round = ClientRound(self.run, self.state, self.strategy.response_probability)
-        while not isinstance(request := round.next(), State | LocalTraining):
-            self._ask(round, request)
-        return round, request
-
-    def _exchange(self, request: Request) -> Exchange[UpdateBuffer]:
-        if isinstance(request, LocalTraining):
-            batch_size, withheld = self.run.workload.batch_size, self.strategy.withheld
-            return local_training(request, self.state.round, batch_size, withheld)
-        return full_gradients(request)
-
-    def _ask(self, round: ClientRound, request: Request) -> None:
-        exchange, strategy = self._exchange(request), self.strategy
-        nodes, timeout, retries = self.registry.nodes, strategy.timeout, strategy.retries
-        round.missing |= send(self.grid, exchange, nodes, timeout, retries)
-        round.add_replies(exchange.replies)
-
-    def _end(self, done: ClientRound) -> dict[str, Any]:
-        """Aggregate the replies; returns the record of the round."""
-        after = done.next()
-        assert isinstance(after, State)
+    def _end(self, done: ClientRound, after: State) -> dict[str, Any]:
+        """Take over the state after a round; returns the record of the round."""
         _refuse_infinite(after, done.buffers[-1:])
         asked, cohort = self.run.cohort(self.state.round), done.cohort
         _log_missing(done.missing, f"round {after.round}")
@@ -235,23 +207,20 @@ class Session:
         cohort, method, biased = done.cohort, self.run.method, f"Round {self.state.round} is biased"
         expected = [c for c in done.missing if done.response_probability[c] == 1]
         if expected:
+            some = ", ".join(map(str, expected[:5]))
             _log.warning(
-                "%s: clients are missing that should always reply (%s). Give the probability that"
-                " clients reply (response_probability=...), or ask again (retries=...).",
-                biased,
-                ", ".join(map(str, expected[:5])),
+                f"{biased}: clients are missing that should always reply ({some}). Give the"
+                " probability that clients reply (response_probability=...), or ask again"
+                " (retries=...)."
             )
         weight, full = method.averaging.weight, replace(cohort, done=cohort.planned)
         unfinished = cohort.clients[cohort.done < cohort.planned]
         corrected = np.allclose(weight(cohort) * cohort.done, weight(full) * full.done)
         if len(unfinished) and not corrected:
             _log.warning(
-                "%s: client %d and %d more did not finish their steps, which %s does not correct"
-                " for. Use fedshuffle-gen (or NAME+fedshuffle-gen).",
-                biased,
-                unfinished[0],
-                len(unfinished) - 1,
-                method.name,
+                f"{biased}: client {unfinished[0]} and {len(unfinished) - 1} more did not finish"
+                f" their steps, which {method.name} does not correct for. Use fedshuffle-gen (or"
+                " NAME+fedshuffle-gen)."
             )
         return not expected and (corrected or not len(unfinished))
 

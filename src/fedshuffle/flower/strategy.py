@@ -8,6 +8,7 @@ import logging
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -24,13 +25,7 @@ from fedshuffle.federation import Federation
 from fedshuffle.flower.client_registry import ClientRegistry
 from fedshuffle.flower.session import Model, Session
 from fedshuffle.local_work import LocalWork
-from fedshuffle.methods import Method
-from fedshuffle.methods.averaging import (
-    InclusionProbability,
-    objective_weight,
-    own_steps,
-    weight_per_share_done,
-)
+from fedshuffle.methods import Method, averaging
 from fedshuffle.sampling import Sampling
 from fedshuffle.schedules import Schedule
 from fedshuffle.training.monitoring import RECORD_KEYS
@@ -130,7 +125,8 @@ class FedShuffleStrategy(Strategy):  # type: ignore[misc]  # Flower is untyped h
         _check(self.method, work, sampling, self.withheld)
         self._settings = (self.method, sampling, work, step_size, server_step_size, seed)
         self._run(self.sizes)  # fails now if the settings are wrong
-        self._session: Session | None = None
+        self._session: Session | None = None  # of Flower's own loop
+        self._record: dict[str, Any] = {}
 
     def start(
         self,
@@ -196,23 +192,23 @@ class FedShuffleStrategy(Strategy):  # type: ignore[misc]  # Flower is untyped h
     def configure_train(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
-        """The messages of the next round, for Flower's own loop; full gradients are asked here."""
+        """Run the next round; Flower's own loop then has nothing to send."""
         if self.folder:
             raise FedShuffleError("only start writes metrics and checkpoints: leave out out.")
-        if self.retries:
-            raise FedShuffleError("only start asks clients again: leave out retries.")
         if self._session is None or server_round == 1:
             self._session = self._begin(grid, arrays, server_round)
-        return self._session.training_messages(arrays, server_round - 1)
+        session = self._session
+        session.state = replace(session.state, x=session.model.flat(arrays), round=server_round - 1)
+        self._record = session.run_round()
+        return []
 
     def aggregate_train(
         self, server_round: int, replies: Iterable[Message]
     ) -> tuple[ArrayRecord | None, MetricRecord | None]:
-        """The model after the round that :meth:`configure_train` began."""
+        """The model after the round that :meth:`configure_train` ran."""
         if self._session is None:
             raise FedShuffleError("nobody was asked yet: call configure_train first.")
-        record = self._session.aggregate(replies)
-        return self._session.arrays(), _metrics(record)
+        return self._session.arrays(), _metrics(self._record)
 
     def configure_evaluate(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
@@ -228,28 +224,21 @@ class FedShuffleStrategy(Strategy):  # type: ignore[misc]  # Flower is untyped h
 
     def summary(self) -> None:
         """Log what is about to run."""
-        smallest = self.response_probability.min()
-        _log.info(
-            "%s over %d clients, sampling %s, seed %d%s",
-            self.method.name,
-            self.clients,
-            self.sampling,
-            self.seed,
-            "" if smallest == 1 else f"; response probability {smallest:g} and more",
-        )
+        name, smallest = self.method.name, self.response_probability.min()
+        settings = f"{name} over {self.clients} clients, sampling {self.sampling}, seed {self.seed}"
         if smallest == 1:
+            _log.info(settings)
             return
-        if not isinstance(self.method.averaging.normaliser, InclusionProbability):
+        _log.info(f"{settings}; response probability {smallest:g} and more")
+        if not isinstance(self.method.averaging.normaliser, averaging.InclusionProbability):
             _log.warning(
-                "%s does not weigh clients by inclusion probability, so clients that drop out bias"
-                " its mean round. Use fedshuffle-gen (or NAME+fedshuffle-gen).",
-                self.method.name,
+                f"{name} does not weigh clients by inclusion probability, so clients that drop out"
+                " bias its mean round. Use fedshuffle-gen (or NAME+fedshuffle-gen)."
             )
         if self.method.direction.needs_joint:
             _log.warning(
-                "The mean round of %s is biased if clients drop out: clients that train are among"
-                " those whose gradients it averages. Its gradient estimate is not biased.",
-                self.method.name,
+                f"The mean round of {name} is biased if clients drop out: clients that train are"
+                " among those whose gradients it averages. Its gradient estimate is not biased."
             )
 
     def _begin(self, grid: Grid, arrays: ArrayRecord, rounds: int) -> Session:
@@ -275,8 +264,7 @@ class FedShuffleStrategy(Strategy):  # type: ignore[misc]  # Flower is untyped h
                 "rounds": rounds,
             }
             state = self.folder.begin(settings, state, self.resume)
-        self._session = Session(self, grid, run, registry, model, state)
-        return self._session
+        return Session(self, grid, run, registry, model, state)
 
     def _run(self, sizes: ArrayLike) -> Run:
         return Run(Federation.from_sizes(sizes, self.weights), *self._settings)
@@ -310,8 +298,8 @@ def _check(method: Method, work: LocalWork, drawn: str | Sampling, withheld: boo
             f'sampling {drawn!r} depends on sizes, and sizes are "withheld". Use full, uniform:B or'
             " independent:p1,p2,..."
         )
-    rules, known = method.averaging, (objective_weight, weight_per_share_done)
-    if rules.step_normalisation is not own_steps or rules.weight not in known:
+    rules, known = method.averaging, (averaging.objective_weight, averaging.weight_per_share_done)
+    if rules.step_normalisation is not averaging.own_steps or rules.weight not in known:
         raise FedShuffleError(
             f"{method.name} needs the clients' numbers of steps, which follow from their sizes. Use"
             " fedshuffle (or NAME+fedshuffle), whose clients can scale their steps themselves."

@@ -24,8 +24,8 @@ from rich.progress import DownloadColumn, TimeRemainingColumn, TransferSpeedColu
 
 from fedshuffle._files import atomic_file, one_writer
 from fedshuffle._terminal import progress_bar
+from fedshuffle.data.importers.clients import open_clients
 from fedshuffle.data.importers.files import optional
-from fedshuffle.data.importers.hdf5 import open_clients
 from fedshuffle.errors import FedShuffleError, check_known, error_context
 
 IMAGE_BYTES = 2 + 3 * 32 * 32

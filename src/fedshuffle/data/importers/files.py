@@ -95,13 +95,13 @@ def import_file(
         return Federation.open(out)
     if fields is None and (input or label):
         fields = [*(input or ()), *([] if label is None else [label])]
-    from fedshuffle.data.importers import hdf5, leaf
+    from fedshuffle.data.importers.clients import leaf_arrays, read_hdf5, read_leaf
 
     if kind == "hdf5":
-        clients = hdf5.read_clients(path, fields, all_fields=read is not None)
+        clients = read_hdf5(path, fields, all_fields=read is not None)
     else:
-        clients = leaf.read_clients(path, fields)
-        read = read or partial(leaf.as_arrays, given=dtype or {})
+        clients = read_leaf(path, fields)
+        read = read or partial(leaf_arrays, given=dtype or {})
     chunks = ((name, raw if read is None else read(raw)) for name, raw in clients)
     return import_chunks(chunks, out, origin={"file": path.name, "format": kind}, **options)
 
@@ -143,30 +143,29 @@ def import_chunks(
 
 def _batches(chunks: Iterable[Sequence[Any]], names: Sequence[str] | None) -> Iterator[Batch]:
     """Chunks collected to some megabytes, as long as they have the same dtypes and shapes."""
-    waiting: list[tuple[Any, int, dict[str, NDArray[Any]]]] = []
+    clients: list[Any] = []
+    rows: list[int] = []
+    parts: list[list[NDArray[Any]]] = []
     size, layout = 0, None
+
+    def joined() -> Batch:
+        fields = map(np.concatenate, zip(*parts, strict=True))
+        owners = np.repeat(np.arange(len(clients)), rows)
+        return clients, owners, dict(zip(names or (), fields, strict=True))
+
     for chunk in chunks:
         client, arrays = _checked_chunk(chunk, names)
-        names = list(arrays)
-        rows = common_length(list(arrays.values()), f" of client {client!r}")
-        same = [(array.dtype, array.shape[1:]) for array in arrays.values()] if rows else layout
-        if waiting and (same != layout or size > _BUFFER_BYTES):
-            yield _joined(waiting)
-            waiting, size = [], 0
-        layout = same
-        # Copies, since an iterator may fill the same arrays again and again.
-        waiting.append((client, rows, {name: array.copy() for name, array in arrays.items()}))
-        size += sum(array.nbytes for array in arrays.values())
-    if waiting:
-        yield _joined(waiting)
-
-
-def _joined(chunks: Sequence[tuple[Any, int, dict[str, NDArray[Any]]]]) -> Batch:
-    clients, rows, _ = zip(*chunks, strict=True)
-    parts = [arrays for _, number, arrays in chunks if number]
-    names = parts[0] if parts else ()
-    fields = {name: np.concatenate([arrays[name] for arrays in parts]) for name in names}
-    return clients, np.repeat(np.arange(len(clients)), rows), fields
+        names, values = list(arrays), list(arrays.values())
+        same = [(array.dtype, array.shape[1:]) for array in values]
+        if clients and (same != layout or size > _BUFFER_BYTES):
+            yield joined()
+            clients, rows, parts, size = [], [], [], 0
+        clients.append(client)
+        rows.append(common_length(values, f" of client {client!r}"))
+        parts.append([array.copy() for array in values])  # an iterator may fill them again
+        size, layout = size + sum(array.nbytes for array in values), same
+    if clients:
+        yield joined()
 
 
 def _checked_chunk(chunk: Any, names: Sequence[str] | None) -> tuple[Any, dict[str, NDArray[Any]]]:
@@ -212,11 +211,7 @@ def find_files(source: Path, suffixes: tuple[str, ...]) -> list[Path]:
 
 
 def wide_labels(array: NDArray[Any]) -> NDArray[Any]:
-    """Labels (one whole number per example) as int64, as torch's losses need them.
-
-    >>> wide_labels(np.array([1, 2], dtype=np.uint8)).dtype, wide_labels(np.eye(2)).dtype
-    (dtype('int64'), dtype('float64'))
-    """
+    """Labels (one whole number per example) as int64, as torch's losses need them."""
     return array.astype(np.int64) if array.ndim == 1 and array.dtype.kind in "biu" else array
 
 
@@ -231,13 +226,10 @@ def _guess(source: Path) -> str:
     """The format that the suffix of a file, or of the files in a folder, stands for."""
     known = [suffix for suffixes in FORMATS.values() for suffix in suffixes]
     names = [file.name.lower() for file in find_files(source, tuple(known))]
-    formats = [
-        kind
-        for kind, suffixes in sorted(FORMATS.items())
-        if any(name.endswith(suffixes) for name in names)
-    ]
-    if len(formats) != 1:
-        has = f"the formats {' and '.join(formats)}" if formats else "no known suffix"
-        choice = ", ".join(sorted(FORMATS))
-        raise FedShuffleError(f"{str(source)!r} has {has}. Say the format: {choice}.")
-    return formats[0]
+    found = [k for k, ends in sorted(FORMATS.items()) if any(n.endswith(ends) for n in names)]
+    if len(found) != 1:
+        has = f"the formats {' and '.join(found)}" if found else "no known suffix"
+        raise FedShuffleError(
+            f"{str(source)!r} has {has}. Say the format: {', '.join(sorted(FORMATS))}."
+        )
+    return found[0]

@@ -32,6 +32,7 @@ _TEXT = (types.is_string, types.is_large_string)
 _SCALING = "standardised"
 """Key of the statistics of standardised inputs in the origin of a store."""
 
+Names = Sequence[str] | None
 Columns = dict[str, str | list[str]]
 """The fields by name: each is a column, or several columns side by side."""
 
@@ -41,8 +42,8 @@ def import_table(
     out: str | Path,
     format: str,
     client: str,
-    fields: Sequence[str] | None,
-    input: Sequence[str] | None,
+    fields: Names,
+    input: Names,
     label: str | None,
     standardise: bool | str | Path,
     dtype: Mapping[str, DTypeLike] | None,
@@ -139,13 +140,7 @@ class _Table:
         return error_context(message, (OSError, UnicodeDecodeError, pa.ArrowException))
 
 
-def _choose(
-    schema: Any,
-    client: str,
-    fields: Sequence[str] | None,
-    input: Sequence[str] | None,
-    label: str | None,
-) -> Columns:
+def _choose(schema: Any, client: str, fields: Names, input: Names, label: str | None) -> Columns:
     labels = [] if label is None else [label]
     for name in (client, *(fields or ()), *(input or ()), *labels):
         check_known("column", name, schema.names)
@@ -256,10 +251,6 @@ def statistics(batches: Iterable[NDArray[Any]]) -> tuple[FloatArray, FloatArray]
     """Mean and standard deviation of every column, where that of a constant column is 1.
 
     Ignores rows that are not finite: the writer of the store refuses them.
-
-    >>> mean, deviation = statistics([np.array([[1.0, 7.0]]), np.array([[3.0, 7.0]])])
-    >>> mean.tolist(), deviation.tolist()
-    ([2.0, 7.0], [1.0, 1.0])
     """
     from sklearn.preprocessing import StandardScaler
 

@@ -1,17 +1,10 @@
 """A federation on disk: a folder of plain arrays that are memory-mapped, not read, when opened.
 
-    DIR/federation.json           version, numbers of clients and examples, fields, origin, and
-                                  which folder holds the arrays
-    DIR/arrays-1/sizes.npy        number of examples of each client
-    DIR/arrays-1/weights.npy      objective weights, only if they are not proportional to size
-    DIR/arrays-1/ids.npy          client ids: whole numbers, or text as concatenated UTF-8
-    DIR/arrays-1/id_offsets.npy   where each text id begins; neither file if ids count from 0
-    DIR/arrays-1/field0.npy ...   the packed examples, one array per field, sorted by client
-
-A writer, one at a time, fills a new folder of arrays, with a ``federation.json`` of its own. Once
-all is on disk, one rename moves that file over the store's, which then points to the new arrays. So
-at any moment the folder holds the old store or the new one, complete. Arrays that it does not point
-to are removed afterwards, or by the next writer if this one was killed.
+docs/data.md lists the files. A writer, one at a time, fills a new folder of arrays, with a
+``federation.json`` of its own. Once all is on disk, one rename moves that file over the store's,
+which then points to the new arrays. So at any moment the folder holds the old store or the new one,
+complete. Arrays that it does not point to are removed afterwards, or by the next writer if this one
+was killed.
 
 :mod:`fedshuffle.data.storage.writer` guarantees what opening does not check: that all numbers are
 finite and that every row belongs to its client.
@@ -47,8 +40,6 @@ VERSION = 2
 FACTS = "federation.json"
 ARRAYS = re.compile(r"arrays-(\d+)")
 """The names of folders of arrays."""
-Fields = Mapping[str, np.dtype[Any]]
-"""The dtype of an example by the name of the field; an array is a subarray dtype of its shape."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -74,19 +65,13 @@ class Store:
 
 
 class StoredIds(Sequence[Hashable]):
-    """Client ids that are read from disk one by one: whole numbers, or text with offsets.
-
-    >>> StoredIds(np.frombuffer(b"annbob", np.uint8), np.array([0, 3, 6]))[1]
-    'bob'
-    """
+    """Client ids that are read from disk one by one: whole numbers, or text with offsets."""
 
     def __init__(self, values: NDArray[Any], offsets: IntArray | None = None) -> None:
-        self._values = values
-        self._offsets = offsets
-        self._length = len(values) if offsets is None else len(offsets) - 1
+        self._values, self._offsets = values, offsets
 
     def __len__(self) -> int:
-        return self._length
+        return len(self._values) if self._offsets is None else len(self._offsets) - 1
 
     def __getitem__(self, index: Any) -> Any:
         chosen = range(len(self))[index]
@@ -226,13 +211,16 @@ def draft(out: str | Path, overwrite: bool = False) -> Iterator[Path]:
 
 def publish(
     arrays: Path,
-    fields: Fields,
+    fields: Mapping[str, np.dtype[Any]],
     sizes: IntArray,
     ids: Sequence[Any] | None,
     weights: FloatArray | None = None,
     origin: Mapping[str, Any] | None = None,
 ) -> None:
-    """Write all but the fields and make the draft the store, even if the power fails meanwhile."""
+    """Write all but the fields and make the draft the store, even if the power fails meanwhile.
+
+    The dtype of a field is that of an example: an array is a subarray dtype of its shape.
+    """
     kind, others = encoded_ids(ids)
     others |= {"sizes": sizes} | ({} if weights is None else {"weights": weights})
     facts = {
@@ -310,10 +298,10 @@ def encoded_ids(ids: Sequence[Any] | None) -> tuple[str, dict[str, NDArray[Any]]
         return "numbers", {"ids": np.array(ids, dtype=np.int64)}
     if not all(isinstance(id, str) for id in ids):
         raise FedShuffleError("a store keeps ids that are all text or all whole numbers.")
-    try:
+    with error_context(
+        lambda error: f"client id {error.object!r} is not valid text: {error}.", UnicodeEncodeError
+    ):
         words = [id.encode() for id in ids]
-    except UnicodeEncodeError as error:
-        raise FedShuffleError(f"client id {error.object!r} is not valid text: {error}.") from error
     offsets = np.cumsum([0, *map(len, words)], dtype=np.int64)
     return "text", {"ids": np.frombuffer(b"".join(words), np.uint8), "id_offsets": offsets}
 

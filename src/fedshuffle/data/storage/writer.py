@@ -229,13 +229,7 @@ class _Rows:
 
 
 def _places(clients: IntArray, free: IntArray) -> tuple[IntArray, IntArray]:
-    """A block's rows sorted by client, and the place of each, which is then no longer free.
-
-    >>> free = np.array([0, 10])
-    >>> order, places = _places(np.array([1, 0, 1]), free)
-    >>> order.tolist(), places.tolist(), free.tolist()
-    ([1, 0, 2], [0, 10, 11], [1, 12])
-    """
+    """A block's rows sorted by client, and the place of each, which is then no longer free."""
     order = np.argsort(clients, kind="stable")
     ordered = clients[order]
     first = np.flatnonzero(np.diff(ordered, prepend=-1))

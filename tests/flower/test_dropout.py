@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from fedshuffle.errors import FedShuffleError
-from fedshuffle.flower.round import ClientRound, UpdateBuffer
+from fedshuffle.flower.exchange import UpdateBuffer
+from fedshuffle.flower.session import ClientRound
 from fedshuffle.kernel import FullGradient, LocalTraining
 from fedshuffle.state import State
 from fedshuffle.training.rounds import Run
@@ -132,7 +133,7 @@ def test_momentum_is_unbiased_under_the_dropout_model() -> None:
 def test_updates_on_disk_count_as_those_in_memory(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("fedshuffle.flower.round.MAX_BYTES", 43 * 4)  # one update
+    monkeypatch.setattr("fedshuffle.flower.exchange.MAX_BYTES", 43 * 4)  # one update
     result = strategy(method=name, sampling="full").start(LocalGrid(apps()), start(), 2)
     assert same(result.arrays, simulated(2, method=name, sampling="full"))
 

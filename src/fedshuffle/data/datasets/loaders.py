@@ -1,22 +1,23 @@
-"""Images: CIFAR-100, split over clients from the raw images, and FEMNIST by writer."""
+"""The data sets as federations: CIFAR-100, FEMNIST by writer, Shakespeare by speaking character."""
 
 from __future__ import annotations
 
+import string
+import warnings
 import zipfile
 import zlib
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from fedshuffle._arrays import IntArray, count
+from fedshuffle._arrays import IGNORED, IntArray, count
 from fedshuffle.data.datasets.download import IMAGE_BYTES, find
-from fedshuffle.data.importers.hdf5 import open_clients
+from fedshuffle.data.importers.clients import open_clients
 from fedshuffle.data.partition import allocate
-from fedshuffle.errors import FedShuffleError, error_context
+from fedshuffle.errors import FedShuffleError, error_context, unknown
 from fedshuffle.federation import Federation
 
 _MEAN = (0.5071, 0.4865, 0.4409)
@@ -27,6 +28,13 @@ _ARRAYS = "cifar100*.npz"  # another form of the images
 _AGAIN = "Delete it and get it again."
 Raw = tuple[NDArray[np.uint8], NDArray[np.uint8], NDArray[np.uint8]]
 """Images (examples, 3, 32, 32), coarse labels, fine labels."""
+
+CHARACTERS = "".join(sorted(string.ascii_letters + string.digits + "\n\r !\"#$%&'()*,-./:;?@[]_"))
+"""The 86 characters of TensorFlow Federated's text generation task, in the order of their codes."""
+PADDING, UNKNOWN, BEGIN, END = 0, len(CHARACTERS) + 1, len(CHARACTERS) + 2, len(CHARACTERS) + 3
+"""With the characters, which are numbered from 1, these are 90 codes."""
+_CODES = np.full(256, UNKNOWN, dtype=np.int64)
+_CODES[[ord(character) for character in CHARACTERS]] = 1 + np.arange(len(CHARACTERS))
 
 
 def cifar100(
@@ -47,9 +55,8 @@ def cifar100(
 
     Args:
         folder: the folder that holds ``cifar100/train.bin``, or the files; by default
-            FEDSHUFFLE_DATA, or where ``fedshuffle data get cifar100`` put them. Instead of the
-            binary files, one ``cifar100*.npz`` with the arrays ``x_train`` (examples, 32, 32, 3),
-            ``fine_train`` and ``coarse_train`` of uint8, and the same with ``_test``, is enough.
+            FEDSHUFFLE_DATA, or where ``fedshuffle data get cifar100`` put them. One
+            ``cifar100*.npz`` of plain arrays is enough as well (docs/datasets.md).
         clients: number of clients to train on.
         per_client: number of examples of each client.
         alpha, beta: how evenly a client's examples are spread over coarse labels, and over the fine
@@ -94,38 +101,81 @@ def femnist(folder: str | Path | None = None) -> tuple[Federation, Federation]:
     return _read_writers(place / "fed_emnist_train.h5"), _read_writers(place / "fed_emnist_test.h5")
 
 
+def shakespeare(
+    folder: str | Path | None = None, *, sequence: int = 80
+) -> tuple[Federation, Federation]:
+    """Shakespeare's lines by speaking character, to train on and to test on: 715 clients.
+
+    A snippet is begin, its characters and end, cut into sequences; the label at each position is
+    the next character. Inputs and labels are whole numbers (examples, sequence). After the end of a
+    snippet inputs are padding and labels -100, which losses and metrics ignore. Empty snippets are
+    skipped. Clients have the same ids in both federations; 26 of them have no text to test on, and
+    are missing in the second.
+
+    Args:
+        folder: the folder that holds ``shakespeare/shakespeare_train.h5``, or the files; by default
+            FEDSHUFFLE_DATA, or where ``fedshuffle data get shakespeare`` put them.
+        sequence: number of characters per sequence.
+    """
+    length = count(sequence, "sequence")
+    place = find("shakespeare", folder)
+    train, empty = _read_snippets(place / "shakespeare_train.h5", length)
+    if empty:
+        warnings.warn(
+            f"{len(empty)} clients without any text were left out, such as {empty[0]!r}.",
+            stacklevel=2,
+        )
+    test, _ = _read_snippets(place / "shakespeare_test.h5", length)
+    return train, test
+
+
+_LOADERS = {"cifar100": cifar100, "femnist": femnist, "shakespeare": shakespeare}
+
+
+def load(
+    name: str, part: str = "train", folder: str | Path | None = None, **options: Any
+) -> Federation:
+    """One part of a data set, ``"train"`` or ``"test"``, for callers that take one federation.
+
+    A config file names it ``fedshuffle.data.datasets:load``.
+    """
+    if name not in _LOADERS:
+        raise unknown("data set", name, _LOADERS)
+    if part not in ("train", "test"):
+        raise unknown("part", part, ["train", "test"])
+    train, test = _LOADERS[name](folder, **options)
+    return train if part == "train" else test
+
+
 def _read_images(place: Path, part: str) -> Raw:
     path = place / f"{part}.bin"
-    read = _binary
-    if not path.is_file():
-        path, read = sorted(place.glob(_ARRAYS))[0], partial(_arrays, part=part)
+    binary = path.is_file()
+    if not binary:
+        path = sorted(place.glob(_ARRAYS))[0]
     broken = (OSError, ValueError, EOFError, zipfile.BadZipFile, zlib.error)
-    with error_context(lambda error: f"cannot read {str(path)!r}: {error}", broken):
-        images, coarse, fine = read(path)
+    with error_context(lambda error: f"cannot read {str(path)!r}: {error} {_AGAIN}", broken):
+        images, coarse, fine = _from_binary(path) if binary else _from_arrays(path, part)
         for labels, known, kind in ((coarse, 20, "coarse"), (fine, 100, "fine")):
             if labels.max() >= known:
-                raise ValueError(f"the {kind} label {labels.max()} is unknown. {_AGAIN}")
+                raise ValueError(f"the {kind} label {labels.max()} is unknown.")
     return images, coarse, fine
 
 
-def _binary(path: Path) -> Raw:
+def _from_binary(path: Path) -> Raw:
     raw = np.fromfile(path, dtype=np.uint8)
     if not len(raw) or len(raw) % IMAGE_BYTES:
-        raise ValueError(f"it holds no whole number of images, but {len(raw):,} bytes. {_AGAIN}")
+        raise ValueError(f"it holds no whole number of images, but {len(raw):,} bytes.")
     rows = raw.reshape(-1, IMAGE_BYTES)
     return rows[:, 2:].reshape(-1, 3, 32, 32), rows[:, 0], rows[:, 1]
 
 
-def _arrays(path: Path, part: str) -> Raw:
+def _from_arrays(path: Path, part: str) -> Raw:
     read: list[NDArray[Any]] = []
     with path.open("rb") as file, np.load(file, allow_pickle=False) as arrays:
-        for name, shape in (
-            (f"x_{part}", (32, 32, 3)),
-            (f"coarse_{part}", ()),
-            (f"fine_{part}", ()),
-        ):
+        for kind, shape in {"x": (32, 32, 3), "coarse": (), "fine": ()}.items():
+            name = f"{kind}_{part}"
             if name not in arrays:
-                raise ValueError(f"{name} is missing. {_AGAIN}")
+                raise ValueError(f"{name} is missing.")
             array = arrays[name]
             want = (len(read[0]) if read else array.size // 3072, *shape)
             if array.dtype != np.uint8 or array.shape != want:
@@ -154,3 +204,44 @@ def _read_writers(path: Path) -> Federation:
             begin += len(some)
     wide = np.concatenate(labels).astype(np.int64)
     return replace(Federation.from_arrays(pixels, wide, sizes=sizes), ids=tuple(ids))
+
+
+def encoded(text: bytes, sequence: int) -> tuple[IntArray, IntArray]:
+    """Inputs and labels of one snippet, one row per sequence.
+
+    >>> inputs, labels = encoded(b"To be", 4)
+    >>> [["^" if k == BEGIN else CHARACTERS[k - 1] if k else "" for k in row] for row in inputs]
+    [['^', 'T', 'o', ' '], ['b', 'e', '', '']]
+    >>> ["$" if k == END else CHARACTERS[k - 1] for k in labels.flat if k > 0]
+    ['T', 'o', ' ', 'b', 'e', '$']
+    """
+    codes = _CODES[np.frombuffer(text, dtype=np.uint8)]
+    pairs = len(codes) + 1
+    shape = (-(-pairs // sequence), sequence)
+    inputs, labels = np.full(shape, PADDING), np.full(shape, IGNORED)
+    inputs.flat[:pairs] = np.concatenate([[BEGIN], codes])
+    labels.flat[:pairs] = np.concatenate([codes, [END]])
+    return inputs, labels
+
+
+def _read_snippets(path: Path, sequence: int) -> tuple[Federation, list[str]]:
+    """The clients of a file, and those without text."""
+    sizes: dict[str, int] = {}
+    parts: list[tuple[IntArray, IntArray]] = []
+    with open_clients(path) as clients:
+        for client in clients.names:
+            snippets = clients.values(client, "snippets")
+            texts = [t.encode() if isinstance(t, str) else t for t in snippets.ravel().tolist()]
+            if not all(isinstance(text, bytes) for text in texts):
+                raise FedShuffleError(
+                    f"'snippets' of client {client!r} in '{path}' holds {snippets.dtype}, no text."
+                )
+            some = [encoded(text, sequence) for text in texts if text]
+            sizes[client] = sum(len(inputs) for inputs, _ in some)
+            parts += some
+    if not parts:
+        raise FedShuffleError(f"{str(path)!r} has no text: all snippets are empty.")
+    fields = [np.concatenate(field) for field in zip(*parts, strict=True)]
+    owners = np.repeat(list(sizes), list(sizes.values()))
+    federation = Federation.from_arrays(*fields, client_ids=owners)
+    return federation, [client for client, size in sizes.items() if not size]
