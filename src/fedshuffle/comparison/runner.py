@@ -35,17 +35,10 @@ from fedshuffle.errors import FedShuffleError
 from fedshuffle.training.result import RECORD_KEYS
 from fedshuffle.training.run_folder import RunFolder
 
-TICK = 0.5
-"""Seconds between updates of the progress display."""
-
-DEATHS = 2
-"""A run has failed when its process has died this often."""
-
-_ENDED = ("finished", "diverged")
-"""Outcomes that count; a run that failed is tried again."""
-
-_TAIL = 1 << 16
-"""The number of bytes that hold the last records of a run."""
+TICK = 0.5  # seconds between updates of the progress display
+DEATHS = 2  # a run has failed when its process has died this often
+_ENDED = ("finished", "diverged")  # outcomes that count; a run that failed is tried again
+_TAIL = 1 << 16  # the number of bytes that hold the last records of a run
 
 
 def run(
@@ -119,7 +112,6 @@ class Study:
             seen.update(new)
 
     def folder(self, trial: Trial) -> Path:
-        """The folder of a run."""
         return self.out / "runs" / trial.name
 
     def prepare(self, trial: Trial) -> None:

@@ -23,11 +23,8 @@ from fedshuffle.randomness import check_seed
 if TYPE_CHECKING:
     from fedshuffle.comparison.results import Results
 
-SHORT = "tune_"
-"""The prefix of the names of tuning runs."""
-
-CLIENTS = 100
-"""The number of clients on which tuning evaluates the training loss."""
+SHORT = "tune_"  # the prefix of the names of tuning runs
+CLIENTS = 100  # on which tuning evaluates the training loss
 
 Clip = Annotated[
     float, lambda value, key: math.inf if value == "none" else loader.read_number(value, key)

@@ -34,13 +34,10 @@ from fedshuffle.reports.rendering import clean, encoded, joined
 from fedshuffle.training.rounds import Run
 
 PACE, ROUNDS = 1 / 40, 400
-SAMPLINGS = {"full": TITLES["full"], "uniform:2": TITLES["sum_one"]}
-"""With the title of the panel."""
+SAMPLINGS = {"full": TITLES["full"], "uniform:2": TITLES["sum_one"]}  # with the title of the panel
 _DASHES = ("-", "--", ":", "-.")
-_FLOOR = 1e-12
-"""Below this, differences are rounding errors."""
-GREY = {"fedavg-rr": "#b5b5b5", "fedshuffle": "#707070"}
-"""Drawn in every picture, to compare with."""
+_FLOOR = 1e-12  # below this, differences are rounding errors
+GREY = {"fedavg-rr": "#b5b5b5", "fedshuffle": "#707070"}  # in every picture
 
 
 @dataclass(frozen=True)
@@ -56,7 +53,6 @@ class Curve:
 
     @property
     def label(self) -> str:
-        """Its name in the picture."""
         return self.title or methods.label(self.name)
 
     @property

@@ -159,10 +159,8 @@ def distances(
 
 CLEARLY = 2.0
 """One number is clearly below another if this many times the one does not exceed the other."""
-NEAR = 1.5
-"""Two numbers are near each other if neither is more than this many times the other."""
-HAIR = 1.05
-"""Curves closer than this factor cannot be told apart."""
+NEAR = 1.5  # two numbers are near each other if neither is more than this many times the other
+HAIR = 1.05  # curves closer than this factor cannot be told apart
 
 READING = (
     "A curve is the mean over the seeds of the squared distance to the optimum. It *ends* at"
@@ -309,23 +307,17 @@ def claims(results: Results) -> list[Claim]:
         },
     }
     found = [panel[name].claim(text, seen) for name in said for text, seen in said[name].items()]
+    superior = "FedShuffleGen is superior to FedNovaRR: it"
     sooner, later = hybrid.round_at(gen), hybrid.round_at(nova)
+    note = f" Rounds to 1% of the start's distance: {sooner:g} and {later:g}."
+    found.append(hybrid.claim(f"{superior} gets there sooner.", sooner < later, note))
     lower = hybrid.end[gen] < hybrid.end[nova] and hybrid.settled(gen) and hybrid.settled(nova)
     faster = hybrid.scenarios[gen].pace() / hybrid.scenarios[nova].pace()
-    return [
-        *found,
-        hybrid.claim(
-            "FedShuffleGen is superior to FedNovaRR: it gets there sooner.",
-            sooner < later,
-            f" Rounds to 1% of the start's distance: {sooner:g} and {later:g}.",
-        ),
-        hybrid.claim(
-            "FedShuffleGen is superior to FedNovaRR: it ends lower.",
-            lower,
-            f" At the same eta_l a round of FedShuffleGen moves {faster:.3g} times as far: it"
-            " is faster, and has more of the noise of the example that a client misses.",
-        ),
-    ]
+    note = (
+        f" At the same eta_l a round of FedShuffleGen moves {faster:.3g} times as far: it is"
+        " faster, and has more of the noise of the example that a client misses."
+    )
+    return [*found, hybrid.claim(f"{superior} ends lower.", lower, note)]
 
 
 def reproduce(out: Path, rounds: int = 1000, progress: bool = True) -> list[Claim]:

@@ -45,8 +45,7 @@ PILOTS, RUNS = 2, 5
 DIGITS = 10
 ALL, RARE, OTHER = "all digits", "digits of small clients", "other digits"
 _TEST_SHARE = 0.2
-_LARGE_SHARES = (4, 3, 2)
-"""How the large clients share what the small ones leave."""
+_LARGE_SHARES = (4, 3, 2)  # how the large clients share what the small ones leave
 _SMALL_CLIENTS, _SMALL_SIZES = 37, (5, 50)
 _MIXING = 1.5
 """How far labels stray between clients: 0 sorts the digits strictly, large numbers mix them all."""

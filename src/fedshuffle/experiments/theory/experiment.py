@@ -41,10 +41,8 @@ forgotten, for as many rounds again."""
 SERVER = 4.0
 """The server step size of ``cohort``: local steps are smaller by this factor, so drift is small."""
 LOCAL_STEP = 1 / 40
-"""The theorem on FedShuffleMVR: the epochs of a round sum to a step of at most this times 1/delta.
-"""
-SHARE = 1152 * LOCAL_STEP**2
-"""The theorem's smallest momentum parameter a for such steps, 0.72."""
+"""The theorem on FedShuffleMVR: the epochs of a round sum to at most this times 1/delta."""
+SHARE = 1152 * LOCAL_STEP**2  # the theorem's smallest momentum parameter for such steps, 0.72
 COHORT = 8
 """``sampling``: this many of the hundred clients take part in a round."""
 

@@ -16,10 +16,8 @@ from fedshuffle.experiments.theory.experiment import LOCAL, NON_LOCAL, PanelData
 from fedshuffle.methods import colour
 from fedshuffle.reports.rendering import set_ticks
 
-CLOSE = 0.25
-"""A slope is as claimed if it is this close."""
-CLEARLY = 2.0
-"""At least this many times as many rounds are clearly more."""
+CLOSE = 0.25  # a slope is as claimed if it is this close
+CLEARLY = 2.0  # at least this many times as many rounds are clearly more
 
 READING = (
     ". A *slope* is that of the line through the logarithms, by least squares, and is as claimed"

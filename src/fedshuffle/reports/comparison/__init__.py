@@ -29,8 +29,7 @@ from fedshuffle.reports.rendering import DARK, data_uri, encoded, joined, render
 
 __all__ = ["write"]
 
-_POINTS = 400
-"""The largest number of points of a curve on the page; the CSV has all."""
+_POINTS = 400  # the largest number of points of a curve on the page; the CSV has all
 
 
 def write(results: Results, out: Path) -> list[Path]:

@@ -19,8 +19,7 @@ from fedshuffle.reports.comparison import model
 from fedshuffle.reports.comparison.model import Compared, ComparedMethod
 from fedshuffle.reports.rendering import LIGHT, clean, round_numbers, set_ticks
 
-_POINTS = 600
-"""The largest number of dots per method; more cannot be told apart."""
+_POINTS = 600  # the largest number of dots per method; more cannot be told apart
 
 
 def curves(comparison: Compared, group: str) -> Figure:
