@@ -81,11 +81,9 @@ class Trial:
     name: str
     config: Config
     point: GridPoint
-    outcome: str = ""
-    """``finished``, ``diverged`` or ``failed`` once it has ended."""
+    outcome: str = ""  # `finished`, `diverged` or `failed` once it has ended
     reason: str = ""
-    history: list[dict[str, Any]] = field(default_factory=list)
-    """Its evaluations."""
+    history: list[dict[str, Any]] = field(default_factory=list)  # its evaluations
 
 
 @dataclass(frozen=True)

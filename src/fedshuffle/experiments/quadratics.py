@@ -29,8 +29,7 @@ class Quadratics:
     """Clients with quadratic losses: curvatures and an optimum for each example."""
 
     sizes: tuple[int, ...]
-    curvatures: FloatArray
-    """One row per example: a number per direction, or one for all directions."""
+    curvatures: FloatArray  # one row per example: a number per direction, or one for all directions
     optima: FloatArray
     start: FloatArray
 

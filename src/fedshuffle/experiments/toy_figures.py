@@ -126,7 +126,6 @@ def panels() -> dict[str, dict[str, Scenario]]:
 
 
 def compute(rounds: int, progress: bool = False) -> Results:
-    """The curves of all panels."""
     scenarios = {(panel, name): s for panel, row in panels().items() for name, s in row.items()}
     runs = {place: [s.run(seed) for seed in SEEDS] for place, s in scenarios.items()}
     results: Results = {panel: {} for panel, _ in scenarios}
@@ -180,8 +179,7 @@ class Panel:
 
     def __init__(self, name: str, curves: Mapping[str, Mapping[str, Sequence[float]]]) -> None:
         self.name, self.scenarios = name, panels()[name]
-        self.plain: Panel | None = None
-        """The same methods without momentum."""
+        self.plain: Panel | None = None  # the same methods without momentum
         self.consistent = {c: bool(s.audit().consistent) for c, s in self.scenarios.items()}
         # An exact zero has no logarithm; the smallest float stands for it.
         tiny = np.finfo(np.float64).tiny

@@ -84,8 +84,7 @@ def everything() -> list[dict[str, Any]]:
     return [describe(method) for method in methods.available()]
 
 
-MARKS = {True: "yes", False: "no", None: "-"}
-"""How the answers to whether a method is consistent are written."""
+MARKS = {True: "yes", False: "no", None: "-"}  # whether a method is consistent
 
 
 def options_text(row: dict[str, Any], separator: str = ", ") -> str:

@@ -65,8 +65,7 @@ class Digits:
     """Its fields are images (64 pixels, and a constant for the bias) and labels."""
     test_images: Tensor
     test_labels: Tensor
-    small: NDArray[np.bool_]
-    """Which clients are small."""
+    small: NDArray[np.bool_]  # which clients are small
 
     @property
     def label_counts(self) -> IntArray:
@@ -158,17 +157,12 @@ class MethodResult:
     """One method: its audit, and its runs (a row for each)."""
 
     audit: Audit
-    predicted: float
-    """``f(x-hat*) - f*``: where the method stops, as the audit predicts."""
+    predicted: float  # `f(x-hat*) - f*`: where the method stops, as the audit predicts
     step_size: float
-    pilots: dict[float, float]
-    """``f - f*`` at the end of the pilots, by step size."""
-    suboptimality: FloatArray
-    """``f(x^r) - f*``, a column per evaluated round."""
-    excess: FloatArray
-    """``f_i(x) - f_i(x*)`` of the last model, a column per client."""
-    accuracies: dict[str, FloatArray]
-    """Test accuracies of the last model."""
+    pilots: dict[float, float]  # `f - f*` at the end of the pilots, by step size
+    suboptimality: FloatArray  # `f(x^r) - f*`, a column per evaluated round
+    excess: FloatArray  # `f_i(x) - f_i(x*)` of the last model, a column per client
+    accuracies: dict[str, FloatArray]  # test accuracies of the last model
 
     @property
     def name(self) -> str:
@@ -204,8 +198,7 @@ class DemoResult:
     optimal_value: float
     optimal_accuracies: dict[str, FloatArray]
     """Test accuracies of the optimum of the intended objective."""
-    evaluated: IntArray
-    """The rounds in which models are evaluated."""
+    evaluated: IntArray  # the rounds in which models are evaluated
     methods: tuple[MethodResult, ...]
 
     def to_dict(self) -> dict[str, Any]:

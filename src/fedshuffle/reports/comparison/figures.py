@@ -97,12 +97,10 @@ class Audited:
     method: ComparedMethod
     momenta: list[str]
     consistent: bool | None
-    wrong: float
-    """The share of the weight that is in the wrong place."""
+    wrong: float  # the share of the weight that is in the wrong place
     largest: float
     """The largest factor between a client's effective and intended weight, either way."""
-    points: FloatArray
-    """Distinct rows of size and ``w-hat_i / w_i``."""
+    points: FloatArray  # distinct rows of size and `w-hat_i / w_i`
 
 
 def audits(comparison: Compared) -> list[Audited]:

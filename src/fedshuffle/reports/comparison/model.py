@@ -76,8 +76,7 @@ class Band(NamedTuple):
     mean: FloatArray
     low: FloatArray
     high: FloatArray
-    runs: IntArray
-    """The number of runs that each mean is over."""
+    runs: IntArray  # the number of runs that each mean is over
 
 
 class Line:
