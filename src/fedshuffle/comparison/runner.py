@@ -1,9 +1,6 @@
 """Run a comparison: tune, train, and keep the results up to date. Finished runs are not repeated.
 
-DIR/compare.toml    the comparison, complete enough to resume from
-DIR/results.json    the results so far; written after every run
-DIR/runs/NAME/      a folder as of every run; outcome.json is written last
-DIR/workers.log     the output of the worker processes
+docs/comparison.md lists the files in its folder; ``outcome.json`` is the last file of a run.
 """
 
 from __future__ import annotations

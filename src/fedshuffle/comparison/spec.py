@@ -26,9 +26,7 @@ if TYPE_CHECKING:
 SHORT = "tune_"  # the prefix of the names of tuning runs
 CLIENTS = 100  # on which tuning evaluates the training loss
 
-Clip = Annotated[
-    float, lambda value, key: math.inf if value == "none" else loader.read_number(value, key)
-]
+Clip = Annotated[float, lambda x, key: math.inf if x == "none" else loader.read_number(x, key)]
 
 Pair = tuple[str, str | None]
 """A method and a momentum; None is the method's own."""

@@ -104,12 +104,10 @@ def panels() -> dict[str, dict[str, Scenario]]:
     """Every curve of every panel, with the step sizes of the paper's authors."""
     get = methods.get
     averaging = ["fedavg", "fedavg-rr", "fedavg-min", "fedavg-mean", "fednova", "fednova-rr"]
-    all_methods, uneven = [*averaging, "fedshuffle"], (8, 1, 1)
+    names, uneven = [*averaging, "fedshuffle"], (8, 1, 1)
     return {
-        "full": {name: Scenario(get(name), 1 / 80) for name in all_methods},
-        "momentum": {
-            name: Scenario(get(name).with_momentum(MVR(0.1)), 1 / 80) for name in all_methods
-        },
+        "full": {name: Scenario(get(name), 1 / 80) for name in names},
+        "momentum": {name: Scenario(get(name).with_momentum(MVR(0.1)), 1 / 80) for name in names},
         "sum_one": {
             name: Scenario(get(name), 1 / 160, "uniform:2")
             for name in ("fedshuffle-so", "fedshuffle")

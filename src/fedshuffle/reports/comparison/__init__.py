@@ -1,10 +1,6 @@
 """The report of a comparison: figures, tables, every curve as CSV, and a page that needs no other.
 
-out/figure-own.png, .pdf            the curves, one figure per group
-out/weights.png, .pdf               the audits
-out/table.md, table.tex             how the curves end
-out/curves.csv                      every round of every run
-out/report.html                     all of it, interactive
+docs/reports.md lists the files, and says how to read them.
 """
 
 from __future__ import annotations

@@ -24,13 +24,10 @@ _POINTS = 600  # the largest number of dots per method; more cannot be told apar
 
 def curves(comparison: Compared, group: str) -> Figure:
     """Metric and training loss over the rounds; a row per momentum, plain training first."""
-    momenta = comparison.momenta_of(group)
-    losses = [name for name in ("train_loss", "loss") if name in comparison.metrics]
-    metrics = list(dict.fromkeys([comparison.metric, *losses[:1]]))
+    momenta, metrics = comparison.momenta_of(group), comparison.pair
     figure = Figure(figsize=(5.4 * len(metrics), 3.3 * len(momenta) + 1.0), layout="constrained")
-    figure.suptitle(
-        _plain(f"{comparison.results['title']}: {model.group_title(group)}"), fontsize=13
-    )
+    title = f"{comparison.results['title']}: {model.group_title(group)}"
+    figure.suptitle(_plain(title), fontsize=13)
     grid = figure.subplots(len(momenta), len(metrics), sharex=True, sharey="col", squeeze=False)
     for k, metric in enumerate(metrics):
         for momentum, axes in zip(momenta, grid[:, k], strict=True):
