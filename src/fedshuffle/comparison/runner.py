@@ -1,9 +1,6 @@
 """Run a comparison: tune, train, and keep the results up to date. Finished runs are not repeated.
 
-DIR/compare.toml    the comparison, complete enough to resume from
-DIR/results.json    the results so far; written after every run
-DIR/runs/NAME/      a folder as of every run; outcome.json is written last
-DIR/workers.log     the output of the worker processes
+docs/comparison.md lists the files in its folder; ``outcome.json`` is the last file of a run.
 """
 
 from __future__ import annotations
@@ -35,17 +32,10 @@ from fedshuffle.errors import FedShuffleError
 from fedshuffle.training.monitoring import RECORD_KEYS
 from fedshuffle.training.run_folder import RunFolder
 
-TICK = 0.5
-"""Seconds between updates of the progress display."""
-
-DEATHS = 2
-"""A run has failed when its process has died this often."""
-
-_ENDED = ("finished", "diverged")
-"""Outcomes that count; a run that failed is tried again."""
-
-_TAIL = 1 << 16
-"""The number of bytes that hold the last records of a run."""
+TICK = 0.5  # seconds between updates of the progress display
+DEATHS = 2  # a run has failed when its process has died this often
+_ENDED = ("finished", "diverged")  # outcomes that count; a run that failed is tried again
+_TAIL = 1 << 16  # the number of bytes that hold the last records of a run
 
 
 def run(
@@ -119,7 +109,6 @@ class Study:
             seen.update(new)
 
     def folder(self, trial: Trial) -> Path:
-        """The folder of a run."""
         return self.out / "runs" / trial.name
 
     def prepare(self, trial: Trial) -> None:

@@ -23,15 +23,10 @@ from fedshuffle.randomness import check_seed
 if TYPE_CHECKING:
     from fedshuffle.comparison.results import Results
 
-SHORT = "tune_"
-"""The prefix of the names of tuning runs."""
+SHORT = "tune_"  # the prefix of the names of tuning runs
+CLIENTS = 100  # on which tuning evaluates the training loss
 
-CLIENTS = 100
-"""The number of clients on which tuning evaluates the training loss."""
-
-Clip = Annotated[
-    float, lambda value, key: math.inf if value == "none" else loader.read_number(value, key)
-]
+Clip = Annotated[float, lambda x, key: math.inf if x == "none" else loader.read_number(x, key)]
 
 Pair = tuple[str, str | None]
 """A method and a momentum; None is the method's own."""
@@ -84,11 +79,9 @@ class Trial:
     name: str
     config: Config
     point: GridPoint
-    outcome: str = ""
-    """``finished``, ``diverged`` or ``failed`` once it has ended."""
+    outcome: str = ""  # `finished`, `diverged` or `failed` once it has ended
     reason: str = ""
-    history: list[dict[str, Any]] = field(default_factory=list)
-    """Its evaluations."""
+    history: list[dict[str, Any]] = field(default_factory=list)  # its evaluations
 
 
 @dataclass(frozen=True)

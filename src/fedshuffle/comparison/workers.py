@@ -35,8 +35,7 @@ from fedshuffle.training.monitoring import has_diverged, monitored_loss
 OUTCOME = "outcome.json"
 """Written last into the folder of a run: finished, diverged or failed, and why."""
 
-GRACE = 30.0
-"""Seconds that workers get to save their runs when they are stopped."""
+GRACE = 30.0  # seconds that workers get to save their runs when they are stopped
 
 Answer = str | None
 """The error that ended a run, or nothing; None if the worker died."""

@@ -134,9 +134,8 @@ def server_step_size(method: Method) -> bool:
 
 def _everyone(method: Method, work: LocalWork, federation: Federation = _CLIENTS) -> Run:
     """All clients take part; without a server optimiser."""
-    return problems.make_run(
-        problems.without_server_optimiser(method), "full", federation, work=work
-    )
+    plain = problems.without_server_optimiser(method)
+    return problems.make_run(plain, "full", federation, work=work)
 
 
 def _quadratic(run: Run, optima: FloatArray) -> QuadraticClients:

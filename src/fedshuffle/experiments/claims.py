@@ -28,15 +28,11 @@ class Claim:
     evidence: str
 
 
-Sheet = tuple[Sequence[str], tuple[int, int], tuple[float, float]]
-"""The panels of a figure, their numbers of rows and columns, and the size in inches."""
-
-
 def publish(
     out: Path,
     results: Mapping[str, Any],
     draw: Callable[[Axes, str, Any], None],
-    sheets: Mapping[str, Sheet],
+    sheets: Mapping[str, tuple[Sequence[str], tuple[int, int], tuple[float, float]]],
     claims: Sequence[Claim],
     title: str,
     reading: str,
@@ -44,8 +40,8 @@ def publish(
 ) -> None:
     """Write the figures, ``results.json`` and ``claims.md``; print the claims if wanted.
 
-    ``draw`` gets the name and the results of a panel, ``reading`` goes on after the number of
-    claims that were seen, and explains the terms.
+    ``draw`` gets the name and the results of a panel; ``sheets`` has the panels, rows and columns,
+    and size of each figure; ``reading`` follows the number of claims seen, and explains the terms.
     """
     for name, (panels, grid, size) in sheets.items():
         figure = Figure(figsize=size, layout="constrained")

@@ -34,13 +34,10 @@ from fedshuffle.reports.rendering import clean, encoded, joined
 from fedshuffle.training.rounds import Run
 
 PACE, ROUNDS = 1 / 40, 400
-SAMPLINGS = {"full": TITLES["full"], "uniform:2": TITLES["sum_one"]}
-"""With the title of the panel."""
+SAMPLINGS = {"full": TITLES["full"], "uniform:2": TITLES["sum_one"]}  # with the title of the panel
 _DASHES = ("-", "--", ":", "-.")
-_FLOOR = 1e-12
-"""Below this, differences are rounding errors."""
-GREY = {"fedavg-rr": "#b5b5b5", "fedshuffle": "#707070"}
-"""Drawn in every picture, to compare with."""
+_FLOOR = 1e-12  # below this, differences are rounding errors
+GREY = {"fedavg-rr": "#b5b5b5", "fedshuffle": "#707070"}  # in every picture that is not about them
 
 
 @dataclass(frozen=True)
@@ -56,7 +53,6 @@ class Curve:
 
     @property
     def label(self) -> str:
-        """Its name in the picture."""
         return self.title or methods.label(self.name)
 
     @property
@@ -76,12 +72,6 @@ class Picture:
     pace: float = PACE
     rounds: int = ROUNDS
     sizes: tuple[int, ...] = (1, 2, 3)
-
-    @property
-    def grey(self) -> tuple[Curve, ...]:
-        """FedAvgRR and FedShuffle, unless the picture is about them."""
-        shown = {curve.name for curve in self.curves if not curve.momentum}
-        return tuple(Curve(n, paint) for n, paint in GREY.items() if n not in shown)
 
 
 def _picture(*curves: str | Curve, **settings: Any) -> Picture:
@@ -158,8 +148,10 @@ Panels = dict[str, dict[Curve, FloatArray]]
 def compute(picture: Picture, rounds: int = ROUNDS) -> Panels:
     """The curves of a picture, where they are defined."""
     runs: dict[tuple[str, Curve], list[Run]] = {}
+    shown = {curve.name for curve in picture.curves if not curve.momentum}
+    grey = [Curve(name, paint) for name, paint in GREY.items() if name not in shown]
     for sampling in SAMPLINGS:
-        for curve in (*picture.grey, *picture.curves):
+        for curve in (*grey, *picture.curves):
             tried = [run(curve, picture, sampling, seed) for seed in SEEDS]
             if defined := [one for one in tried if one is not None]:
                 runs[sampling, curve] = defined

@@ -29,8 +29,7 @@ class Quadratics:
     """Clients with quadratic losses: curvatures and an optimum for each example."""
 
     sizes: tuple[int, ...]
-    curvatures: FloatArray
-    """One row per example: a number per direction, or one for all directions."""
+    curvatures: FloatArray  # one row per example: a number per direction, or one for all directions
     optima: FloatArray
     start: FloatArray
 
@@ -77,8 +76,7 @@ def trajectory(engine: Engine, runs: Sequence[Run], rounds: int) -> Iterator[Ten
 
 # The problems of the experiments ----------------------------------------------------------------
 
-_DIMENSIONS = 16
-"""Errors are sums over this many directions, which is cheaper than as many seeds."""
+_DIMENSIONS = 16  # errors are sums over this many directions, which is cheaper than as many seeds
 _SIZES, _ROWS = (2, 4, 6), np.split(np.arange(12), [2, 6])
 """Of three clients: how many examples, and which."""
 

@@ -104,12 +104,10 @@ def panels() -> dict[str, dict[str, Scenario]]:
     """Every curve of every panel, with the step sizes of the paper's authors."""
     get = methods.get
     averaging = ["fedavg", "fedavg-rr", "fedavg-min", "fedavg-mean", "fednova", "fednova-rr"]
-    all_methods, uneven = [*averaging, "fedshuffle"], (8, 1, 1)
+    names, uneven = [*averaging, "fedshuffle"], (8, 1, 1)
     return {
-        "full": {name: Scenario(get(name), 1 / 80) for name in all_methods},
-        "momentum": {
-            name: Scenario(get(name).with_momentum(MVR(0.1)), 1 / 80) for name in all_methods
-        },
+        "full": {name: Scenario(get(name), 1 / 80) for name in names},
+        "momentum": {name: Scenario(get(name).with_momentum(MVR(0.1)), 1 / 80) for name in names},
         "sum_one": {
             name: Scenario(get(name), 1 / 160, "uniform:2")
             for name in ("fedshuffle-so", "fedshuffle")
@@ -126,7 +124,6 @@ def panels() -> dict[str, dict[str, Scenario]]:
 
 
 def compute(rounds: int, progress: bool = False) -> Results:
-    """The curves of all panels."""
     scenarios = {(panel, name): s for panel, row in panels().items() for name, s in row.items()}
     runs = {place: [s.run(seed) for seed in SEEDS] for place, s in scenarios.items()}
     results: Results = {panel: {} for panel, _ in scenarios}
@@ -159,10 +156,8 @@ def distances(
 
 CLEARLY = 2.0
 """One number is clearly below another if this many times the one does not exceed the other."""
-NEAR = 1.5
-"""Two numbers are near each other if neither is more than this many times the other."""
-HAIR = 1.05
-"""Curves closer than this factor cannot be told apart."""
+NEAR = 1.5  # two numbers are near each other if neither is more than this many times the other
+HAIR = 1.05  # curves closer than this factor cannot be told apart
 
 READING = (
     "A curve is the mean over the seeds of the squared distance to the optimum. It *ends* at"
@@ -182,8 +177,7 @@ class Panel:
 
     def __init__(self, name: str, curves: Mapping[str, Mapping[str, Sequence[float]]]) -> None:
         self.name, self.scenarios = name, panels()[name]
-        self.plain: Panel | None = None
-        """The same methods without momentum."""
+        self.plain: Panel | None = None  # the same methods without momentum
         self.consistent = {c: bool(s.audit().consistent) for c, s in self.scenarios.items()}
         # An exact zero has no logarithm; the smallest float stands for it.
         tiny = np.finfo(np.float64).tiny
@@ -309,23 +303,17 @@ def claims(results: Results) -> list[Claim]:
         },
     }
     found = [panel[name].claim(text, seen) for name in said for text, seen in said[name].items()]
+    superior = "FedShuffleGen is superior to FedNovaRR: it"
     sooner, later = hybrid.round_at(gen), hybrid.round_at(nova)
+    note = f" Rounds to 1% of the start's distance: {sooner:g} and {later:g}."
+    found.append(hybrid.claim(f"{superior} gets there sooner.", sooner < later, note))
     lower = hybrid.end[gen] < hybrid.end[nova] and hybrid.settled(gen) and hybrid.settled(nova)
     faster = hybrid.scenarios[gen].pace() / hybrid.scenarios[nova].pace()
-    return [
-        *found,
-        hybrid.claim(
-            "FedShuffleGen is superior to FedNovaRR: it gets there sooner.",
-            sooner < later,
-            f" Rounds to 1% of the start's distance: {sooner:g} and {later:g}.",
-        ),
-        hybrid.claim(
-            "FedShuffleGen is superior to FedNovaRR: it ends lower.",
-            lower,
-            f" At the same eta_l a round of FedShuffleGen moves {faster:.3g} times as far: it"
-            " is faster, and has more of the noise of the example that a client misses.",
-        ),
-    ]
+    note = (
+        f" At the same eta_l a round of FedShuffleGen moves {faster:.3g} times as far: it is"
+        " faster, and has more of the noise of the example that a client misses."
+    )
+    return [*found, hybrid.claim(f"{superior} ends lower.", lower, note)]
 
 
 def reproduce(out: Path, rounds: int = 1000, progress: bool = True) -> list[Claim]:

@@ -29,11 +29,9 @@ CONDITIONS: dict[str, tuple[Sampling, LocalWork]] = {
     "client_sampling": (_PAIRS, LocalWork(batch_size=2)),
     "unfinished_work": (_EVERYBODY, LocalWork(batch_size=2, interruption=MissLast())),
 }
-_DRAWS = 2048
-"""Simulated cohorts for a method without a closed form."""
+_DRAWS = 2048  # simulated cohorts for a method without a closed form
 
-OWN = Family("yours", "Your own", {})
-"""The family of methods that the user has registered."""
+OWN = Family("yours", "Your own", {})  # the family of methods that the user has registered
 
 
 def family(method: Method) -> Family:
@@ -86,8 +84,7 @@ def everything() -> list[dict[str, Any]]:
     return [describe(method) for method in methods.available()]
 
 
-MARKS = {True: "yes", False: "no", None: "-"}
-"""How the answers to whether a method is consistent are written."""
+MARKS = {True: "yes", False: "no", None: "-"}  # whether a method is consistent
 
 
 def options_text(row: dict[str, Any], separator: str = ", ") -> str:

@@ -30,8 +30,7 @@ class Theme:
     ink: str
     axis: str
     grid: str
-    greys: str
-    """matplotlib's colour map from nothing to all."""
+    greys: str  # matplotlib's colour map from nothing to all
 
     def colour(self, method: str | Method) -> str:
         """The colour of a method, readable on this page."""

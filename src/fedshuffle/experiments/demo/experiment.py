@@ -45,8 +45,7 @@ PILOTS, RUNS = 2, 5
 DIGITS = 10
 ALL, RARE, OTHER = "all digits", "digits of small clients", "other digits"
 _TEST_SHARE = 0.2
-_LARGE_SHARES = (4, 3, 2)
-"""How the large clients share what the small ones leave."""
+_LARGE_SHARES = (4, 3, 2)  # how the large clients share what the small ones leave
 _SMALL_CLIENTS, _SMALL_SIZES = 37, (5, 50)
 _MIXING = 1.5
 """How far labels stray between clients: 0 sorts the digits strictly, large numbers mix them all."""
@@ -66,8 +65,7 @@ class Digits:
     """Its fields are images (64 pixels, and a constant for the bias) and labels."""
     test_images: Tensor
     test_labels: Tensor
-    small: NDArray[np.bool_]
-    """Which clients are small."""
+    small: NDArray[np.bool_]  # which clients are small
 
     @property
     def label_counts(self) -> IntArray:
@@ -159,17 +157,12 @@ class MethodResult:
     """One method: its audit, and its runs (a row for each)."""
 
     audit: Audit
-    predicted: float
-    """``f(x-hat*) - f*``: where the method stops, as the audit predicts."""
+    predicted: float  # `f(x-hat*) - f*`: where the method stops, as the audit predicts
     step_size: float
-    pilots: dict[float, float]
-    """``f - f*`` at the end of the pilots, by step size."""
-    suboptimality: FloatArray
-    """``f(x^r) - f*``, a column per evaluated round."""
-    excess: FloatArray
-    """``f_i(x) - f_i(x*)`` of the last model, a column per client."""
-    accuracies: dict[str, FloatArray]
-    """Test accuracies of the last model."""
+    pilots: dict[float, float]  # `f - f*` at the end of the pilots, by step size
+    suboptimality: FloatArray  # `f(x^r) - f*`, a column per evaluated round
+    excess: FloatArray  # `f_i(x) - f_i(x*)` of the last model, a column per client
+    accuracies: dict[str, FloatArray]  # test accuracies of the last model
 
     @property
     def name(self) -> str:
@@ -205,8 +198,7 @@ class DemoResult:
     optimal_value: float
     optimal_accuracies: dict[str, FloatArray]
     """Test accuracies of the optimum of the intended objective."""
-    evaluated: IntArray
-    """The rounds in which models are evaluated."""
+    evaluated: IntArray  # the rounds in which models are evaluated
     methods: tuple[MethodResult, ...]
 
     def to_dict(self) -> dict[str, Any]:

@@ -41,10 +41,8 @@ forgotten, for as many rounds again."""
 SERVER = 4.0
 """The server step size of ``cohort``: local steps are smaller by this factor, so drift is small."""
 LOCAL_STEP = 1 / 40
-"""The theorem on FedShuffleMVR: the epochs of a round sum to a step of at most this times 1/delta.
-"""
-SHARE = 1152 * LOCAL_STEP**2
-"""The theorem's smallest momentum parameter a for such steps, 0.72."""
+"""The theorem on FedShuffleMVR: the epochs of a round sum to at most this times 1/delta."""
+SHARE = 1152 * LOCAL_STEP**2  # the theorem's smallest momentum parameter for such steps, 0.72
 COHORT = 8
 """``sampling``: this many of the hundred clients take part in a round."""
 
@@ -58,19 +56,15 @@ class Scale:
     """How much is measured."""
 
     seeds: int = 8
-    halvings: int = 4
-    """``noise``: the theorem's largest step size, its half, and so on."""
+    halvings: int = 4  # `noise`: the theorem's largest step size, its half, and so on
     cohorts: tuple[int, ...] = (1, 2, 4, 8, 16)
-    epsilon: float = 0.004
-    """``cohort``: the squared distance to reach. The start is at distance 1."""
+    epsilon: float = 0.004  # `cohort`: the squared distance to reach. The start is at distance 1
     server_step_sizes: tuple[float, ...] = (1, 2, 4, 8, 16, 32)
     deltas: tuple[float, ...] = (0.4, 0.2, 0.1, 0.05, 0.025)
-    gradient: float = 0.01
-    """``similarity``: the share of the start's squared gradient to reach."""
+    gradient: float = 0.01  # `similarity`: the share of the start's squared gradient to reach
     multiples: tuple[float, ...] = (8, 16, 32, 64)
     """``similarity``: the best multiple of the theorem's step size is searched among these."""
-    rounds: int = 400
-    """``distance``, ``sampling`` and ``gradient``: the number of rounds."""
+    rounds: int = 400  # `distance`, `sampling` and `gradient`: the number of rounds
 
 
 class Bench:
@@ -322,7 +316,6 @@ PREDICTED = (distance, sampling, gradient)
 
 
 def compute(scale: Scale | None = None, progress: bool = False) -> Results:
-    """All panels."""
     scale = Scale() if scale is None else scale
     with progress_bar(progress, MofNCompleteColumn(), "panels") as bars:
         panels = bars.track(MEASURED + PREDICTED, description="measuring")

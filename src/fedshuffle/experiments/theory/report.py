@@ -16,10 +16,8 @@ from fedshuffle.experiments.theory.experiment import LOCAL, NON_LOCAL, PanelData
 from fedshuffle.methods import colour
 from fedshuffle.reports.rendering import set_ticks
 
-CLOSE = 0.25
-"""A slope is as claimed if it is this close."""
-CLEARLY = 2.0
-"""At least this many times as many rounds are clearly more."""
+CLOSE = 0.25  # a slope is as claimed if it is this close
+CLEARLY = 2.0  # at least this many times as many rounds are clearly more
 
 READING = (
     ". A *slope* is that of the line through the logarithms, by least squares, and is as claimed"
@@ -73,17 +71,15 @@ def claims(results: Results) -> list[Claim]:
     """What the theory says, checked against the measurements."""
     found = []
     for name, panel in results.items():
-        x, curves = panel["x"], panel["curves"]
+        x, curves, places = panel["x"], panel["curves"], _list(panel["x"])
         for text, (curve, claimed) in SLOPES.get(name, {}).items():
             power = round(slope(x, curves[curve]), 2) + 0.0  # no minus before a zero
-            evidence = (
-                f"Slope {power:.2f}, claimed {claimed}: {_list(curves[curve])} at {_list(x)}."
-            )
+            evidence = f"Slope {power:.2f}, claimed {claimed}: {_list(curves[curve])} at {places}."
             found.append(Claim(name, text, abs(power - claimed) <= CLOSE, evidence))
         for text, (few, more, start) in FEWER.get(name, {}).items():
             pairs = zip(curves[few][start:], curves[more][start:], strict=True)
             seen = all(a is not None and b is not None and a * CLEARLY <= b for a, b in pairs)
-            evidence = f"Rounds: {_list(curves[few])} against {_list(curves[more])} at {_list(x)}."
+            evidence = f"Rounds: {_list(curves[few])} against {_list(curves[more])} at {places}."
             if "M" in panel.get("facts", {}):
                 of_few, of_more = (_list(panel["facts"]["M"][curve]) for curve in (few, more))
                 evidence += f" M: {of_few} against {of_more}."

@@ -1,10 +1,6 @@
 """The report of a comparison: figures, tables, every curve as CSV, and a page that needs no other.
 
-out/figure-own.png, .pdf            the curves, one figure per group
-out/weights.png, .pdf               the audits
-out/table.md, table.tex             how the curves end
-out/curves.csv                      every round of every run
-out/report.html                     all of it, interactive
+docs/reports.md lists the files, and says how to read them.
 """
 
 from __future__ import annotations
@@ -29,8 +25,7 @@ from fedshuffle.reports.rendering import DARK, data_uri, encoded, joined, render
 
 __all__ = ["write"]
 
-_POINTS = 400
-"""The largest number of points of a curve on the page; the CSV has all."""
+_POINTS = 400  # the largest number of points of a curve on the page; the CSV has all
 
 
 def write(results: Results, out: Path) -> list[Path]:

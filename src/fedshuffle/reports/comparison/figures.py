@@ -19,19 +19,15 @@ from fedshuffle.reports.comparison import model
 from fedshuffle.reports.comparison.model import Compared, ComparedMethod
 from fedshuffle.reports.rendering import LIGHT, clean, round_numbers, set_ticks
 
-_POINTS = 600
-"""The largest number of dots per method; more cannot be told apart."""
+_POINTS = 600  # the largest number of dots per method; more cannot be told apart
 
 
 def curves(comparison: Compared, group: str) -> Figure:
     """Metric and training loss over the rounds; a row per momentum, plain training first."""
-    momenta = comparison.momenta_of(group)
-    losses = [name for name in ("train_loss", "loss") if name in comparison.metrics]
-    metrics = list(dict.fromkeys([comparison.metric, *losses[:1]]))
+    momenta, metrics = comparison.momenta_of(group), comparison.pair
     figure = Figure(figsize=(5.4 * len(metrics), 3.3 * len(momenta) + 1.0), layout="constrained")
-    figure.suptitle(
-        _plain(f"{comparison.results['title']}: {model.group_title(group)}"), fontsize=13
-    )
+    title = f"{comparison.results['title']}: {model.group_title(group)}"
+    figure.suptitle(_plain(title), fontsize=13)
     grid = figure.subplots(len(momenta), len(metrics), sharex=True, sharey="col", squeeze=False)
     for k, metric in enumerate(metrics):
         for momentum, axes in zip(momenta, grid[:, k], strict=True):
@@ -98,12 +94,10 @@ class Audited:
     method: ComparedMethod
     momenta: list[str]
     consistent: bool | None
-    wrong: float
-    """The share of the weight that is in the wrong place."""
+    wrong: float  # the share of the weight that is in the wrong place
     largest: float
     """The largest factor between a client's effective and intended weight, either way."""
-    points: FloatArray
-    """Distinct rows of size and ``w-hat_i / w_i``."""
+    points: FloatArray  # distinct rows of size and `w-hat_i / w_i`
 
 
 def audits(comparison: Compared) -> list[Audited]:

@@ -76,8 +76,7 @@ class Band(NamedTuple):
     mean: FloatArray
     low: FloatArray
     high: FloatArray
-    runs: IntArray
-    """The number of runs that each mean is over."""
+    runs: IntArray  # the number of runs that each mean is over
 
 
 class Line:
@@ -159,7 +158,12 @@ class Compared:
         self.groups = list(dict.fromkeys(curve["group"] for curve in curves))
         momenta = dict.fromkeys(curve["momentum"] for curve in curves)
         self.momenta = sorted(momenta, key=lambda momentum: momentum != "none")
-        self.metrics = self._metrics()
+        records = [r for curve in curves for run in curve["runs"] for r in run["history"]]
+        seen = dict.fromkeys(k for record in records for k, v in record.items() if v is not None)
+        losses = [name for name in ("train_loss", "loss") if name in seen]
+        self.pair = list(dict.fromkeys([self.metric, *losses[:1]]))  # of the paper's figure
+        seen.pop("round", None)
+        self.metrics = list(dict.fromkeys([self.metric, *losses, *seen]))
         self.lines: list[Line] = []
         for group, momentum in itertools.product(self.groups, self.momenta):
             column = [c for c in curves if (c["group"], c["momentum"]) == (group, momentum)]
@@ -186,14 +190,6 @@ class Compared:
     def title(self, metric: str) -> str:
         """A metric in words."""
         return metric_title(metric, any(name.startswith("train_") for name in self.metrics))
-
-    def _metrics(self) -> list[str]:
-        """All metrics: the compared one first, then the losses, then as in the histories."""
-        runs = [run for curve in self.results["curves"] for run in curve["runs"]]
-        records = [record for run in runs for record in run["history"]]
-        seen = dict.fromkeys(k for record in records for k, v in record.items() if v is not None)
-        losses = [name for name in ("train_loss", "loss") if name in seen]
-        return [name for name in dict.fromkeys([self.metric, *losses, *seen]) if name != "round"]
 
     def _limits(self, group: str, metric: str) -> tuple[float, float]:
         """The ends of a group's axis; what lies further out than the bulk is wide is cut off."""
