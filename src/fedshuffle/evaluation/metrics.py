@@ -227,9 +227,7 @@ def _auc(outputs: Tensor, targets: Tensor, weights: FloatArray) -> float:
 
 
 def _f1(outputs: Tensor, targets: Tensor, weights: FloatArray, name: str) -> float:
-    """``2 TP / (2 TP + FP + FN)`` of class 1, or for ``f1-macro`` its mean over the classes that
-    are there or predicted.
-    """
+    """``2 TP / (2 TP + FP + FN)`` of class 1; f1-macro: its mean over classes seen or predicted."""
     scores, classes = _scores_and_classes(outputs, targets, name)
     number = max(2, scores.shape[1])
     if name == "f1" and number > 2:

@@ -196,9 +196,9 @@ def train(
     evaluate_every = count(evaluate_every, "evaluate_every")
     checkpoint_every = count(checkpoint_every, "checkpoint_every")
     engines.check(engine)
-    for name, needed in {"tensorboard": tensorboard, "resume": resume}.items():
+    for option, needed in {"tensorboard": tensorboard, "resume": resume}.items():
         if needed and out is None:
-            raise FedShuffleError(f"{name}=True needs the folder of the run: give it as out.")
+            raise FedShuffleError(f"{option}=True needs the folder of the run: give it as out.")
     folder = out if out is None or isinstance(out, RunFolder) else RunFolder(out, keep)
     if tensorboard:  # fail before training if it is missing
         board = optional_import("torch.utils.tensorboard", "tensorboard=True", "tensorboard")
@@ -254,7 +254,10 @@ def train(
         stack.enter_context(stopped)  # or the program would end without a word
         # Whether the given model is the initial one.
         start_known = not resume or fingerprint.tensor(problem.start) == begun["start_sha256"]
-        start_loss = _initial_loss(evaluation, problem) if start_known else None
+        start_loss = None
+        if start_known and evaluation and (name := monitoring.monitored_loss(evaluation.names)):
+            with error_context("evaluation before training"):
+                start_loss = name, evaluation(problem.copy(problem.start))[name]
         monitor = monitoring.DivergenceMonitor(start_loss, history)
         shown = [stack.enter_context(monitoring.training_progress(progress, rounds, history))]
         if folder and tensorboard:
@@ -285,16 +288,6 @@ def train(
         clients.to_csv(folder.path / "clients.csv")
     where = folder.path if folder else None
     return Result(problem.copy(state.x), history, where, runner.name, clients, monitor.diverged)
-
-
-def _initial_loss(
-    evaluation: Evaluation | Evaluations | None, problem: Problem
-) -> tuple[str, float] | None:
-    name = monitoring.monitored_loss(evaluation.names) if evaluation else None
-    if evaluation is None or name is None:
-        return None
-    with error_context("evaluation before training"):
-        return name, evaluation(problem.copy(problem.start))[name]
 
 
 def _sampled_loss(problem: Problem, x: Tensor) -> float:

@@ -86,9 +86,7 @@ class Run:
         return State(x, clients=ClientState.empty(len(self.federation), store))
 
     def cohort(self, round: int, clients: IntArray | None = None) -> Cohort:
-        """The clients of a round, drawn unless given, and their steps: a pure function of (seed,
-        round).
-        """
+        """A round's clients, drawn unless given, and their steps: a function of (seed, round)."""
         if clients is None:
             drawn = self.sampling.draw(self.seed, round)
             clients = check_cohort(drawn, len(self.sampling), self.sampling)
@@ -105,9 +103,7 @@ class Run:
         return float(np.min(scales)), float(np.max(scales))
 
     def local_training(self, state: State) -> LocalTraining | None:
-        """The local training of the next round, given zeros for full gradients; None if no client
-        takes part.
-        """
+        """The next local training, given zeros for full gradients; None if no client takes part."""
         requests = self.round(state)
         request = advance(requests)
         while isinstance(request, FullGradient):
@@ -116,10 +112,7 @@ class Run:
         return request if isinstance(request, LocalTraining) else None
 
     def round(self, state: State, cohort: Cohort | None = None) -> Requests:
-        """The next round as requests to an engine; returns the state after it.
-
-        The cohort is the one that is drawn, unless it is known better who takes part.
-        """
+        """The next round as requests, of the drawn cohort unless given; returns the next state."""
         cohort = self.cohort(state.round) if cohort is None else cohort
         if not len(cohort.clients):
             return replace(state, round=state.round + 1, sent=None)

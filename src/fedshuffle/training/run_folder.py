@@ -254,10 +254,7 @@ class RunFolder:
     # Reading --------------------------------------------------------------------------------------
 
     def client_store(self, width: int, dtype: torch.dtype) -> ClientStateStore:
-        """The file of client state, with the rows of all checkpoints pinned.
-
-        The file is created with the first row, so this changes nothing in the folder.
-        """
+        """The file of client state, made with its first row; rows of checkpoints are pinned."""
         if self._store is None:
             self._store = ClientStateStore(width, dtype, self.path / "clients.rows")
             run = self._id if self.begun else ""
