@@ -134,8 +134,7 @@ class _Trials:
     """Engines tried on the same piece of work."""
 
     def __init__(self, problem: Problem, request: LocalTraining) -> None:
-        self._problem = problem
-        self._request = request
+        self._problem, self._request = problem, request
         self._piece: LocalTraining | None = None
         self._speeds: dict[str, float] = {}
         self._failures: dict[str, str] = {}

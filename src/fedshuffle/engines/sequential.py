@@ -185,11 +185,8 @@ def _needs_direction(task: ClientTask) -> bool:
 
 
 class Layout:
-    """The order of numbers in a flat vector of parameters, each stored with some axis last:
-    ``last_axis[ndim]``, for those with so many axes.
-
-    Methods know only plain vectors. The engine arranges what it is given, computes, and restores
-    its answer.
+    """The order of numbers in a flat vector of parameters: those with ``ndim`` axes are stored with
+    ``last_axis[ndim]`` last. Methods know only plain vectors.
 
         >>> layout = Layout([torch.Size([2, 3]), torch.Size([2])], {2: -2})
         >>> x = torch.arange(8.0)
@@ -202,17 +199,15 @@ class Layout:
     def __init__(self, shapes: Sequence[torch.Size], last_axis: Mapping[int, int]) -> None:
         self._lengths = [shape.numel() for shape in shapes]
         self._axes = [last_axis.get(len(shape), -1) for shape in shapes]
-        empty = [torch.empty(shape, device="meta") for shape in shapes]
-        self._stored = [
-            e.movedim(axis, -1).shape for e, axis in zip(empty, self._axes, strict=True)
-        ]
+        pairs = zip(shapes, self._axes, strict=True)
+        self._stored = [torch.empty(s, device="meta").movedim(axis, -1).shape for s, axis in pairs]
         self._plain = set(self._axes) <= {-1}
 
     def views(self, flat: Tensor) -> list[Tensor]:
         """The parameters in their own shape, as views of an arranged vector (or rows of them)."""
         parts = torch.split(flat, self._lengths, dim=-1)
         return [
-            part.view(*flat.shape[:-1], *shape).movedim(-1, axis)
+            part.view([*flat.shape[:-1], *shape]).movedim(-1, axis)
             for part, shape, axis in zip(parts, self._stored, self._axes, strict=True)
         ]
 
@@ -250,6 +245,7 @@ class Replica:
         self.flat = self.layout.arrange(problem.start).clone()
         self._views = self.layout.views(self.flat)
         if by_hand is not None:
+            self._scratch: list[Tensor] = []
             return
         self._model = problem.replica()
         self._parameters = [p for p in self._model.parameters() if p.requires_grad]
@@ -278,15 +274,14 @@ class Replica:
         clip: float = math.inf,
         seed: int = 0,
     ) -> None:
-        """``into <- keep into + by g``, with g the clipped gradient at this replica's parameters;
-        the seed is for the model's own randomness.
-        """
+        """``into <- keep into + by g``, with g the clipped gradient at these parameters."""
         if self.by_hand and clip == math.inf:
             self.by_hand(self._views, batch, by / len(batch[0]), into._views, keep)
             return
-        found: Sequence[Tensor]
+        found: list[Tensor] | tuple[Tensor, ...]
         if self.by_hand:
-            found = [torch.zeros_like(view) for view in self._views]
+            found = self._scratch = self._scratch or [torch.empty_like(v) for v in self._views]
+            torch._foreach_zero_(found)
             self.by_hand(self._views, batch, 1 / len(batch[0]), found)
         else:
             with base.model_randomness(self.problem, seed):
@@ -326,9 +321,7 @@ def _gradients(make: Callable[[], Replica], points: Tensor, batch: Batch) -> Ten
 
 
 def _pool_first(layers: nn.Module) -> None:
-    """Swap a ReLU with the max-pooling after it, where layers are sure to run one after another:
-    exactly the same, on a quarter of the numbers.
-    """
+    """Swap a ReLU with the max-pooling after it: exactly the same, on a quarter of the numbers."""
     if type(layers) is not nn.Sequential or hooked(layers):
         return
     for layer in layers:

@@ -102,10 +102,9 @@ def load_problem(
     try:
         (dtype, precision), model, loss, (federation, stamp), norm, tried = pickle.loads(dumped)
     except (ImportError, AttributeError) as error:
-        missing = isinstance(error, ImportError) and error.name
         raise FedShuffleError(
-            f"a worker cannot import {repr(missing) if missing else 'a module'}, which the model"
-            f" or the loss needs ({type(error).__name__}: {error}). Install the same code on every"
+            "a worker cannot import what the model or the loss needs"
+            f" ({type(error).__name__}: {error}). Install the same code on every"
             " machine of the cluster, or make it importable there by PYTHONPATH."
         ) from error
     torch.set_default_dtype(dtype)

@@ -132,9 +132,7 @@ class VectorizedEngine(base.OneWorker):
                 raise base.not_finite(self.problem, tasks[int((~finite).nonzero()[0])])
 
     def _local(self, x: Tables, tasks: Sequence[ClientTask]) -> Tables:
-        """The models of a group of clients after their local steps.
-
-        The kernel, with a row per client:
+        """The models of a group of clients after their local steps, with a row per client:
         y <- y - gamma D (alpha g(y) - beta g(x) + v + mu (y - x)).
         """
         like = x[0]
@@ -342,10 +340,7 @@ def _ranges(lengths: IntArray) -> IntArray:
 
 
 def _adder(like: Tensor, weights: FloatArray, sums: int) -> Callable[[Tensor, Tensor], object]:
-    """``add(table, into)`` adds ``weights @ table``: a row of weights per sum, a column per client.
-
-    It uses at most the memory of the table once more.
-    """
+    """``add(table, into)`` adds ``weights @ table``: a row per sum, a column per client."""
     entries = np.nonzero(weights) if sums > _FEW_SUMS else None
     if entries is None or 8 * len(entries[0]) > weights.size:
         dense = like.new_tensor(weights)
@@ -355,6 +350,7 @@ def _adder(like: Tensor, weights: FloatArray, sums: int) -> Callable[[Tensor, Te
     sparse = rows, columns, like.new_tensor(weights[entries]).unsqueeze(1)
 
     def add(table: Tensor, into: Tensor) -> None:
+        # In portions, which use at most the memory of the table once more.
         parts = (torch.split(part, len(table)) for part in sparse)
         for rows, columns, some in zip(*parts, strict=True):
             into.index_add_(0, rows, table[columns].mul_(some))

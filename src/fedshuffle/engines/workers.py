@@ -43,9 +43,7 @@ class Workers(Engine, abc.ABC):
     """Splits every request among the workers and adds their answers in the workers' order."""
 
     def __init__(self, name: str, problem: Problem, workers: int) -> None:
-        self.name = name
-        self.problem = problem
-        self.workers = workers
+        self.name, self.problem, self.workers = name, problem, workers
 
     def local_training(self, requests: Sequence[LocalTraining]) -> list[Tensor]:
         return self._divided("local_training", requests)
@@ -113,19 +111,16 @@ def longest_first(loads: Sequence[int], workers: int) -> list[list[int]]:
 
 def lost_worker(problem: Problem, requests: Sequence[Request], message: str) -> TrainingError:
     """The error for a worker that died, with the clients, the round and the stage of its work."""
-    clients: list[int] = []
-    round, stage = 0, "local training"
-    for request in requests:
-        if isinstance(request, LocalTraining):
-            clients += [task.minibatches.client for task in request.tasks]
-            round = request.tasks[0].minibatches.round if request.tasks else round
-        else:
-            clients += request.clients.tolist()
-            round, stage = request.round, "full gradient"
+    streams = [t.minibatches for r in requests if isinstance(r, LocalTraining) for t in r.tasks]
+    full = [request for request in requests if isinstance(request, FullGradient)]
+    rounds = [stream.round for stream in streams] + [request.round for request in full]
+    clients = [stream.client for stream in streams]
+    clients += [client for request in full for client in request.clients.tolist()]
     ids = [str(problem.federation.ids[client]) for client in dict.fromkeys(clients)]
     more = f" and {len(ids) - 5} more" if len(ids) > 5 else ""
     some = "one of " * (len(ids) > 1) + ", ".join(ids[:5]) + more
-    return TrainingError(message, client=some, round=round, stage=stage)
+    stage = "full gradient" if full else "local training"
+    return TrainingError(message, client=some, round=rounds[-1] if rounds else 0, stage=stage)
 
 
 class ThreadsEngine(Workers):

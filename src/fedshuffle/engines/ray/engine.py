@@ -37,9 +37,7 @@ MAX_LOSSES = 3  # of workers over one share, before giving up
 MAX_RESTARTS = 100  # of a worker, so that one that cannot start does not try for ever
 INLINE_BYTES = 100_000  # tensors with fewer bytes in all travel with the request itself
 
-KINDS: dict[str, type[OneWorker]] = {
-    engine.name: engine for engine in (SequentialEngine, VectorizedEngine)
-}
+KINDS: dict[str, type[OneWorker]] = {e.name: e for e in (SequentialEngine, VectorizedEngine)}
 
 _LOG = logging.getLogger("fedshuffle")
 
@@ -73,10 +71,7 @@ class Ray:
 
     def __post_init__(self) -> None:
         if self.workers is not None and count(self.workers, "the number of workers") > MAX_WORKERS:
-            raise FedShuffleError(
-                f"the engine 'ray' is asked for {self.workers} workers. Ask for at most"
-                f" {MAX_WORKERS}."
-            )
+            raise FedShuffleError(f"workers is {self.workers}, but Ray gets at most {MAX_WORKERS}.")
         check_known("engine of a worker", self.kind, KINDS)
         if self.address is not None:
             expect(self.address, str, "address")
