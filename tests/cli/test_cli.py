@@ -17,7 +17,8 @@ import pytest
 import typer
 
 import fedshuffle
-from fedshuffle import _synonyms, cli
+from fedshuffle import cli
+from fedshuffle.errors import nearest_name
 
 
 def run(monkeypatch: pytest.MonkeyPatch, *words: str) -> int:
@@ -332,4 +333,4 @@ def test_every_command_that_prints_a_table_has_json() -> None:
     ],
 )
 def test_synonyms_of_other_libraries(word: str, known: list[str], meant: str | None) -> None:
-    assert _synonyms.nearest(word, known) == meant
+    assert nearest_name(word, known) == meant
