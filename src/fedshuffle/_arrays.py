@@ -96,7 +96,7 @@ def numeric(values: Any, what: str, remedy: str) -> NDArray[Any]:
     >>> numeric(np.array([[1.5, True], [2, False]], dtype=object), "x", "").tolist()
     [[1.5, 1.0], [2.0, 0.0]]
     """
-    array = _as_array(values, what)
+    array = as_array(values, what)
     columns = getattr(values, "columns", None) if array.ndim == 2 else None
     if array.dtype.kind in "OSU":
         for place, value in np.ndenumerate(array):
@@ -112,7 +112,8 @@ def numeric(values: Any, what: str, remedy: str) -> NDArray[Any]:
     return array.astype(np.float64) if columns is not None and array.dtype == bool else array
 
 
-def _as_array(values: Any, what: str) -> NDArray[Any]:
+def as_array(values: Any, what: str) -> NDArray[Any]:
+    """Values as an array, or a clear error."""
     with error_context(
         lambda error: f"{what} has rows of different lengths: {one_line(error)}.", ValueError
     ):
@@ -141,7 +142,7 @@ def common_length(arrays: Sequence[Any], who: str = "") -> int:
 
 def counts(values: ArrayLike, what: str, remedy: str = "") -> IntArray:
     """A vector of whole numbers of at least one, or an error that names the first bad entry."""
-    array = _as_array(values, what)
+    array = as_array(values, what)
     if array.ndim != 1 or array.size == 0:
         raise FedShuffleError(
             f"{what} must be a non-empty list of whole numbers, got shape {array.shape}."

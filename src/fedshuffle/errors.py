@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
+import difflib
 import os
 import re
+import tomllib
 import traceback
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
-from functools import partial
+from functools import cache, partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any
-
-from fedshuffle import _synonyms
 
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069]")
 """Characters that a terminal obeys instead of showing them, but for new lines and tabs."""
@@ -133,10 +133,45 @@ def optional_import(module: str, purpose: str, extra: str, instead: str = "") ->
         return import_module(module)
 
 
+_TWO_OUTPUTS = "It takes one output for each of the two classes."
+_REMARKS = {
+    "mse": "It is half the squared distance, the mean over examples.",
+    "bce": _TWO_OUTPUTS,
+    "binary_cross_entropy": _TWO_OUTPUTS,
+    "bce_with_logits": _TWO_OUTPUTS,
+}
+
+
+@cache
+def _synonyms() -> dict[str, str]:
+    """Our names, each with those that people bring from other libraries, separated by spaces."""
+    return tomllib.loads(Path(__file__).with_name("_synonyms.toml").read_text("utf-8"))
+
+
+def nearest_name(name: str, known: Collection[str]) -> str | None:
+    """The known name that somebody may have meant, if there is one.
+
+    >>> nearest_name("lr", ["rounds", "step_size"]), nearest_name("fedavgg", ["fedavg"])
+    ('step_size', 'fedavg')
+    """
+    word = name.lower().replace("-", "_")
+    for ours, theirs in _synonyms().items():
+        if ours in known and word in theirs.split():
+            return ours
+    return next(iter(difflib.get_close_matches(name, list(known), n=1)), None)
+
+
+def did_you_mean(name: str, known: Collection[str]) -> str:
+    """The question whether the nearest known name was meant, or nothing."""
+    near = nearest_name(name, known)
+    remark = _REMARKS.get(name.lower(), "") if near in ("squared_error", "cross_entropy") else ""
+    return f" Did you mean {near!r}? {remark}".rstrip() if near else ""
+
+
 def unknown(kind: str, name: object, known: Iterable[str]) -> FedShuffleError:
     """The error for a name that does not exist, with the nearest ones that do."""
     names = sorted(known)
-    hint = _synonyms.hint(str(name), names)
+    hint = did_you_mean(str(name), names)
     return FedShuffleError(f"unknown {kind} {name!r}.{hint} Known: {', '.join(names)}.")
 
 

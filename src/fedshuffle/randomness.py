@@ -13,7 +13,6 @@ alone, on any machine, in any order, and no two share a number.
 from __future__ import annotations
 
 import enum
-import operator
 import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -21,9 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from fedshuffle.errors import FedShuffleError
-
-_WORD = 1 << 64
+from fedshuffle._arrays import count
 
 
 class Purpose(enum.IntEnum):
@@ -89,15 +86,7 @@ Draw = Callable[..., np.random.Generator]
 
 def check_seed(seed: int) -> int:
     """The seed as an int, or a clear error."""
-    try:
-        value = operator.index(seed)
-    except TypeError:
-        value = -1
-    if not 0 <= value < _WORD:
-        raise FedShuffleError(
-            f"seed {seed!r} is not a whole number from 0 to 2**64 - 1. Choose one, such as 123."
-        )
-    return value
+    return count(seed, "seed", least=0, most=2**64 - 1)
 
 
 @contextmanager

@@ -196,7 +196,7 @@ def test_other_strata_are_another_sampling_to_a_resumed_run() -> None:
         ([0, 0, 1], 1.5, "clients .* is 1.5"),
         ([], 1, "strata must be a non-empty list"),
         ([[0, 1]], 1, "strata must be a non-empty list"),
-        ([[0, 1], [0]], 1, "strata must be a non-empty list"),
+        ([[0, 1], [0]], 1, "strata has rows of different lengths"),
         ([0.5, 1.0], 1, "one whole number for each client"),
         (["a", "b"], 2, "one whole number for each client"),
     ],

@@ -184,7 +184,7 @@ def test_samplings_and_cohorts_compared() -> None:
         paying = [b for b, needed in enumerate(each, 1) if alone >= b * needed / 2]
         assert advice.pays_until[kind] == max(paying)
     assert [row[0].cohort for row in advice.sizes] == [1, 2, 4, 8]
-    with pytest.raises(FedShuffleError, match="9 of 8"):
+    with pytest.raises(FedShuffleError, match="cohort is 9"):
         sampling_advice(federation, rate, 9, epsilon=0.2, start=5.0)
     with pytest.raises(FedShuffleError, match="epsilon"):
         sampling_advice(federation, rate, 2, epsilon=-1.0, start=5.0)

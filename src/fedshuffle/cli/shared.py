@@ -15,9 +15,8 @@ import typer
 from rich.markup import escape
 from typer.core import TyperCommand, TyperGroup
 
-from fedshuffle import _synonyms
 from fedshuffle._terminal import Console, interrupted_once
-from fedshuffle.errors import FedShuffleError, user_error
+from fedshuffle.errors import FedShuffleError, did_you_mean, nearest_name, user_error
 
 console = Console(highlight=False)
 
@@ -82,7 +81,7 @@ class Group(TyperGroup):
         try:
             return super().resolve_command(ctx, args)
         except click.UsageError as error:
-            hint = _synonyms.hint(args[0], list(self.commands))
+            hint = did_you_mean(args[0], list(self.commands))
             raise click.UsageError(f"No such command {args[0]!r}.{hint}", ctx) from error
 
 
@@ -118,7 +117,7 @@ class Command(TyperCommand):
     def _hint(self, wanted: str) -> str:
         options = [o for param in self.params for o in param.opts if o.startswith("-")]
         known = {option.lstrip("-").replace("-", "_"): option for option in options}
-        near = _synonyms.nearest(wanted, known)
+        near = nearest_name(wanted, known)
         if "set" in known:
             from fedshuffle.config.loader import key_for
 

@@ -13,10 +13,10 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeVar
 
-from fedshuffle import _synonyms, methods
+from fedshuffle import methods
 from fedshuffle import sampling as samplings
 from fedshuffle._arrays import expect
-from fedshuffle.errors import FedShuffleError, error_context, one_line, user_error
+from fedshuffle.errors import FedShuffleError, did_you_mean, error_context, one_line, user_error
 from fedshuffle.federation import Federation
 from fedshuffle.methods import Method
 from fedshuffle.sampling import Sampling
@@ -77,7 +77,7 @@ def find(path: str, folder: Path) -> Any:
     for part in attribute.split("."):
         if not hasattr(found, part):
             raise FedShuffleError(
-                f"{path!r}: {name!r} has no {attribute!r}.{_synonyms.hint(part, dir(found))} It was"
+                f"{path!r}: {name!r} has no {attribute!r}.{did_you_mean(part, dir(found))} It was"
                 f" read from {_file(module)}."
             )
         found = getattr(found, part)
@@ -101,7 +101,7 @@ def function(
         (signature.bind if complete else signature.bind_partial)(**arguments)
     except TypeError as error:
         known = list(signature.parameters)
-        hint = "".join(_synonyms.hint(name, known) for name in arguments if name not in known)
+        hint = "".join(did_you_mean(name, known) for name in arguments if name not in known)
         raise FedShuffleError(
             f"{path!r} takes {', '.join(known) or 'nothing'}: {error}.{hint} Its arguments are the"
             " keys beside it; keys of the run itself go above the first [section] of the file."
@@ -136,7 +136,7 @@ def _module(path: str, name: str, folder: Path) -> ModuleType:
     def message(error: BaseException) -> str:
         remedy = ""
         if isinstance(error, ModuleNotFoundError):
-            near = _synonyms.hint(top, [place.stem for place in folder.glob("*.py")])
+            near = did_you_mean(top, [place.stem for place in folder.glob("*.py")])
             remedy = f"{near} Install it, or put it into {str(folder)!r}."
         return f"{path!r} cannot be imported: {_cause(error, folder)}{remedy}"
 

@@ -14,7 +14,7 @@ from typing import Any, Literal, get_args, get_origin
 
 import tomli_w
 
-from fedshuffle import _files, _synonyms, schedules
+from fedshuffle import _files, schedules
 from fedshuffle._arrays import count
 from fedshuffle.config.schema import (
     Config,
@@ -27,7 +27,7 @@ from fedshuffle.config.schema import (
     keys,
     without_none,
 )
-from fedshuffle.errors import FedShuffleError, error_context, unknown
+from fedshuffle.errors import FedShuffleError, error_context, nearest_name, unknown
 from fedshuffle.local_work import (
     AtMost,
     EpochRange,
@@ -280,7 +280,7 @@ def _unknown_key(key: str, name: str, known: Mapping[str, Any]) -> FedShuffleErr
         )
     places = [f"below [{s}]" if s else "above the first [section]" for s in _sections(name)]
     hint = f" It belongs {' or '.join(places)}." if places else ""
-    near = _synonyms.nearest(name, known)
+    near = nearest_name(name, known)
     if not places and (meant := _join(key, near) if near else key_for(name)):
         hint = f" Did you mean {meant!r}?"
     return FedShuffleError(
@@ -296,7 +296,7 @@ def key_for(word: str) -> str | None:
     """The dotted key that a user may mean by a word."""
     for section in _sections(word):
         return _join(section, word)
-    near = {section: _synonyms.nearest(word, names) for section, names in _SECTIONS.items()}
+    near = {section: nearest_name(word, names) for section, names in _SECTIONS.items()}
     return next((_join(section, name) for section, name in near.items() if name), None)
 
 

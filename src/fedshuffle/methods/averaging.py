@@ -201,8 +201,8 @@ class FedShuffleGen:
 
     def step_scale(self, clients: Cohort) -> FloatArray:
         """``gamma_i / eta = tau_max / c_i``."""
-        c = _checked(self.step_normalisation(clients), clients, "step normalisation c")
-        return _positive(clients.max_steps / c, "step normalisation c")
+        c = self.step_normalisation(clients)
+        return clients.max_steps / _positive(c, clients, "step normalisation c")
 
     def client_weights(self, clients: Cohort) -> FloatArray:
         """``w-tilde_i``."""
@@ -210,11 +210,8 @@ class FedShuffleGen:
 
     def aggregation_weights(self, cohort: Cohort) -> FloatArray:
         """``a_i = w-tilde_i / q_i^S`` for the clients of a cohort."""
-        weights = self.client_weights(cohort)
-        shares = self.normaliser.divide(weights, cohort)
-        return _positive(
-            _checked(shares, cohort, "aggregation weight w/q"), "aggregation weight w/q"
-        )
+        shares = self.normaliser.divide(self.client_weights(cohort), cohort)
+        return _positive(shares, cohort, "aggregation weight w/q")
 
 
 def _name(rule: object) -> str:
@@ -236,7 +233,8 @@ def _checked(values: FloatArray, clients: Cohort, what: str) -> FloatArray:
     return np.asarray(values, dtype=np.float64)
 
 
-def _positive(values: FloatArray, what: str) -> FloatArray:
+def _positive(given: FloatArray, clients: Cohort, what: str) -> FloatArray:
+    values = _checked(given, clients, what)
     # min() is NaN-propagating, so one comparison rejects NaN, zero and negative numbers.
     if values.size and not (values.min() > 0 and values.max() < np.inf):
         raise FedShuffleError(

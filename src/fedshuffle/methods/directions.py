@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import abc
 from collections.abc import Generator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -244,36 +244,44 @@ def gradient_weights(cohort: Cohort, normaliser: Normaliser) -> FloatArray:
 # Checks: a mistake in a direction or a server has one clear error ---------------------------------
 
 
-def checked_round(direction: Direction, context: RoundContext) -> Steps:
-    """A round of a direction, with every request and the state checked against the context."""
-    name, n = f"{type(direction).__name__}.round", len(context.cohort.clients)
+def begin_round(
+    direction: Direction, context: RoundContext, weight_decay: float
+) -> Generator[FullGradient, Any, tuple[Steps, LocalPlan]]:
+    """A direction up to its local plan: the full gradients it asks for, checked."""
+    name, answer = f"{type(direction).__name__}.round", None
     steps = direction.round(context)
     if not isinstance(steps, Generator):
         raise FedShuffleError(
             f"{name} gives {shown(steps)}: write it as a generator, with 'yield LocalPlan(...)'."
         )
-    request, answer = None, None
     while True:
-        planned = isinstance(request, LocalPlan)
         try:
             request = steps.send(answer)
-        except StopIteration as stop:
-            state: MethodState = stop.value
-            break
-        if planned:
-            raise FedShuffleError(f"{name} yields again after its LocalPlan: let that be the last.")
-        if isinstance(request, FullGradient):
-            for point in request.points:
-                check_tensor(point, f"{name}: a point", like=context.x)
-        elif isinstance(request, LocalPlan):
+        except StopIteration:
+            raise FedShuffleError(f"{name} ends without a LocalPlan: yield one.") from None
+        if isinstance(request, LocalPlan):
             _check_plan(request, context, name)
-        else:
+            return steps, request
+        if not isinstance(request, FullGradient):
             raise FedShuffleError(
                 f"{name} yields {shown(request)}: yield a FullGradient or a LocalPlan."
             )
-        answer = yield request
-    if not planned:
-        raise FedShuffleError(f"{name} ends without a LocalPlan: yield one.")
+        for point in request.points:
+            check_tensor(point, f"{name}: a point", like=context.x)
+        answer = yield replace(request, weight_decay=weight_decay)
+
+
+def end_round(
+    direction: Direction, context: RoundContext, steps: Steps, reported: Tensor | None
+) -> MethodState:
+    """The state of a direction after local training, checked."""
+    name, shape = f"{type(direction).__name__}.round", (len(context.step_sizes), *context.x.shape)
+    try:
+        steps.send(reported)
+    except StopIteration as stop:
+        state: MethodState = stop.value
+    else:
+        raise FedShuffleError(f"{name} yields again after its LocalPlan: let that be the last.")
     if not isinstance(state, MethodState):
         raise FedShuffleError(f"{name} returns {shown(state)}: return a MethodState.")
     check_state(state.shared, f"{name}: the shared state")
@@ -281,10 +289,10 @@ def checked_round(direction: Direction, context: RoundContext) -> Steps:
         raise FedShuffleError(
             f"{name} returns rows for clients to keep: set client_state = True in its class."
         )
-    if state.per_client is not None and state.per_client.shape != (n, *context.x.shape):
+    if state.per_client is not None and state.per_client.shape != shape:
         raise FedShuffleError(
             f"{name} returns {shown(state.per_client)} for clients to keep: give a row for each"
-            f" client of the cohort, shape {(n, *context.x.shape)}."
+            f" client of the cohort, shape {shape}."
         )
     return state
 

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from fedshuffle._arrays import FloatArray, expect
 from fedshuffle.errors import FedShuffleError, check_known
-from fedshuffle.kernel import ClientTask, FullGradient, LocalTraining, Request
+from fedshuffle.kernel import ClientTask, LocalTraining, Request
 from fedshuffle.local_work import WHOLE_CLIENT, LocalWork, Workload
 from fedshuffle.methods.averaging import Cohort, FedShuffleGen, InclusionProbability
 from fedshuffle.methods.directions import (
@@ -22,9 +22,10 @@ from fedshuffle.methods.directions import (
     MethodState,
     Plain,
     RoundContext,
+    begin_round,
     check_state,
     check_tensor,
-    checked_round,
+    end_round,
     shown,
 )
 from fedshuffle.methods.options import replaced
@@ -261,23 +262,19 @@ class Method:
         step_sizes = step_size * self.averaging.step_scale(cohort)
         context = RoundContext(x, kept, cohort, step_sizes, self.averaging.normaliser)
 
-        direction = checked_round(self.direction, context)
-        request = next(direction)
-        while isinstance(request, FullGradient):
-            decayed = dataclasses.replace(request, weight_decay=workload.work.weight_decay)
-            request = direction.send((yield decayed))
+        clip, decay = workload.work.clip, workload.work.weight_decay
+        steps, plan = yield from begin_round(self.direction, context, decay)
 
-        if select and request.report is not None:
+        if select and plan.report is not None:
             raise self._needs_every_update()
         weights = np.eye(n) if select else self.averaging.aggregation_weights(cohort)[:, None]
-        report = np.zeros((n, 0)) if request.report is None else request.report
+        report = np.zeros((n, 0)) if plan.report is None else plan.report
         columns = np.column_stack([weights, report])
         per_client = (cohort.clients.tolist(), cohort.done.tolist(), step_sizes.tolist())
-        clip, decay = workload.work.clip, workload.work.weight_decay
         batches, r = workload.minibatches, cohort.round
         tasks = [
-            ClientTask(batches(i, steps, seed, r), size, one, a, clip, decay)
-            for i, steps, size, one, a in zip(*per_client, request.each(n), columns, strict=True)
+            ClientTask(batches(i, done, seed, r), size, one, a, clip, decay)
+            for i, done, size, one, a in zip(*per_client, plan.each(n), columns, strict=True)
         ]
         sums = yield LocalTraining(x, tasks, columns.shape[1])
         updates, reported = sums[: weights.shape[1]], sums[weights.shape[1] :]
@@ -290,10 +287,7 @@ class Method:
             return dataclasses.replace(state, round=state.round + 1, sent=0)
         after, optimiser_state = self._server_step(x, updates[0], server_step_size, state)
         reported = reported if report.ndim > 1 else reported[0]
-        try:
-            direction.send(reported if reported.numel() else None)
-        except StopIteration as stop:
-            kept = stop.value
+        kept = end_round(self.direction, context, steps, reported if reported.numel() else None)
         clients = state.clients
         if clients is not None and kept.per_client is not None:
             clients = clients.updated(cohort.clients, kept.per_client)

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from fedshuffle.errors import FedShuffleError, check_known
+from fedshuffle.errors import FedShuffleError, check_known, error_context
 
 
 def parsed(text: str) -> dict[str, str]:
@@ -66,7 +66,5 @@ def _like(value: Any, text: str, name: str) -> Any:
         if text not in ("true", "false"):
             raise FedShuffleError(f"method option {name} = {text!r}: write true or false.")
         return text == "true"
-    try:
+    with error_context(lambda _: f"method option {name} = {text!r} is not a number.", ValueError):
         return type(value)(text)
-    except ValueError as error:
-        raise FedShuffleError(f"method option {name} = {text!r} is not a number.") from error

@@ -8,14 +8,14 @@ which :func:`parse` reads: ``full``, ``uniform:B``, ``importance:B``, ``independ
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Literal
 
 from fedshuffle._arrays import expect
-from fedshuffle.errors import FedShuffleError, check_known
+from fedshuffle.errors import FedShuffleError, check_known, error_context
 from fedshuffle.federation import Federation
 from fedshuffle.sampling.base import Cohorts as Cohorts
 from fedshuffle.sampling.base import Sampling as Sampling
 from fedshuffle.sampling.base import check_probabilities
+from fedshuffle.sampling.optimal import Kind
 from fedshuffle.sampling.optimal import Optimal as Optimal
 from fedshuffle.sampling.optimal import approximate_probabilities as approximate_probabilities
 from fedshuffle.sampling.optimal import optimal_probabilities as optimal_probabilities
@@ -85,10 +85,8 @@ def resolve(sampling: str | Sampling, federation: Federation) -> Sampling:
             f"the sampling is for {len(sampling)} clients, but the federation has"
             f" {len(federation)}."
         )
-    try:
+    with error_context(f"the p of {type(sampling).__name__}"):
         check_probabilities(sampling.p)
-    except FedShuffleError as error:
-        raise FedShuffleError(f"the p of {type(sampling).__name__}: {error}") from error
     return sampling
 
 
@@ -110,11 +108,9 @@ def _stratified(argument: str, federation: Federation) -> Stratified:
     return Stratified(strata_by_size(federation.sizes, int(k)), int(b), weights)
 
 
-def _optimal(
-    argument: str, federation: Federation, how: Literal["exact", "approximate"]
-) -> Optimal:
-    b, of, pool = argument.partition(":of:")
-    return Optimal(parse(pool, federation) if of else Full(len(federation)), int(b), how)
+def _optimal(argument: str, federation: Federation, how: Kind = "exact") -> Optimal:
+    b, _, pool = argument.partition(":of:")
+    return Optimal(parse(pool or "full", federation), int(b), how)
 
 
 _MAKERS: dict[str, tuple[str, Callable[[str, Federation], Sampling]]] = {
@@ -123,12 +119,9 @@ _MAKERS: dict[str, tuple[str, Callable[[str, Federation], Sampling]]] = {
     "importance": ("importance:B", lambda b, f: importance(f.sizes, int(b))),
     "independent": ("independent:p1,p2,...", lambda p, _: Independent(p.split(","))),
     "one": ("one", lambda _, f: One(f.sizes / f.sizes.sum())),
-    "ais": (
-        "ais:B",
-        lambda b, f: ApproximateIndependent(importance_probabilities(f.sizes, int(b))),
-    ),
+    "ais": ("ais:B", lambda b, f: ApproximateIndependent(importance(f.sizes, int(b)).p)),
     "stratified": ("stratified:B:K[:weight]", _stratified),
-    "optimal": ("optimal:B[:of:SAMPLING]", lambda a, f: _optimal(a, f, "exact")),
+    "optimal": ("optimal:B[:of:SAMPLING]", _optimal),
     "optimal-approximate": (
         "optimal-approximate:B[:of:SAMPLING]",
         lambda a, f: _optimal(a, f, "approximate"),

@@ -23,6 +23,7 @@ from fedshuffle.sampling.standard import (
 )
 from fedshuffle.sampling.stratified import Stratified
 
+Kind = Literal["exact", "approximate"]
 _HOW = {"exact": "optimal", "approximate": "optimal-approximate"}
 """The kinds, and how the text of each begins."""
 
@@ -53,9 +54,7 @@ class Optimal(Sampling):
 
     two_phase = True
 
-    def __init__(
-        self, pool: Sampling, b: int, how: Literal["exact", "approximate"] = "exact"
-    ) -> None:
+    def __init__(self, pool: Sampling, b: int, how: Kind = "exact") -> None:
         expect(pool, Sampling, "the pool of optimal sampling")
         if pool.two_phase:
             raise FedShuffleError(

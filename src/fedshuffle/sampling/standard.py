@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from fedshuffle._arrays import FloatArray, IntArray, count, frozen, number, vector
-from fedshuffle.errors import FedShuffleError
+from fedshuffle.errors import FedShuffleError, error_context
 from fedshuffle.randomness import Purpose, generator
 from fedshuffle.sampling.base import (
     Cohorts,
@@ -242,14 +242,11 @@ class Listed(Sampling):
 
 
 def _check_row(n: int, members: Sequence[int], probability: float) -> tuple[tuple[int, ...], float]:
-    try:
+    what = f"cohort {members!r}: members must be client numbers."
+    with error_context(lambda _: what, TypeError):
         cohort = tuple(sorted(operator.index(i) for i in members))
-    except TypeError:
-        raise FedShuffleError(f"cohort {members!r}: members must be client numbers.") from None
     if len(set(cohort)) != len(cohort) or any(not 0 <= i < n for i in cohort):
         raise FedShuffleError(
             f"cohort {cohort}: members must be different clients from 0 to {n - 1}."
         )
-    if not 0 <= number(probability, f"the probability of cohort {cohort}") <= 1:
-        raise FedShuffleError(f"cohort {cohort} has probability {probability:g}, outside [0, 1].")
-    return cohort, float(probability)
+    return cohort, number(probability, f"the probability of cohort {cohort}", within="[0, 1]")

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import bisect
 import hashlib
 import itertools
 
 import numpy as np
 from numpy.typing import ArrayLike
 
-from fedshuffle._arrays import FloatArray, IntArray, count, counts, frozen, vector
+from fedshuffle._arrays import FloatArray, IntArray, as_array, count, counts, frozen, vector
 from fedshuffle.errors import FedShuffleError
 from fedshuffle.randomness import Purpose, generator
 from fedshuffle.sampling.base import Cohorts, Sampling, check_pairs
@@ -108,11 +109,8 @@ def allocate(measure: FloatArray, b: int, most: IntArray) -> IntArray:
     # The sum grows with t, linearly between the points where a share leaves or reaches a bound.
     leaves, reaches = 1 / measure, most / measure
     points = np.unique(np.concatenate([leaves, reaches]))
-    low, high = 0, len(points) - 1
-    while low < high:
-        middle = (low + high + 1) // 2
-        low, high = (middle, high) if shares(points[middle]).sum() <= b else (low, middle - 1)
-    t = float(points[low])
+    below = bisect.bisect_right(points, b, key=lambda t: shares(t).sum())
+    t = float(points[max(below - 1, 0)])
     open_ = (leaves <= t) & (t < reaches)
     if open_.any():
         t += (b - float(shares(t).sum())) / float(measure[open_].sum())
@@ -158,10 +156,7 @@ def strata_by_size(sizes: ArrayLike, k: int) -> IntArray:
 
 
 def _labels(strata: ArrayLike) -> IntArray:
-    try:
-        array = np.asarray(strata)
-    except ValueError:  # rows of different lengths
-        array = np.empty((0, 0))
+    array = as_array(strata, "strata")
     if array.ndim != 1 or array.size == 0 or array.dtype.kind not in "iu":
         raise FedShuffleError(
             "strata must be a non-empty list with one whole number for each client, such as"
