@@ -16,8 +16,7 @@ from fedshuffle._arrays import IntArray, counts
 from fedshuffle.errors import FedShuffleError, error_context
 from fedshuffle.randomness import restored_generators
 
-_READ_TWICE = 16
-"""Number of examples that are read a second time, to see whether they are random."""
+_READ_TWICE = 16  # number of examples that are read a second time, to see whether they are random
 
 
 def read_datasets(datasets: Sequence[Dataset[Any]]) -> tuple[IntArray, list[Tensor]]:

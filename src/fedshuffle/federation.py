@@ -20,8 +20,7 @@ if TYPE_CHECKING:
     import torch
     from torch.utils.data import Dataset
 
-_NUMBERS = 1 << 16
-"""How many numbers are checked at a time, so that the check needs little memory."""
+_NUMBERS = 1 << 16  # how many numbers are checked at a time, so that the check needs little memory
 
 
 @dataclass(frozen=True, eq=False)

@@ -20,12 +20,9 @@ from fedshuffle.flower.protocol import ClientInfo
 
 _log = logging.getLogger("flwr.fedshuffle")
 
-_FEW = 16
-"""Nodes asked at a time where one reply is enough."""
-_PAUSE = 0.5
-"""Seconds between two polls for new nodes."""
-_RETRY = 60.0
-"""Seconds after which a node with an invalid reply is asked again."""
+_FEW = 16  # nodes asked at a time where one reply is enough
+_PAUSE = 0.5  # seconds between two polls for new nodes
+_RETRY = 60.0  # seconds after which a node with an invalid reply is asked again
 _SILENT = ("did not say who it is", math.inf)  # asked again, it would hold up the others
 
 

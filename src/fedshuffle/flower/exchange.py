@@ -29,10 +29,8 @@ MAX_NORM = 1e18
 """Larger updates and gradients are refused: their squares overflow float32."""
 MAX_BYTES = 256 * 2**20
 """Bytes of updates held in memory; more go to a temporary file."""
-_AT_ONCE = 16
-"""Messages in memory at a time."""
-_PAUSE = 0.2
-"""Seconds between two polls for replies."""
+_AT_ONCE = 16  # messages in memory at a time
+_PAUSE = 0.2  # seconds between two polls for replies
 
 Node = int
 Update = tuple[Tensor, int]

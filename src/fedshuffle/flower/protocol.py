@@ -31,8 +31,7 @@ PROTOCOL = 3
 INFO, TRAIN, FULL_GRADIENT = "query.info", "train", "train.full_gradient"
 EVALUATE = "evaluate"
 
-_FIELDS, _ARRAYS = "fedshuffle", "arrays"
-"""The names of the two records of a message."""
+_FIELDS, _ARRAYS = "fedshuffle", "arrays"  # the names of the two records of a message
 _FLOATS = (np.float16, np.float32, np.float64)
 
 
@@ -95,7 +94,6 @@ class Reply:
     """
 
 
-Fields = ClientInfo | TrainRequest | Query | Reply
 _Fields = TypeVar("_Fields", ClientInfo, TrainRequest, Query, Reply)
 
 
@@ -105,7 +103,7 @@ def arrays(**named: Tensor | None) -> ArrayRecord:
     return ArrayRecord({name: Array(value.numpy(force=True)) for name, value in given.items()})
 
 
-def content(fields: Fields, record: ArrayRecord | None = None) -> RecordDict:
+def content(fields: _Fields, record: ArrayRecord | None = None) -> RecordDict:
     """The content of a message."""
     payload = json.dumps(dataclasses.asdict(fields))
     parts = {_FIELDS: ConfigRecord({"protocol": PROTOCOL, "payload": payload})}

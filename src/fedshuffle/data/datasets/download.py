@@ -32,8 +32,7 @@ IMAGE_BYTES = 2 + 3 * 32 * 32
 """An image of CIFAR-100: a coarse label, a fine one, and 32 x 32 pixels in three colours."""
 _VARIABLE = "FEDSHUFFLE_DATA"
 _BLOCK = 1 << 16
-_TIMEOUT = 30.0
-"""Seconds without a byte after which a connection counts as broken."""
+_TIMEOUT = 30.0  # seconds without a byte after which a connection counts as broken
 
 
 @dataclass(frozen=True)

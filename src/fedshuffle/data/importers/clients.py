@@ -26,10 +26,8 @@ from fedshuffle.errors import FedShuffleError, error_context, one_line, unknown
 
 _STEPS = {"all_data", "rem_user_data", "sampled_data", "test", "train"}
 """Folders that LEAF's scripts make of the same data, one after the other."""
-_SMALL = 1 << 26
-"""Bytes that may be allocated however little the file holds."""
-_COMPRESSION = 1100
-"""Largest compression ratio allowed beyond that; deflate reaches at most 1032."""
+_SMALL = 1 << 26  # bytes that may be allocated however little the file holds
+_COMPRESSION = 1100  # largest compression ratio allowed beyond that; deflate reaches at most 1032
 
 
 def read_leaf(source: Path, fields: Sequence[str] | None) -> Iterator[tuple[str, dict[str, Any]]]:

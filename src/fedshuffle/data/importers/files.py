@@ -27,8 +27,7 @@ FORMATS = {
 Read = Callable[[Mapping[str, Any]], Mapping[str, ArrayLike]]
 """Turns one client's fields, as they are in the file, into arrays of numbers by name."""
 
-_BUFFER_BYTES = 1 << 22
-"""Small chunks are collected up to this size and written together."""
+_BUFFER_BYTES = 1 << 22  # small chunks are collected up to this size and written together
 
 
 def import_file(

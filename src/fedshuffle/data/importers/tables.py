@@ -24,13 +24,11 @@ from fedshuffle.data.storage.store import checked_dtype, open_store
 from fedshuffle.data.storage.writer import Batch, write_store
 from fedshuffle.errors import FedShuffleError, check_known, error_context, one_line
 
-_ROWS = 8192
-"""Rows of a Parquet file that are read at a time."""
+_ROWS = 8192  # rows of a Parquet file that are read at a time
 _LIST = (types.is_list, types.is_large_list, types.is_fixed_size_list)
 _NUMBER = (types.is_integer, types.is_floating, types.is_boolean, types.is_decimal)
 _TEXT = (types.is_string, types.is_large_string)
-_SCALING = "standardised"
-"""Key of the statistics of standardised inputs in the origin of a store."""
+_SCALING = "standardised"  # key of the statistics of standardised inputs in the origin of a store
 
 Names = Sequence[str] | None
 Columns = dict[str, str | list[str]]
@@ -106,9 +104,8 @@ class _Table:
         base = source if source.is_dir() else source.parent
         folders = {"partitioning": "hive", "partition_base_dir": str(base)}
         with self._reading():
-            self._dataset = pa.dataset.dataset(
-                list(map(str, self._paths)), format=reader, **folders
-            )
+            paths = list(map(str, self._paths))
+            self._dataset = pa.dataset.dataset(paths, format=reader, **folders)
             self.schema = self._dataset.schema
             self._names = self.schema.names  # which must be text
 

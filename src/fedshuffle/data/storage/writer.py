@@ -28,8 +28,7 @@ from fedshuffle.errors import FedShuffleError, unknown
 Batch = tuple[Sequence[Any], IntArray, Mapping[str, NDArray[Any]]]
 """Clients, the index of each row's client among them, and the rows of each field."""
 
-_BLOCK_ROWS, _BLOCK_BYTES = 1 << 16, 1 << 25
-"""Most rows and bytes that are moved at a time."""
+_BLOCK_ROWS, _BLOCK_BYTES = 1 << 16, 1 << 25  # most rows and bytes that are moved at a time
 
 
 def write_store(
@@ -159,9 +158,8 @@ class _Rows:
                 row = int(np.argmin(good.reshape(len(good), -1).all(axis=1)))
                 client = clients[row]
                 example = self.sizes[client] + np.count_nonzero(clients[:row] == client)
-                raise FedShuffleError(
-                    f"{who(client)} has {what} in its example {example}. {remedy}"
-                )
+                where = f"in its example {example}"
+                raise FedShuffleError(f"{who(client)} has {what} {where}. {remedy}")
 
         kind, shape = self.fields[name].base, self.fields[name].shape
         if array.shape[1:] != shape:
