@@ -32,9 +32,8 @@ from fedshuffle.theory import (
     problem_constants,
     quadratic_constants,
 )
-from fedshuffle.theory.constants import ConstantsRequest
-from fedshuffle.theory.derivatives import spectrum_ends
-from fedshuffle.theory.quadratic import QuadraticForm, max_on_ball, smallest_bound
+from fedshuffle.theory.estimation import spectrum_ends
+from fedshuffle.theory.exact import ConstantsRequest, QuadraticForm, max_on_ball, smallest_bound
 from tests.brute import Floats
 
 SIZES = [1, 2, 4, 3]

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from fedshuffle._lazy import attach
 from fedshuffle.theory.constants import (
+    EstimatedConstants,
     ExactConstants,
     MethodConstants,
     ProblemConstants,
@@ -13,7 +14,7 @@ from fedshuffle.theory.constants import (
     method_constants,
     smallest_s,
 )
-from fedshuffle.theory.logistic import logistic_regression_constants
+from fedshuffle.theory.exact import quadratic_constants
 from fedshuffle.theory.method_advice import (
     SamplingAdvice,
     StepAdvice,
@@ -24,7 +25,6 @@ from fedshuffle.theory.method_advice import (
     step_advice,
 )
 from fedshuffle.theory.mvr import MVRRate
-from fedshuffle.theory.quadratic import linear_regression_constants, quadratic_constants
 from fedshuffle.theory.rates import (
     Bound,
     ConvergenceRate,
@@ -34,10 +34,11 @@ from fedshuffle.theory.rates import (
     drift_noise,
     largest_step_size,
 )
+from fedshuffle.theory.regression import linear_regression_constants, logistic_regression_constants
 
 if TYPE_CHECKING:
     from fedshuffle.theory.advice import Advice, advise
-    from fedshuffle.theory.estimation import EstimatedConstants, problem_constants
+    from fedshuffle.theory.estimation import problem_constants
     from fedshuffle.theory.problem import AdvisedRun
 
 __all__ = [

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal, TypedDict, get_args
+from typing import Literal
 
 import numpy as np
 from numpy.typing import ArrayLike
 
 from fedshuffle import methods
-from fedshuffle._arrays import FloatArray, IntArray, count, expect, number, vector
-from fedshuffle.errors import FedShuffleError, unknown
+from fedshuffle._arrays import FloatArray, IntArray, expect, number, vector
+from fedshuffle.errors import FedShuffleError
 from fedshuffle.federation import Federation
 from fedshuffle.local_work import LocalWork, Workload
 from fedshuffle.methods import Cohort, FedShuffleGen, InclusionProbability, Method, Plain
@@ -19,7 +20,6 @@ from fedshuffle.methods.servers import Average
 from fedshuffle.sampling import Full, One, Sampling, resolve
 from fedshuffle.sampling.base import MAX_COHORTS, Cohorts
 
-SimilarityForm = Literal["gradient", "convex"]
 Status = Literal["exact", "bound", "on the ball"]
 
 MAX_MATRIX_CLIENTS = 1000
@@ -120,76 +120,77 @@ class ExactConstants:
         return ProblemConstants(self.L, self.G, self.B, self.P, self.sigma, self.mu)
 
 
-class ConstantsOptions(TypedDict, total=False):
-    """Options of all functions for exact constants."""
-
-    w_hat: ArrayLike | None
-    """The effective weights of the clients; by default those of the federation."""
-    batch_size: int
-    """Examples per step; 1 by default."""
-    form: SimilarityForm
-    """The form of gradient similarity; ``gradient`` by default."""
-    B: float | None
-    """Find the smallest G for this B; each function explains its default."""
-    P: float | None
-    """Find the smallest sigma_i for this P, the same for all clients; likewise."""
-    radius: float | None
-    """Find constants for the ball of this radius around the optimum only."""
-
-
 @dataclass(frozen=True)
-class ConstantsRequest:
-    """The options, checked."""
+class ConstantEstimate:
+    """An estimated constant and its uncertainty."""
 
-    w_hat: ArrayLike | None = None
-    batch_size: int = 1
-    form: SimilarityForm = "gradient"
-    B: float | None = None
-    P: float | None = None
-    radius: float | None = None
+    value: float
+    residual: float = 0.0
+    """How far the iteration may still be from an eigenvalue."""
+    standard_error: float = 0.0
+    """From sampling clients and minibatches; 0 where all were seen."""
+    note: str = ""
 
-    def __post_init__(self) -> None:
-        count(self.batch_size, "batch_size")
-        if self.form not in get_args(SimilarityForm):
-            raise unknown("form of gradient similarity", self.form, get_args(SimilarityForm))
-        for name, within in (("B", "[1, inf)"), ("P", "[0, inf)"), ("radius", "[0, inf)")):
-            if getattr(self, name) is not None:
-                number(getattr(self, name), name, within)
+    @property
+    def uncertainty(self) -> float:
+        """The residual and two standard errors."""
+        return self.residual + 2.0 * self.standard_error
 
-    def variance_factor(self, m: int) -> float:
-        """The variance of minibatch gradients relative to that among a client's m examples.
 
-        For s of them, drawn without replacement, ``(m - s) / (s (m - 1))``; the mean over an epoch.
+@dataclass(frozen=True, eq=False)
+class EstimatedConstants:
+    """The constants of a problem at some points, from the clients and minibatches seen there."""
+
+    L: ConstantEstimate
+    """Of every loss of one step ``f_ij``, of every ``f_i``, and of ``f-hat``."""
+    L_objective: ConstantEstimate
+    """Of ``f-hat``."""
+    mu: ConstantEstimate
+    """The smallest eigenvalue of any ``f_ij`` seen; negative: not convex there."""
+    delta: ConstantEstimate
+    """``max_i |H_i - H|``."""
+    G: ConstantEstimate
+    """The smallest for B = 1; :meth:`problem_with` gives it for another B."""
+    sigma_rms: ConstantEstimate
+    """``sqrt(sum_i w-hat_i sigma_i^2)``, with the smallest sigma_i for P = 0."""
+    clients: IntArray
+    """The clients seen."""
+    w_hat: FloatArray
+    """The effective weights of all clients."""
+    gradient: FloatArray
+    """``|grad f-hat|^2`` at each point, without what sampling adds to it."""
+    variance: FloatArray
+    """``sum_i w-hat_i |grad f_i - grad f-hat|^2`` at each point."""
+    client_gradients: FloatArray
+    """``|grad f_i|^2`` at each point for each client seen."""
+    client_variances: FloatArray
+    """``mean_j |grad f_ij - grad f_i|^2`` at each point for each client seen."""
+
+    @property
+    def problem(self) -> ProblemConstants:
+        """The inputs of the step-size advice, with B = 1 and P = 0."""
+        return self.problem_with()
+
+    def problem_with(self, *, B: float = 1.0, P: float = 0.0) -> ProblemConstants:  # noqa: N803
+        """For another B and P: the smallest G and sigma_i that hold at all points seen.
+
+        Clients not seen get the root mean square of the others' sigma_i, which leaves
+        ``sum_i w-hat_i sigma_i^2`` unbiased. mu is the estimate minus its residual, if positive.
         """
-        if m == 1:
-            return 0.0
-        b = min(self.batch_size, m)
-        whole, rest = divmod(m, b)
-        total = whole * (m - b) / b + ((m - rest) / rest if rest else 0.0)
-        return total / ((m - 1) * (whole + (rest > 0)))
-
-    def batch_smoothness(self, smoothness: FloatArray, whole: float) -> float:
-        """A bound on L of any minibatch: the mean of the largest L of as many examples, or
-        ``whole``, that of all examples together, if one step takes them all.
-        """
-        if self.batch_size >= len(smoothness):
-            return whole
-        smallest = len(smoothness) % self.batch_size or self.batch_size
-        return float(np.sort(smoothness)[-smallest:].mean())
-
-    def step_validity(self, sizes: IntArray, reason: str) -> Validity:
-        """Exact for steps of single examples or whole clients, else a bound for minibatches."""
-        if ((self.batch_size == 1) | (sizes <= self.batch_size)).all():
-            return Validity("exact", reason)
-        return Validity("bound", f"{reason}; of a minibatch by those of its examples")
-
-
-def normalised_weights(default: FloatArray, w_hat: ArrayLike | None) -> FloatArray:
-    """The weights, summing to one."""
-    if w_hat is None:
-        return default
-    checked = vector(w_hat, "w_hat", range(len(default)))
-    return checked / float(checked.sum())
+        number(B, "B", "[1, inf)")
+        number(P, "P", "[0, inf)")
+        g2 = float((self.variance - (B**2 - 1.0) * self.gradient).max())
+        seen = np.maximum((self.client_variances - P**2 * self.client_gradients).max(axis=0), 0.0)
+        squares = np.full(len(self.w_hat), np.average(seen, weights=self.w_hat[self.clients]))
+        squares[self.clients] = seen
+        return ProblemConstants(
+            L=self.L.value,
+            G=math.sqrt(max(0.0, g2)),
+            B=B,
+            P=P,
+            sigma=np.sqrt(squares),
+            mu=min(max(0.0, self.mu.value - self.mu.residual), self.L.value),
+        )
 
 
 @dataclass(frozen=True, eq=False)

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -17,86 +17,13 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from fedshuffle._arrays import FloatArray, IntArray, count, number
 from fedshuffle._terminal import progress_bar
-from fedshuffle.engines.base import check_model
+from fedshuffle.engines.base import check_model, client_context, gradients
 from fedshuffle.engines.problem import Loss, Problem
 from fedshuffle.errors import FedShuffleError, error_context
 from fedshuffle.federation import Federation
 from fedshuffle.randomness import Purpose, check_seed, generator
-from fedshuffle.theory.constants import ProblemConstants, normalised_weights
-from fedshuffle.theory.derivatives import Derivatives, SpectrumEnd, spectrum_ends
-
-
-@dataclass(frozen=True)
-class ConstantEstimate:
-    """An estimated constant and its uncertainty."""
-
-    value: float
-    residual: float = 0.0
-    """How far the iteration may still be from an eigenvalue."""
-    standard_error: float = 0.0
-    """From sampling clients and minibatches; 0 where all were seen."""
-    note: str = ""
-
-    @property
-    def uncertainty(self) -> float:
-        """The residual and two standard errors."""
-        return self.residual + 2.0 * self.standard_error
-
-
-@dataclass(frozen=True, eq=False)
-class EstimatedConstants:
-    """The constants of a problem at some points, from the clients and minibatches seen there."""
-
-    L: ConstantEstimate
-    """Of every loss of one step ``f_ij``, of every ``f_i``, and of ``f-hat``."""
-    L_objective: ConstantEstimate
-    """Of ``f-hat``."""
-    mu: ConstantEstimate
-    """The smallest eigenvalue of any ``f_ij`` seen; negative: not convex there."""
-    delta: ConstantEstimate
-    """``max_i |H_i - H|``."""
-    G: ConstantEstimate
-    """The smallest for B = 1; :meth:`problem_with` gives it for another B."""
-    sigma_rms: ConstantEstimate
-    """``sqrt(sum_i w-hat_i sigma_i^2)``, with the smallest sigma_i for P = 0."""
-    clients: IntArray
-    """The clients seen."""
-    w_hat: FloatArray
-    """The effective weights of all clients."""
-    gradient: FloatArray
-    """``|grad f-hat|^2`` at each point, without what sampling adds to it."""
-    variance: FloatArray
-    """``sum_i w-hat_i |grad f_i - grad f-hat|^2`` at each point."""
-    client_gradients: FloatArray
-    """``|grad f_i|^2`` at each point for each client seen."""
-    client_variances: FloatArray
-    """``mean_j |grad f_ij - grad f_i|^2`` at each point for each client seen."""
-
-    @property
-    def problem(self) -> ProblemConstants:
-        """The inputs of the step-size advice, with B = 1 and P = 0."""
-        return self.problem_with()
-
-    def problem_with(self, *, B: float = 1.0, P: float = 0.0) -> ProblemConstants:  # noqa: N803
-        """For another B and P: the smallest G and sigma_i that hold at all points seen.
-
-        Clients not seen get the root mean square of the others' sigma_i, which leaves
-        ``sum_i w-hat_i sigma_i^2`` unbiased. mu is the estimate minus its residual, if positive.
-        """
-        number(B, "B", "[1, inf)")
-        number(P, "P", "[0, inf)")
-        g2 = float((self.variance - (B**2 - 1.0) * self.gradient).max())
-        seen = np.maximum((self.client_variances - P**2 * self.client_gradients).max(axis=0), 0.0)
-        squares = np.full(len(self.w_hat), np.average(seen, weights=self.w_hat[self.clients]))
-        squares[self.clients] = seen
-        return ProblemConstants(
-            L=self.L.value,
-            G=math.sqrt(max(0.0, g2)),
-            B=B,
-            P=P,
-            sigma=np.sqrt(squares),
-            mu=min(max(0.0, self.mu.value - self.mu.residual), self.L.value),
-        )
+from fedshuffle.theory.constants import ConstantEstimate, EstimatedConstants
+from fedshuffle.theory.exact import normalised_weights
 
 
 def problem_constants(
@@ -241,6 +168,104 @@ def _root(square: float, error: float) -> ConstantEstimate:
 
 def _largest(estimates: Iterable[ConstantEstimate]) -> ConstantEstimate:
     return max(estimates, key=lambda one: one.value)
+
+
+@dataclass(frozen=True)
+class Derivatives:
+    """Derivatives of the clients' losses with weight decay, over examples in pieces."""
+
+    problem: Problem
+    weight_decay: float
+
+    def value(self, x: Tensor, client: int) -> float:
+        """The loss of a client."""
+        value = float(self._mean(x, client, None, lambda loss: [loss]))
+        return value + 0.5 * self.weight_decay * float(x.double().square().sum())
+
+    def gradient(self, x: Tensor, client: int, rows: IntArray | None = None) -> Tensor:
+        """The gradient of a client, or of some of its examples."""
+        parameters = list(self.problem.parameters.values())
+        found = self._mean(x, client, rows, lambda loss: gradients(loss, parameters))
+        return found + self.weight_decay * x
+
+    def product(self, x: Tensor, client: int, v: Tensor, rows: IntArray | None = None) -> Tensor:
+        """The Hessian of a client, or of some of its examples, times v."""
+        parameters = list(self.problem.parameters.values())
+
+        def along(loss: Tensor) -> Sequence[Tensor]:
+            first = torch.autograd.grad(loss, parameters, create_graph=True, materialize_grads=True)
+            slope = _flat(first) @ v
+            if not slope.requires_grad:  # the gradient is the same everywhere
+                return [torch.zeros_like(v)]
+            return torch.autograd.grad(slope, parameters, materialize_grads=True)
+
+        return self._mean(x, client, rows, along) + self.weight_decay * v
+
+    def _mean(
+        self,
+        x: Tensor,
+        client: int,
+        rows: IntArray | None,
+        of: Callable[[Tensor], Sequence[Tensor]],
+    ) -> Tensor:
+        total = x.new_zeros(1)
+        for piece, share in self.problem.pieces(client, rows):
+            with client_context(self.problem, client, 0, "estimating constants"):
+                parts = of(self.problem.loss_at(x, self.problem.batch(piece)))
+            total = total + share * _flat(parts).detach()
+        if not torch.isfinite(total).all():
+            raise FedShuffleError(
+                f"the derivatives of client {self.problem.federation.ids[client]!r} are not finite"
+                " at this point. Choose a model that has not diverged."
+            )
+        return total
+
+
+def _flat(parts: Sequence[Tensor]) -> Tensor:
+    return torch.cat([part.reshape(-1) for part in parts])
+
+
+class SpectrumEnd(NamedTuple):
+    """A Ritz value, its residual ``|H u - theta u|`` (an eigenvalue is as near), and its vector."""
+
+    value: float
+    residual: float
+    vector: Tensor
+
+
+def spectrum_ends(
+    product: Callable[[Tensor], Tensor], start: Tensor, iterations: int, tolerance: float
+) -> tuple[SpectrumEnd, SpectrumEnd]:
+    """The lower and the upper end of a symmetric matrix's spectrum, by the Lanczos method.
+
+    Both are approached from within, to a tolerance relative to the norm or for some iterations.
+    (ARPACK would give nothing before it has converged.)
+    """
+    from scipy.linalg import eigh_tridiagonal  # slow to import: only when needed
+
+    most, small = min(iterations, len(start)), 10.0 * torch.finfo(start.dtype).eps
+    basis, diagonal, beside = start.new_empty(most, len(start)), list[float](), list[float]()
+    moved, rest = start, float(start.norm())
+    for k in range(most):
+        basis[k] = moved / rest
+        moved = product(basis[k])
+        diagonal.append(float(moved @ basis[k]))
+        length = float(moved.norm())
+        for _ in range(2):  # once leaves an error of the size of rounding times the norm
+            moved = moved - (basis[: k + 1] @ moved) @ basis[: k + 1]
+        rest = float(moved.norm())
+        values, vectors = eigh_tridiagonal(diagonal, beside)
+        scale = float(np.abs(values).max())
+        residuals = rest * np.abs(vectors[-1]) + small * scale
+        if rest <= small * max(scale, length) or residuals[[0, -1]].max() <= tolerance * scale:
+            break
+        beside.append(rest)
+
+    def end(j: int) -> SpectrumEnd:
+        weights = torch.from_numpy(vectors[:, j].copy()).to(basis)
+        return SpectrumEnd(float(values[j]), float(residuals[j]), weights @ basis[: k + 1])
+
+    return end(0), end(-1)
 
 
 @dataclass(frozen=True, eq=False)

@@ -23,12 +23,10 @@ from fedshuffle.local_work import LocalWork
 from fedshuffle.methods import Method
 from fedshuffle.sampling import Sampling
 from fedshuffle.schedules import Schedule
-from fedshuffle.theory.constants import ExactConstants, ProblemConstants
-from fedshuffle.theory.derivatives import Derivatives
-from fedshuffle.theory.estimation import ConstantEstimate, problem_constants
-from fedshuffle.theory.logistic import logistic_regression_constants
-from fedshuffle.theory.quadratic import linear_regression_constants
+from fedshuffle.theory.constants import ConstantEstimate, ExactConstants, ProblemConstants
+from fedshuffle.theory.estimation import Derivatives, problem_constants
 from fedshuffle.theory.rates import Regime
+from fedshuffle.theory.regression import linear_regression_constants, logistic_regression_constants
 from fedshuffle.training.rounds import Run, simulate
 
 _MAX_PARAMETERS, _MAX_CLIENTS = 1000, 2000

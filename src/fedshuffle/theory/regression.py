@@ -1,27 +1,92 @@
-"""Constants of logistic regression, binary or with many classes (derived in docs/theory.md)."""
+"""Constants of linear and of logistic regression (derived in docs/theory.md)."""
 
 from __future__ import annotations
 
 import math
-from typing import Unpack
+from typing import Any, Unpack
 
 import numpy as np
 
-from fedshuffle._arrays import FloatArray, count, number
+from fedshuffle._arrays import FloatArray, count, expect, number
 from fedshuffle.errors import FedShuffleError
 from fedshuffle.federation import Federation
-from fedshuffle.theory.constants import (
+from fedshuffle.theory.constants import ExactConstants, Status, Validity
+from fedshuffle.theory.exact import (
+    ClientLosses,
     ConstantsOptions,
     ConstantsRequest,
-    ExactConstants,
-    Status,
-    Validity,
+    SquaredErrors,
+    affine_constants,
+    nonzero_axes,
     normalised_weights,
 )
-from fedshuffle.theory.quadratic import RegressionData, nonzero_axes
 
 _MAX_PARAMETERS = 2000
 """Largest number of parameters for which a Hessian is built."""
+
+
+class RegressionData:
+    """Features and targets of the clients, read one client at a time."""
+
+    def __init__(self, federation: Federation, bias: bool) -> None:
+        expect(federation, Federation, "federation")
+        if len(federation.fields) != 2:
+            raise FedShuffleError(
+                f"the federation has {len(federation.fields)} fields, but a regression needs two:"
+                " features and targets. Use Federation.from_arrays(features, targets, ...)."
+            )
+        inputs, targets = (tuple(field.shape) for field in federation.fields)
+        if math.prod(targets[1:]) != 1:
+            raise FedShuffleError(f"the targets have shape {targets}, not one number per example.")
+        self.federation, self.bias = federation, bias
+        self.width = math.prod(inputs[1:]) + bias
+
+    def client(self, i: int) -> tuple[FloatArray, FloatArray]:
+        """Features (with a last column of ones for the bias) and targets of one client."""
+        parts: Any = self.federation.client(i)
+        if hasattr(parts[0], "detach"):
+            parts = [part.detach().cpu() for part in parts]
+        features, targets = (np.asarray(part, dtype=np.float64) for part in parts)
+        features = features.reshape(len(targets), -1)
+        if self.bias:
+            features = np.hstack([features, np.ones((len(targets), 1))])
+        return features, targets.reshape(-1)
+
+
+def linear_regression_constants(
+    federation: Federation,
+    *,
+    l2: float = 0.0,
+    bias: bool = False,
+    **options: Unpack[ConstantsOptions],
+) -> ExactConstants:
+    r"""The constants of ``f_ij(x) = 1/2 (a_ij' x - t_ij)^2 + l2/2 |x|^2``.
+
+    This is the loss of ``nn.Linear(d, 1)`` with :data:`fedshuffle.losses.squared_error`, and ``l2``
+    is :class:`~fedshuffle.LocalWork`'s ``weight_decay``. The data are read one client at a time.
+
+    Args:
+        federation: with two fields, features and targets.
+        l2: the regularisation.
+        bias: whether there is one; it comes last in ``x`` and is regularised too.
+        options: :class:`~fedshuffle.theory.exact.ConstantsOptions`.
+
+    >>> data = Federation.from_arrays([[1.0], [2.0], [1.0]], [1.0, 2.0, 2.0], sizes=[2, 1])
+    >>> found = linear_regression_constants(data, l2=1.0)
+    >>> found.L, found.mu, found.x_star.round(6).tolist()
+    (5.0, 2.0, [0.777778])
+    """
+    data = RegressionData(federation, bias)
+    l2 = number(l2, "l2", "[0, inf)")
+    request = ConstantsRequest(**options)
+    w_hat = normalised_weights(federation.weights, request.w_hat)
+
+    def client(i: int) -> ClientLosses:
+        return SquaredErrors(*data.client(i), l2)
+
+    flattest = "the smallest eigenvalue of any a_ij a_ij' + l2 I: l2, in more than one dimension"
+    reasons = {"L": "max_ij |a_ij|^2 + l2", "mu": flattest}
+    return affine_constants(client, federation.sizes, data.width, w_hat, request, reasons)
 
 
 def logistic_regression_constants(
@@ -45,7 +110,7 @@ def logistic_regression_constants(
         l2: the regularisation.
         classes: their number, from 0 on; None for two with a single logit.
         bias: whether there is one; it is regularised too.
-        options: :class:`~fedshuffle.theory.constants.ConstantsOptions`. B is 1 by default, sqrt 2
+        options: :class:`~fedshuffle.theory.exact.ConstantsOptions`. B is 1 by default, sqrt 2
             in the form for convex losses; P is always 0.
 
     >>> data = Federation.from_arrays([[2.0], [1.0], [-1.0]], [1, 0, 0], sizes=[2, 1])

@@ -1,4 +1,4 @@
-"""Exact constants of quadratics and linear regression (derived in docs/theory.md).
+"""Exact constants of losses with affine gradients, such as quadratics (see docs/theory.md).
 
 On a ball B is 1 by default and P_i is 0; otherwise both are as :func:`smallest_bound` chooses.
 """
@@ -7,25 +7,93 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple, Unpack
+from typing import Literal, NamedTuple, TypedDict, Unpack, get_args
 
 import numpy as np
 from numpy.typing import ArrayLike
 
-from fedshuffle._arrays import FloatArray, IntArray, counts, expect, number
-from fedshuffle.errors import FedShuffleError, error_context
-from fedshuffle.federation import Federation
-from fedshuffle.theory.constants import (
-    ConstantsOptions,
-    ConstantsRequest,
-    ExactConstants,
-    Validity,
-    normalised_weights,
-)
+from fedshuffle._arrays import FloatArray, IntArray, count, counts, number, vector
+from fedshuffle.errors import FedShuffleError, error_context, unknown
+from fedshuffle.theory.constants import ExactConstants, Validity
+
+SimilarityForm = Literal["gradient", "convex"]
 
 _RANK = 1e-12
 """Eigenvalues below this share of the largest count as zero."""
+
+
+class ConstantsOptions(TypedDict, total=False):
+    """Options of all functions for exact constants."""
+
+    w_hat: ArrayLike | None
+    """The effective weights of the clients; by default those of the federation."""
+    batch_size: int
+    """Examples per step; 1 by default."""
+    form: SimilarityForm
+    """The form of gradient similarity; ``gradient`` by default."""
+    B: float | None
+    """Find the smallest G for this B; each function explains its default."""
+    P: float | None
+    """Find the smallest sigma_i for this P, the same for all clients; likewise."""
+    radius: float | None
+    """Find constants for the ball of this radius around the optimum only."""
+
+
+@dataclass(frozen=True)
+class ConstantsRequest:
+    """The options, checked."""
+
+    w_hat: ArrayLike | None = None
+    batch_size: int = 1
+    form: SimilarityForm = "gradient"
+    B: float | None = None
+    P: float | None = None
+    radius: float | None = None
+
+    def __post_init__(self) -> None:
+        count(self.batch_size, "batch_size")
+        if self.form not in get_args(SimilarityForm):
+            raise unknown("form of gradient similarity", self.form, get_args(SimilarityForm))
+        for name, within in (("B", "[1, inf)"), ("P", "[0, inf)"), ("radius", "[0, inf)")):
+            if getattr(self, name) is not None:
+                number(getattr(self, name), name, within)
+
+    def variance_factor(self, m: int) -> float:
+        """The variance of minibatch gradients relative to that among a client's m examples.
+
+        For s of them, drawn without replacement, ``(m - s) / (s (m - 1))``; the mean over an epoch.
+        """
+        if m == 1:
+            return 0.0
+        b = min(self.batch_size, m)
+        whole, rest = divmod(m, b)
+        total = whole * (m - b) / b + ((m - rest) / rest if rest else 0.0)
+        return total / ((m - 1) * (whole + (rest > 0)))
+
+    def batch_smoothness(self, smoothness: FloatArray, whole: float) -> float:
+        """A bound on L of any minibatch: the mean of the largest L of as many examples, or
+        ``whole``, that of all examples together, if one step takes them all.
+        """
+        if self.batch_size >= len(smoothness):
+            return whole
+        smallest = len(smoothness) % self.batch_size or self.batch_size
+        return float(np.sort(smoothness)[-smallest:].mean())
+
+    def step_validity(self, sizes: IntArray, reason: str) -> Validity:
+        """Exact for steps of single examples or whole clients, else a bound for minibatches."""
+        if ((self.batch_size == 1) | (sizes <= self.batch_size)).all():
+            return Validity("exact", reason)
+        return Validity("bound", f"{reason}; of a minibatch by those of its examples")
+
+
+def normalised_weights(default: FloatArray, w_hat: ArrayLike | None) -> FloatArray:
+    """The weights, summing to one."""
+    if w_hat is None:
+        return default
+    checked = vector(w_hat, "w_hat", range(len(default)))
+    return checked / float(checked.sum())
 
 
 def quadratic_constants(
@@ -42,7 +110,7 @@ def quadratic_constants(
             for that multiple of the identity.
         optima: the points ``m_ij``, one per row.
         sizes: the number of rows of each client, in order; by default one row per client.
-        options: :class:`~fedshuffle.theory.constants.ConstantsOptions`; weights are by size.
+        options: :class:`~fedshuffle.theory.exact.ConstantsOptions`; weights are by size.
 
     >>> toy = quadratic_constants(1.0, np.eye(6), sizes=[1, 2, 3])
     >>> toy.L, toy.mu, toy.delta, toy.B, (6 * toy.x_star).round(9).tolist()
@@ -76,77 +144,13 @@ def quadratic_constants(
     w_hat = normalised_weights(owned / owned.sum(), request.w_hat)
     offsets = np.concatenate([[0], np.cumsum(owned)])
 
-    def client(i: int) -> _ClientLosses:
+    def client(i: int) -> ClientLosses:
         mine = slice(int(offsets[i]), int(offsets[i + 1]))
         return _Quadratics(matrices[mine], points[mine])
 
     ends = {"L": "largest", "mu": "smallest"}
     reasons = {name: f"the {end} eigenvalue of any Hessian A_ij" for name, end in ends.items()}
-    return _constants(client, owned, d, w_hat, request, reasons)
-
-
-def linear_regression_constants(
-    federation: Federation,
-    *,
-    l2: float = 0.0,
-    bias: bool = False,
-    **options: Unpack[ConstantsOptions],
-) -> ExactConstants:
-    r"""The constants of ``f_ij(x) = 1/2 (a_ij' x - t_ij)^2 + l2/2 |x|^2``.
-
-    This is the loss of ``nn.Linear(d, 1)`` with :data:`fedshuffle.losses.squared_error`, and ``l2``
-    is :class:`~fedshuffle.LocalWork`'s ``weight_decay``. The data are read one client at a time.
-
-    Args:
-        federation: with two fields, features and targets.
-        l2: the regularisation.
-        bias: whether there is one; it comes last in ``x`` and is regularised too.
-        options: :class:`~fedshuffle.theory.constants.ConstantsOptions`.
-
-    >>> data = Federation.from_arrays([[1.0], [2.0], [1.0]], [1.0, 2.0, 2.0], sizes=[2, 1])
-    >>> found = linear_regression_constants(data, l2=1.0)
-    >>> found.L, found.mu, found.x_star.round(6).tolist()
-    (5.0, 2.0, [0.777778])
-    """
-    data = RegressionData(federation, bias)
-    l2 = number(l2, "l2", "[0, inf)")
-    request = ConstantsRequest(**options)
-    w_hat = normalised_weights(federation.weights, request.w_hat)
-
-    def client(i: int) -> _ClientLosses:
-        return _SquaredErrors(*data.client(i), l2)
-
-    flattest = "the smallest eigenvalue of any a_ij a_ij' + l2 I: l2, in more than one dimension"
-    reasons = {"L": "max_ij |a_ij|^2 + l2", "mu": flattest}
-    return _constants(client, federation.sizes, data.width, w_hat, request, reasons)
-
-
-class RegressionData:
-    """Features and targets of the clients, read one client at a time."""
-
-    def __init__(self, federation: Federation, bias: bool) -> None:
-        expect(federation, Federation, "federation")
-        if len(federation.fields) != 2:
-            raise FedShuffleError(
-                f"the federation has {len(federation.fields)} fields, but a regression needs two:"
-                " features and targets. Use Federation.from_arrays(features, targets, ...)."
-            )
-        inputs, targets = (tuple(field.shape) for field in federation.fields)
-        if math.prod(targets[1:]) != 1:
-            raise FedShuffleError(f"the targets have shape {targets}, not one number per example.")
-        self.federation, self.bias = federation, bias
-        self.width = math.prod(inputs[1:]) + bias
-
-    def client(self, i: int) -> tuple[FloatArray, FloatArray]:
-        """Features (with a last column of ones for the bias) and targets of one client."""
-        parts: Any = self.federation.client(i)
-        if hasattr(parts[0], "detach"):
-            parts = [part.detach().cpu() for part in parts]
-        features, targets = (np.asarray(part, dtype=np.float64) for part in parts)
-        features = features.reshape(len(targets), -1)
-        if self.bias:
-            features = np.hstack([features, np.ones((len(targets), 1))])
-        return features, targets.reshape(-1)
+    return affine_constants(client, owned, d, w_hat, request, reasons)
 
 
 class QuadraticForm(NamedTuple):
@@ -192,7 +196,7 @@ class _Quadratics:
         return found
 
 
-class _SquaredErrors:
+class SquaredErrors:
     """The same for linear regression."""
 
     def __init__(self, features: FloatArray, targets: FloatArray, l2: float) -> None:
@@ -223,11 +227,11 @@ class _SquaredErrors:
         return self._squares + self._l2, flat + self._l2
 
 
-_ClientLosses = _Quadratics | _SquaredErrors
+ClientLosses = _Quadratics | SquaredErrors
 
 
-def _constants(
-    client: Callable[[int], _ClientLosses],
+def affine_constants(
+    client: Callable[[int], ClientLosses],
     sizes: IntArray,
     d: int,
     w_hat: FloatArray,
@@ -236,7 +240,7 @@ def _constants(
 ) -> ExactConstants:
     """All constants, in passes over the clients that hold matrices of one client only."""
 
-    def clients() -> Iterator[tuple[int, float, _ClientLosses]]:
+    def clients() -> Iterator[tuple[int, float, ClientLosses]]:
         for i, weight in enumerate(w_hat.tolist()):
             yield i, weight, client(i)
 
