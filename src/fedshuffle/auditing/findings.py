@@ -17,10 +17,8 @@ from fedshuffle.methods import MVR, Cohort, GlobalMomentum, InclusionProbability
 from fedshuffle.methods.servers import Average
 from fedshuffle.sampling import Full
 
-TOLERANCE = 1e-8
-"""Effective weights within this relative distance of the objective's count as equal."""
-CLOSE = 1e-5
-"""Answers within this relative distance count as equal: servers may compute in single precision."""
+TOLERANCE = 1e-8  # the relative distance within which effective weights equal the objective's
+CLOSE = 1e-5  # the same for answers of servers, which may compute in single precision
 
 _TEXTS = {  # what, why and fix, a line each
     "steps": """Clients take from {low} to {high} local steps {at}.

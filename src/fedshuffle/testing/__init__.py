@@ -64,11 +64,9 @@ CHECKS: dict[str, Check] = {
 class CheckResult(NamedTuple):
     """The result of one check."""
 
-    check: str
-    """Its name, and the sampling it was made under if there are several."""
+    check: str  # its name, and the sampling it was made under if there are several
     outcome: Literal["passed", "failed", "skipped"]
-    message: str
-    """What was expected and found, or why the check does not apply; empty if it passed."""
+    message: str  # what was expected and found, or why it does not apply; empty if it passed
 
 
 @dataclass(frozen=True)
