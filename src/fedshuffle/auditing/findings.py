@@ -172,9 +172,7 @@ def _stops_early(workload: Workload) -> bool:
 
 
 def _differs(subject: Subject, *steps: tuple[int, int], scale_only: bool = False) -> bool:
-    """Whether the first client's contribution, or its step size alone, differs with these (planned,
-    done) steps.
-    """
+    """Whether a client's contribution, or its scale alone, differs with (planned, done) steps."""
     first, half, longest = np.zeros(1, dtype=np.int64), np.full(1, 0.5), subject.workload.longest
     rule, values = subject.method.averaging, []
     for planned, done in steps:

@@ -100,8 +100,7 @@ class ServerQueries:
         if fresh:
             self.aggregator.reset()
         # Copies: a server that works in place must not change what the audit compares with.
-        known = cohort.clients, cohort.sizes, cohort.steps
-        clients, sizes, steps = (array.copy() for array in known)
+        clients, sizes, steps = cohort.clients.copy(), cohort.sizes.copy(), cohort.steps.copy()
         updates = cohort.distance[:, None] * gradients
         replies = Replies(round, clients, sizes, steps, self.sampling.p[clients], updates)
         some = ", ".join(map(str, cohort.clients[:5].tolist()))

@@ -123,8 +123,7 @@ def check(
             raise unknown("check", name, CHECKS)
         run, every_sampling = CHECKS[name]
         if every_sampling:
-            under = given.items()
-            results += [_run(f"{name} under {text}", run, found, one) for text, one in under]
+            results += [_run(f"{name} under {s}", run, found, one) for s, one in given.items()]
         else:
             results.append(_run(name, run, found))
     return Report(found.name, tuple(results))
