@@ -95,6 +95,6 @@ def test_momentum_converges_where_the_audit_says(
     """Includes the shift that exact MVR brings under sampling."""
     method = methods.get(name).with_momentum(momentum)
     clients = federation(method)
-    found = limit_point(method, sampling, np.ones(4), clients)
+    found = limit_point(method, sampling, np.ones(4), clients, WORK)
     weights = audit(clients, method, sampling, method.drop_fixed(WORK)).effective_weights
     assert found == pytest.approx(weights @ OPTIMA, abs=1e-3)

@@ -29,8 +29,7 @@ from fedshuffle.federation import Federation
 _ASKED = 4  # a strategy that asks for the nodes more often in a round waits for more of them
 _NEEDED = ("round", "client", "size", "steps", "weight")  # the columns of a log
 
-_Row = tuple[str, str, int, int, float, float]
-"""Round, client, size, steps, weight and step size."""
+_Row = tuple[str, str, int, int, float, float]  # round, client, size, steps, weight, step size
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
@@ -49,8 +48,7 @@ class Aggregator(abc.ABC):
     """A server under audit: it maps the replies of a round to a step of the model."""
 
     name: str
-    resets: bool
-    """Whether :meth:`reset` clears all state; a plain function may have hidden state."""
+    resets: bool  # whether reset() clears all state; a plain function may have hidden state
 
     @abc.abstractmethod
     def reset(self) -> None:
@@ -61,10 +59,7 @@ class Aggregator(abc.ABC):
         """How the model moves in this round: one number per dimension."""
 
     def average(self) -> Aggregator | None:
-        """The server without its optimiser: the average of the updates that the optimiser gets.
-
-        None if there is no optimiser, or if it cannot be separated.
-        """
+        """The server without its optimiser; None if there is none, or it cannot be separated."""
         return None
 
 
@@ -132,11 +127,17 @@ class FlowerAggregator(Aggregator):
         self._flwr = _flower("app")
         ensure_identity()
         is_strategy = hasattr(strategy, "aggregate_train") and not isinstance(strategy, type)
-        made = strategy if is_strategy else _make(strategy)
+        made = strategy
+        if callable(strategy) and not is_strategy:
+            given = getattr(strategy, "__name__", repr(strategy))
+            remedy = "Give a strategy with its arguments, or a function that makes it without any."
+            with _quiet():
+                made = _call(strategy, given, remedy)
         if not hasattr(made, "aggregate_train") or not hasattr(made, "configure_train"):
             raise FedShuffleError(
-                f"{made!r:.60} is not a strategy of Flower's message API: it needs configure_train"
-                " and aggregate_train, as those of flwr.serverapp.strategy have."
+                f"{made!r:.60} is not a strategy of Flower's message API: give one with"
+                " configure_train and aggregate_train, as those of flwr.serverapp.strategy have, or"
+                " what makes one when called without arguments."
             )
         self.name, self._pristine, self._nodes = name or type(made).__name__, made, nodes
         self.reset()
@@ -213,17 +214,6 @@ class _Grid:
                 " min_train_nodes and min_available_nodes, or give more clients."
             )
         return list(range(1, self._nodes + 1))
-
-
-def _make(strategy: Any) -> Any:
-    if not callable(strategy):
-        raise FedShuffleError(
-            f"{strategy!r:.60} is not a Flower strategy: give one, or what makes one when called"
-            " without arguments."
-        )
-    remedy = "Give a strategy with its arguments, or a function without parameters that makes it."
-    with _quiet():
-        return _call(strategy, getattr(strategy, "__name__", repr(strategy)), remedy)
 
 
 def _call(make: Callable[[], Any], name: str, remedy: str) -> Any:

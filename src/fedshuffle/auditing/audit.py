@@ -37,9 +37,7 @@ from fedshuffle.sampling import One, Sampling, resolve
 from fedshuffle.sampling.base import MAX_COHORTS, EqualPairCorrelation
 
 _LEVELS = 200  # largest number of distinct step counts for the level-by-level formula
-
-_Moments = tuple[FloatArray, FloatArray | None, FloatArray | None]
-"""The expectations of CohortMoments: contribution, joint, estimate."""
+_Moments = tuple[FloatArray, FloatArray | None, FloatArray | None]  # contribution, joint, estimate
 
 
 class _NoFormulaError(Exception):

@@ -25,8 +25,8 @@ from fedshuffle.auditing.estimation import (
     WeightEstimate,
     estimate,
     estimate_by_batches,
+    positive_sum,
     proportions,
-    weights_from_all_cohorts,
 )
 from fedshuffle.auditing.findings import ServerProperties, describe_weights, uneven
 from fedshuffle.auditing.quadrature import expected_ratio
@@ -41,8 +41,7 @@ from fedshuffle.sampling import Sampling, resolve
 _DESCRIBED = 64  # cohorts of a simulation that are compared to find a rule for the weights
 _DIFFERENT = 2000  # most different clients for which control variates are computed
 
-_Found = tuple[WeightEstimate, str, ServerProperties]
-"""The weights, how they were found, and the properties of the server."""
+_Found = tuple[WeightEstimate, str, ServerProperties]  # the weights, how found, and the server
 
 
 def audit_server(
@@ -158,8 +157,10 @@ def _observe(server: ServerQueries, checked: ServerProperties) -> _Found:
     # Empty rounds count too, where cohorts are drawn.
     observations = _observations(seen, server.draws - lost if listed is None else len(seen))
     if listed is not None:
-        shares = np.array([cohort.share for cohort, _ in seen])
-        estimated = weights_from_all_cohorts(observations, n, shares)
+        shares = np.array([cohort.share for cohort, _ in seen])[observations.round]
+        shared = observations.contribution * shares
+        raw = np.bincount(observations.client, weights=shared, minlength=n).astype(np.float64)
+        estimated = WeightEstimate(raw / positive_sum(raw), np.zeros(n), np.full(n, np.inf))
         how = f"all {len(listed)} cohorts" if len(listed) > 1 else "the only cohort"
     else:
         known = None if lost else server.sampling.p

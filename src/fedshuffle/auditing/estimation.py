@@ -20,8 +20,7 @@ import numpy as np
 from fedshuffle._arrays import FloatArray, IntArray
 from fedshuffle.errors import FedShuffleError
 
-BATCHES = 32
-"""Batches of draws or rounds that give the standard error of their mean."""
+BATCHES = 32  # batches of draws or rounds that give the standard error of their mean
 _FEW = 8  # clients seen less often get the spread of all clients
 _EXPLAINED = 1e-9  # relative differences up to this are rounding
 _FITS = 1000  # most iterations to fit proportions; ten to a hundred are usual
@@ -59,9 +58,7 @@ class WeightEstimate:
 
 
 Control = tuple[FloatArray, FloatArray]
-"""A control variate: a number for every observation, and for every client its known expectation,
-given that the client takes part.
-"""
+"""A control variate: its value in each observation, and its mean for each client if present."""
 
 
 def estimate(
@@ -191,13 +188,6 @@ def estimate_by_batches(moves: FloatArray, seen: IntArray) -> WeightEstimate:
     errors = error_of_mean(residuals) / whole
     errors[seen < 2 * _FEW] = np.inf
     return WeightEstimate(weights, errors, np.full(len(raw), len(moves) - 1.0))
-
-
-def weights_from_all_cohorts(seen: Observations, n: int, shares: FloatArray) -> WeightEstimate:
-    """The weights from every cohort with its probability: nothing is estimated."""
-    shared = seen.contribution * shares[seen.round]
-    raw = np.bincount(seen.client, weights=shared, minlength=n).astype(np.float64)
-    return WeightEstimate(raw / positive_sum(raw), np.zeros(n), np.full(n, np.inf))
 
 
 def positive_sum(raw: FloatArray) -> float:

@@ -17,10 +17,8 @@ from fedshuffle.methods import MVR, Cohort, GlobalMomentum, InclusionProbability
 from fedshuffle.methods.servers import Average
 from fedshuffle.sampling import Full
 
-TOLERANCE = 1e-8
-"""Effective weights within this relative distance of the objective's count as equal."""
-CLOSE = 1e-5
-"""Answers within this relative distance count as equal: servers may compute in single precision."""
+TOLERANCE = 1e-8  # the relative distance within which effective weights equal the objective's
+CLOSE = 1e-5  # the same for answers of servers, which may compute in single precision
 
 _TEXTS = {  # what, why and fix, a line each
     "steps": """Clients take from {low} to {high} local steps {at}.
@@ -174,9 +172,7 @@ def _stops_early(workload: Workload) -> bool:
 
 
 def _differs(subject: Subject, *steps: tuple[int, int], scale_only: bool = False) -> bool:
-    """Whether the first client's contribution, or its step size alone, differs with these (planned,
-    done) steps.
-    """
+    """Whether a client's contribution, or its scale alone, differs with (planned, done) steps."""
     first, half = np.zeros(1, dtype=np.int64), np.full(1, 0.5)
     rule, most, values = subject.method.averaging, subject.workload.max_steps, []
     for planned, done in steps:

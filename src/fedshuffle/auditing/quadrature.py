@@ -39,8 +39,7 @@ _ACCURACY = 1e-10  # the relative accuracy of every expectation
 _STRATA = 32  # with more strata than this the integral takes longer than sampling
 _BLOCK = 1 << 20  # most complex numbers that are held at a time
 
-_Draw = tuple[IntArray, FloatArray, int]
-"""Members, the probability to keep each, and how many of them are invited uniformly."""
+_Draw = tuple[IntArray, FloatArray, int]  # members, their chances to be kept, number invited
 
 
 def expected_ratio(

@@ -100,14 +100,9 @@ class ServerQueries:
         if fresh:
             self.aggregator.reset()
         # Copies: a server that works in place must not change what the audit compares with.
-        replies = Replies(
-            round=round,
-            clients=cohort.clients.copy(),
-            sizes=cohort.sizes.copy(),
-            steps=cohort.steps.copy(),
-            probabilities=self.sampling.p[cohort.clients],
-            updates=cohort.distance[:, None] * gradients,
-        )
+        clients, sizes, steps = cohort.clients.copy(), cohort.sizes.copy(), cohort.steps.copy()
+        updates = cohort.distance[:, None] * gradients
+        replies = Replies(round, clients, sizes, steps, self.sampling.p[clients], updates)
         some = ", ".join(map(str, cohort.clients[:5].tolist()))
         some += f", ... ({len(cohort.clients)} in all)" if len(cohort.clients) > 5 else ""
         with error_context(f"{self.name} failed for the clients {some}"), np.errstate(all="ignore"):
@@ -198,8 +193,7 @@ def _check(server: ServerQueries, cohort: QueryCohort, before: QueryCohort) -> d
     moved = first - still
     linear = same(ask(2 * one) - still, 2 * moved)
     linear = linear and same(ask(one + other) - still, moved + (ask(other) - still), times=10.0)
-    drifting = ServerProperties(moves_without_updates=moves)
-    contributions = server.contributions(cohort, drifting)
+    contributions = server.contributions(cohort, ServerProperties(moves_without_updates=moves))
     linear = linear and same(contributions @ one, moved, times=10.0)
     later = ask(one, round=1)
     server.ask(before, np.ones((len(before.clients), server.coordinates)))

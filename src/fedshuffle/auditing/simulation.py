@@ -34,12 +34,8 @@ _STEP_SIZE = 2.0**-20  # only effects of first order are seen; a power of two ro
 class QuadraticClients:
     """Answers the requests of a run by formula.
 
-    Args:
-        run: the run.
-        h: the curvature of each client; without it clients are linear.
-        t: minus the gradient of each client at zero, a row each; without it that of client i is
-            the unit vector ``e_i``.
-        scaled: whether to apply the diagonal that rescales the step coefficients' direction.
+    Client i has the curvature ``h[i]``, and at zero the gradient ``-t[i]``; without these it is
+    linear with the gradient ``e_i``. If not ``scaled``, no diagonal rescales the directions.
     """
 
     def __init__(
@@ -87,13 +83,12 @@ class QuadraticClients:
         # Each step multiplies the distance so far by 1 - lost, and adds the first step again.
         lost: Any = task.step_size * (coefficients.alpha * self.h[client] + coefficients.mu)
         length: Any = task.minibatches.steps
-        scale = coefficients.scale if self.scaled else None
+        scale: Any = coefficients.scale if self.scaled else None
+        scale = 1.0 if scale is None else scale
         if lost:
-            lost = lost if scale is None else lost * scale
+            lost = lost * scale
             length = (1 - (1 - lost) ** length) / lost
-        move: Tensor = (
-            -task.step_size * length * (direction if scale is None else direction * scale)
-        )
+        move: Tensor = -task.step_size * length * (direction * scale)
         return move
 
     def run_round(

@@ -64,11 +64,9 @@ CHECKS: dict[str, Check] = {
 class CheckResult(NamedTuple):
     """The result of one check."""
 
-    check: str
-    """Its name, and the sampling it was made under if there are several."""
+    check: str  # its name, and the sampling it was made under if there are several
     outcome: Literal["passed", "failed", "skipped"]
-    message: str
-    """What was expected and found, or why the check does not apply; empty if it passed."""
+    message: str  # what was expected and found, or why it does not apply; empty if it passed
 
 
 @dataclass(frozen=True)
@@ -124,8 +122,7 @@ def check(
         check_known("check", name, CHECKS)
         run, every_sampling = CHECKS[name]
         if every_sampling:
-            under = given.items()
-            results += [_run(f"{name} under {text}", run, found, one) for text, one in under]
+            results += [_run(f"{name} under {s}", run, found, one) for s, one in given.items()]
         else:
             results.append(_run(name, run, found))
     return Report(found.name, tuple(results))

@@ -395,6 +395,6 @@ def fixed_point(method: Method, sampling: str | Sampling) -> None:
     audited, errors = _audit(plain, sampling)
     slack = 1e-3 + _SIGMAS * float(np.ptp(OPTIMA)) * float(errors.sum())
     want = audited.effective_weights @ OPTIMA
-    found = limit_point(plain, sampling, np.ones(4), clients)
+    found = limit_point(plain, sampling, np.ones(4), clients, WORK)
     what = f"fixed point under {audited.sampling!r}, against the mean of the optima by the audit"
     equal(found, np.full_like(found, want[0]), slack, what)

@@ -219,7 +219,7 @@ class MeanMap:
         self.shapes = {name: tensor.shape for name, tensor in tensors(firsts[0]).items()}
         flat = [self._flat(first) for first in firsts]
         # The mean after the first round with a nonempty cohort.
-        self.start = np.average(flat, axis=0, weights=[share for _, share in drawn])
+        self.start: FloatArray = np.average(flat, axis=0, weights=[share for _, share in drawn])
         width = len(self.start)
         empty = sum(share for members, share in cohorts if not len(members))
         self.matrix, self.constant = empty * np.eye(width), np.zeros(width)
@@ -239,8 +239,7 @@ class MeanMap:
         s = self.start
         for _ in range(3000):
             s = self.matrix @ s + self.constant
-        moved: FloatArray = (self.matrix @ s + self.constant - s)[: self.d]
-        return moved
+        return (self.matrix @ s + self.constant - s)[: self.d]
 
     def fixed_point(self) -> FloatArray:
         """The model at the fixed point that is reached from the start.
@@ -253,8 +252,7 @@ class MeanMap:
         s = self.start + still @ z
         fixed = np.allclose(self.matrix @ s + self.constant, s, rtol=1e-6, atol=1e-8)
         ensure(fixed, "the mean of the method over all cohorts has no fixed point.")
-        x: FloatArray = s[: self.d]
-        return x
+        return s[: self.d]
 
     def _after(self, members: IntArray, s: FloatArray) -> FloatArray:
         """The flat state after a round of these clients from a flat state."""
@@ -298,11 +296,7 @@ def measured_weights(run: Run) -> tuple[FloatArray, FloatArray]:
 
 
 def limit_point(
-    method: Method,
-    sampling: str | Sampling,
-    h: FloatArray,
-    clients: Federation,
-    work: LocalWork = WORK,
+    method: Method, sampling: str | Sampling, h: FloatArray, clients: Federation, work: LocalWork
 ) -> FloatArray:
     """The point where the method settles in the limit of small steps, on quadratics of curvature h
     with their optima at ``OPTIMA``; once, or in several coordinates that must agree.

@@ -136,11 +136,9 @@ def _near(found: FloatArray, p: FloatArray, what: str) -> None:
     error = np.sqrt(np.clip(p * (1 - p), 1 / _DRAWS, None) / _DRAWS)
     far = np.abs(found - p) > np.where(p >= 1, 1e-9, _SIGMAS * error)
     for i in map(tuple, np.argwhere(far).tolist()):
-        ensure(
-            False,
-            f"{what}, over {_DRAWS} rounds, client {', '.join(map(str, i))}: expected {p[i]:.4f} +-"
-            f" {error[i]:.4f}, found {found[i]:.4f}.",
-        )
+        who, expected = ", ".join(map(str, i)), f"{p[i]:.4f} +- {error[i]:.4f}"
+        shown = f"client {who}: expected {expected}, found {found[i]:.4f}."
+        ensure(False, f"{what}, over {_DRAWS} rounds, {shown}")
 
 
 _STATED = (probabilities, inclusion, pairs, expected_sums, variance_vector)
