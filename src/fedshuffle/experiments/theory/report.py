@@ -134,9 +134,7 @@ COLOURS = {
 
 
 def reproduce(out: Path, scale: Scale | None = None, progress: bool = True) -> list[Claim]:
-    """Measure all panels; write ``theory.png``, ``bounds.png``, the same as ``.pdf``,
-    ``results.json`` and ``claims.md``.
-    """
+    """Measure all panels; write ``theory``, ``bounds``, ``results.json`` and ``claims.md``."""
     out = results_folder(out)
     results = experiment.compute(scale, progress)
     found = claims(results)

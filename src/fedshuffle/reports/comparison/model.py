@@ -50,11 +50,7 @@ class ComparedMethod:
     index: int
     colour: str
     marker: str
-
-    @property
-    def path(self) -> str:
-        """The marker as an SVG path."""
-        return _MARKERS[self.marker]
+    path: str  # the marker in SVG
 
     @property
     def style(self) -> dict[str, Any]:
@@ -248,9 +244,9 @@ def _looks(labels: Mapping[str, str]) -> dict[str, ComparedMethod]:
     spare = [paint for paint in _PALETTE if paint not in colours.values()] or list(_PALETTE)
     for k, name in enumerate([name for name in labels if name not in colours]):
         colours[name] = spare[k % len(spare)]
-    shapes = list(_MARKERS)
+    shapes = list(_MARKERS.items())
     return {
-        name: ComparedMethod(name, label, k, colours[name], shapes[k % len(shapes)])
+        name: ComparedMethod(name, label, k, colours[name], *shapes[k % len(shapes)])
         for k, (name, label) in enumerate(labels.items())
     }
 
