@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from fedshuffle import LocalWork, _files, losses, methods, train
 from fedshuffle.errors import FedShuffleError
-from fedshuffle.flower import client_app
+from fedshuffle.flower import FedShuffleStrategy, client_app
 from fedshuffle.local_work import AtMost
 from fedshuffle.training.run_folder import RunFolder
 from tests.flower.grid import LocalGrid
@@ -24,13 +24,13 @@ from tests.flower.helpers import (
     SIZES,
     WORK,
     apps,
+    change,
     data,
     model,
     same,
     simulated,
     start,
     strategy,
-    trains,
     warnings,
 )
 
@@ -79,32 +79,41 @@ def test_flowers_loop_may_run_twice_but_has_no_folder(tmp_path: Path) -> None:
         Strategy.start(strategy(out=tmp_path / "run"), LocalGrid(apps()), start(), 1)
 
 
-def test_custom_loop_may_begin_at_any_round() -> None:
-    asked: set[tuple[int, str]] = set()
-
-    def note(client: int, message: Message) -> None:
-        if trains(message):
-            asked.add((client, message.metadata.group_id))
-
-    grid, ours = LocalGrid(apps(), note), strategy()
-    assert list(ours.configure_train(6, start(), ConfigRecord(), grid)) == []
-    arrays, metrics = ours.aggregate_train(6, [])
-    assert asked == {(client, "6") for client in ours._run(SIZES).cohort(5).clients.tolist()}
-    assert arrays is not None
+@pytest.mark.parametrize("other", [2, 9])
+def test_flowers_loop_refuses_replies_for_another_client(
+    other: int, log: pytest.LogCaptureFixture
+) -> None:
+    ours, grid = strategy(sampling="full"), LocalGrid(apps())
+    replies = grid.send_and_receive(ours.configure_train(1, start(), ConfigRecord(), grid))
+    change(replies[1].content, client=other)
+    _, metrics = ours.aggregate_train(1, [*replies, replies[3]])
     assert metrics is not None
-    assert metrics["replied"] == 2
+    assert metrics["replied"] == 3
+    assert f"client {other} " in warnings(log)
+    assert "twice" in warnings(log)
 
 
-def test_flowers_loop_asks_again() -> None:
-    failed: set[int] = set()
+def test_custom_loop_may_begin_at_any_round_but_refuses_old_replies(
+    log: pytest.LogCaptureFixture,
+) -> None:
+    def tasks(ours: FedShuffleStrategy, round: int, grid: LocalGrid) -> list[Message]:
+        return list(ours.configure_train(round, start(), ConfigRecord(), grid))
 
-    def once(client: int, message: Message) -> str | None:
-        first = trains(message) and client not in failed
-        failed.update([client] if first else [])
-        return "raises" if first else None
+    grid = LocalGrid(apps())
+    later, before = strategy(), strategy()
+    assert tasks(later, 6, grid)[0].metadata.group_id == "6"
+    sixth = {m.metadata.dst_node_id - 100 for m in tasks(later, 6, grid)}
+    assert sixth == set(before._run(SIZES).cohort(5).clients.tolist())
 
-    result = Strategy.start(strategy(retries=1), LocalGrid(apps(), once), start(), 3)
-    assert same(result.arrays, simulated(3))
+    ours = strategy(sampling="full")
+    old = grid.send_and_receive(tasks(ours, 1, grid))
+    tasks(ours, 2, grid)
+    _, metrics = ours.aggregate_train(2, old)
+    assert metrics is not None
+    assert metrics["replied"] == 0
+    assert "another round" in warnings(log)
+    with pytest.raises(FedShuffleError, match="retries"):
+        tasks(strategy(retries=1), 1, grid)
 
 
 def test_frozen_values_must_be_those_of_the_server() -> None:

@@ -68,13 +68,17 @@ class ClientRegistry:
 
     def connected(self) -> list[int]:
         """The connected clients, once all new nodes have introduced themselves."""
+        self.wait_for_pending()
         online = self._online()
+        return sorted(client for client, node in self._nodes.items() if node in online)
+
+    def wait_for_pending(self) -> None:
+        """Wait until all connected nodes have introduced themselves, or time is up."""
         if self.registered is None:
-            self._poll(online)
+            self._poll(self._online())
             while self._asked.waiting:
                 time.sleep(_PAUSE)
-                self._poll(online := self._online())
-        return sorted(client for client, node in self._nodes.items() if node in online)
+                self._poll(self._online())
 
     def wait_for(self, clients: int) -> None:
         """Wait until this many clients have introduced themselves, or time is up."""

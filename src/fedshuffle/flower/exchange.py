@@ -112,10 +112,14 @@ class Exchange(Generic[_Replies]):
     not valid."""
     replies: _Replies
 
+    @property
+    def group(self) -> str:
+        """Flower's group id of the messages; replies carry it too."""
+        return str(self.round + 1)
+
     def message(self, client: int, node: Node, ttl: float) -> Message:
         """The message to a client at a node."""
-        group = str(self.round + 1)
-        return Message(self.write(client), node, self.kind, ttl=ttl, group_id=group)
+        return Message(self.write(client), node, self.kind, ttl=ttl, group_id=self.group)
 
     def accept(self, client: int, reply: Message) -> str:
         """Store a reply; returns why not, if it is not valid."""

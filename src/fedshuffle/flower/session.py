@@ -11,13 +11,13 @@ import logging
 import math
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from flwr.app import Array, ArrayRecord, MetricRecord
+from flwr.app import Array, ArrayRecord, Message, MetricRecord
 from flwr.serverapp import Grid
 from torch import Tensor
 
@@ -26,7 +26,7 @@ from fedshuffle._arrays import FloatArray
 from fedshuffle.errors import FedShuffleError
 from fedshuffle.flower import exchange
 from fedshuffle.flower.client_registry import ClientRegistry
-from fedshuffle.flower.exchange import UpdateBuffer, send
+from fedshuffle.flower.exchange import Exchange, UpdateBuffer, send
 from fedshuffle.flower.protocol import ClientInfo
 from fedshuffle.kernel import LocalTraining, Request
 from fedshuffle.methods import Cohort
@@ -139,6 +139,12 @@ class Session:
     registry: ClientRegistry
     model: Model
     state: State
+    _round: ClientRound | None = None
+    """The round that Flower's own loop has begun,"""
+    _training: Exchange[UpdateBuffer] | None = None
+    """its local training, unless nobody takes part,"""
+    _asked: dict[int, int] = field(default_factory=dict)
+    """and the clients that were asked, by node."""
     _empty_rounds: list[float] = field(default_factory=list)
     """The stated probabilities of the last rounds in which nobody replied."""
 
@@ -148,17 +154,47 @@ class Session:
 
     def run_round(self) -> dict[str, Any]:
         """Run the next round; returns its record."""
-        round = ClientRound(self.run, self.state, self.strategy.response_probability)
-        while not isinstance(request := round.next(), State):
-            if isinstance(request, LocalTraining):
-                batch_size, withheld = self.run.workload.batch_size, self.strategy.withheld
-                asked = exchange.local_training(request, self.state.round, batch_size, withheld)
-            else:
-                asked = exchange.full_gradients(request)
-            timeout, retries = self.strategy.timeout, self.strategy.retries
-            round.missing |= send(self.grid, asked, self.registry.nodes, timeout, retries)
-            round.add_replies(asked.replies)
-        return self._end(round, request)
+        round, request = self._until_training()
+        if isinstance(request, LocalTraining):
+            self._ask(round, request)
+        return self._end(round)
+
+    def training_messages(self, arrays: ArrayRecord, round: int) -> list[Message]:
+        """The first half of a round in Flower's own loop: the messages for local training."""
+        self.state = replace(self.state, x=self.model.flat(arrays), round=round)
+        self._round, request = self._until_training()
+        self._training = None
+        if isinstance(request, State):
+            return []
+        self._training = training = self._exchange(request)
+        nodes = self.registry.nodes(training.clients)
+        if len(nodes) < len(training.clients):
+            self.registry.wait_for_pending()
+            nodes = self.registry.nodes(training.clients)
+        self._asked = {node: client for client, node in nodes.items() if node is not None}
+        timeout = self.strategy.timeout
+        return [training.message(client, node, timeout) for node, client in self._asked.items()]
+
+    def aggregate(self, replies: Iterable[Message]) -> dict[str, Any]:
+        """The second half: aggregate the replies."""
+        if (round := self._round) is None:
+            raise FedShuffleError("nobody was asked yet: call configure_train first.")
+        if (training := self._training) is not None:
+            for reply in replies:
+                client = self._asked.pop(reply.metadata.src_node_id, -1)
+                if client < 0 and not reply.has_error():
+                    why = "its node was not asked, or replies twice."
+                elif reply.metadata.group_id != training.group:
+                    why = f"client {client} replies to another round."
+                else:
+                    why = training.accept(client, reply)
+                if why:
+                    _log.warning(f"round {self.state.round + 1}: invalid reply: {why}")
+            missing = [c for c in training.clients if c not in training.replies.steps]
+            round.missing |= dict.fromkeys(missing, "did not reply")
+            round.add_replies(training.replies)
+        self._round = None
+        return self._end(round)
 
     def evaluate(self) -> MetricRecord | None:
         """Metrics on the data of all clients that reply, averaged by objective weight.
@@ -181,8 +217,29 @@ class Session:
                 _log.warning("evaluation: client %d is left out of %s: %s", client, name, value)
         return MetricRecord(means | {"clients": len(found)}) if found else None
 
-    def _end(self, done: ClientRound, after: State) -> dict[str, Any]:
-        """Take over the state after a round; returns the record of the round."""
+    def _until_training(self) -> tuple[ClientRound, LocalTraining | State]:
+        """Begin a round, and do all exchanges before local training."""
+        round = ClientRound(self.run, self.state, self.strategy.response_probability)
+        while not isinstance(request := round.next(), State | LocalTraining):
+            self._ask(round, request)
+        return round, request
+
+    def _exchange(self, request: Request) -> Exchange[UpdateBuffer]:
+        if isinstance(request, LocalTraining):
+            batch_size, withheld = self.run.workload.batch_size, self.strategy.withheld
+            return exchange.local_training(request, self.state.round, batch_size, withheld)
+        return exchange.full_gradients(request)
+
+    def _ask(self, round: ClientRound, request: Request) -> None:
+        query, nodes = self._exchange(request), self.registry.nodes
+        timeout, retries = self.strategy.timeout, self.strategy.retries
+        round.missing |= send(self.grid, query, nodes, timeout, retries)
+        round.add_replies(query.replies)
+
+    def _end(self, done: ClientRound) -> dict[str, Any]:
+        """Aggregate the replies; returns the record of the round."""
+        after = done.next()
+        assert isinstance(after, State)
         _refuse_infinite(after, done.buffers[-1:])
         asked, cohort = self.run.cohort(self.state.round), done.cohort
         _log_missing(done.missing, f"round {after.round}")

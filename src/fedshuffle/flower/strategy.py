@@ -8,7 +8,6 @@ import logging
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -125,8 +124,7 @@ class FedShuffleStrategy(Strategy):  # type: ignore[misc]  # Flower is untyped h
         _check(self.method, work, sampling, self.withheld)
         self._settings = (self.method, sampling, work, step_size, server_step_size, seed)
         self._run(self.sizes)  # fails now if the settings are wrong
-        self._session: Session | None = None  # of Flower's own loop
-        self._record: dict[str, Any] = {}
+        self._session: Session | None = None
 
     def start(
         self,
@@ -192,23 +190,23 @@ class FedShuffleStrategy(Strategy):  # type: ignore[misc]  # Flower is untyped h
     def configure_train(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
-        """Run the next round; Flower's own loop then has nothing to send."""
+        """The messages of the next round, for Flower's own loop; full gradients are asked here."""
         if self.folder:
             raise FedShuffleError("only start writes metrics and checkpoints: leave out out.")
+        if self.retries:
+            raise FedShuffleError("only start asks clients again: leave out retries.")
         if self._session is None or server_round == 1:
             self._session = self._begin(grid, arrays, server_round)
-        session = self._session
-        session.state = replace(session.state, x=session.model.flat(arrays), round=server_round - 1)
-        self._record = session.run_round()
-        return []
+        return self._session.training_messages(arrays, server_round - 1)
 
     def aggregate_train(
         self, server_round: int, replies: Iterable[Message]
     ) -> tuple[ArrayRecord | None, MetricRecord | None]:
-        """The model after the round that :meth:`configure_train` ran."""
+        """The model after the round that :meth:`configure_train` began."""
         if self._session is None:
             raise FedShuffleError("nobody was asked yet: call configure_train first.")
-        return self._session.arrays(), _metrics(self._record)
+        record = self._session.aggregate(replies)
+        return self._session.arrays(), _metrics(record)
 
     def configure_evaluate(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
@@ -264,7 +262,8 @@ class FedShuffleStrategy(Strategy):  # type: ignore[misc]  # Flower is untyped h
                 "rounds": rounds,
             }
             state = self.folder.begin(settings, state, self.resume)
-        return Session(self, grid, run, registry, model, state)
+        self._session = Session(self, grid, run, registry, model, state)
+        return self._session
 
     def _run(self, sizes: ArrayLike) -> Run:
         return Run(Federation.from_sizes(sizes, self.weights), *self._settings)
