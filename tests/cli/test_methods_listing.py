@@ -227,7 +227,7 @@ def test_all_runs_of_a_picture_move_equally_far() -> None:
 
     from fedshuffle.engines import ReferenceEngine
     from fedshuffle.experiments.method_pictures import Picture, run
-    from fedshuffle.experiments.quadratics import toy
+    from fedshuffle.experiments.toy_problems import toy
     from fedshuffle.training.rounds import run_round
 
     for name in ("fedshuffle", "fednova-rr", "fedlin", "distributed-gd", "non-local-mvr"):
@@ -244,8 +244,8 @@ def test_curves_are_those_of_training() -> None:
     import torch
 
     from fedshuffle import train
-    from fedshuffle.experiments.quadratics import half_squares, toy
-    from fedshuffle.experiments.toy_figures import SEEDS
+    from fedshuffle.experiments.toy_problems import half_squares, toy
+    from fedshuffle.experiments.quadratic import SEEDS
     from fedshuffle.testing.problems import Point
 
     found = {n: method_pictures.compute(PICTURES[n], rounds=6) for n in ("scaffold", "baselines")}

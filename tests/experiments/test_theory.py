@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 from fedshuffle._arrays import FloatArray
 from fedshuffle.cli import app
 from fedshuffle.experiments.claims import Claim
-from fedshuffle.experiments.quadratics import Quadratics, alike, apart, many, similar
+from fedshuffle.experiments.toy_problems import Quadratics, alike, apart, many, similar
 from fedshuffle.experiments.theory.experiment import (
     COHORT,
     SERVER,

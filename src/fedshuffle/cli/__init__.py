@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from fedshuffle import __version__
-from fedshuffle.cli import advise, data, flower, methods, run
+from fedshuffle.cli import advise, audit, compare, data, experiments, flower, methods, run
 from fedshuffle.cli.shared import Command, Group, say
 from fedshuffle.errors import FedShuffleError
 
@@ -19,8 +19,8 @@ app = typer.Typer(
     no_args_is_help=True,
     pretty_exceptions_enable=False,
 )
-about_methods = (methods.audit, methods.methods, methods.conformance, advise.advise)
-training = (run.run, run.compare, run.reproduce, run.demo, run.new)
+about_methods = (audit.audit, methods.methods, methods.conformance, advise.advise)
+training = (run.run, compare.compare, experiments.reproduce, experiments.demo, run.new)
 for command in (*about_methods, *training):
     app.command(cls=Command)(command)
 app.add_typer(data.app, name="data")

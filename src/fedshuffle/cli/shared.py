@@ -20,6 +20,12 @@ from fedshuffle.errors import FedShuffleError, did_you_mean, nearest_name, user_
 
 console = Console(highlight=False)
 
+Text = str | None
+File = Path | None
+Count = int | None
+ConfigOut = Annotated[File, typer.Option(help="Folder; by default that of the config.")]
+Out = Annotated[Path, typer.Option(help="Folder for the results; made if it does not exist.")]
+Jobs = Annotated[Count, typer.Option(help="Runs at once; by default one per core.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON for a program.")]
 Settings = Annotated[
     list[str] | None,
@@ -125,3 +131,14 @@ class Command(TyperCommand):
             if key is not None and (near is None or key.rpartition(".")[2] == wanted):
                 return f" Write --set {key}=VALUE to change that key of the config."
         return "" if near is None else f" Did you mean {known[near]}?"
+
+
+def check_one(config: Path | None, resume: Path | None) -> None:
+    if (config is None) == (resume is None):
+        raise FedShuffleError("give either a config file, or --resume and the folder to resume.")
+
+
+def check_out(out: Path | None, config: Path) -> Path:
+    if out is None:
+        raise FedShuffleError(f"{config}: out is missing: add it, or give --out.")
+    return out

@@ -26,8 +26,8 @@ from fedshuffle._arrays import FloatArray
 from fedshuffle._files import results_folder, write_file
 from fedshuffle.auditing import contributions
 from fedshuffle.errors import FedShuffleError
-from fedshuffle.experiments.quadratics import toy
-from fedshuffle.experiments.toy_figures import DISTANCE, SEEDS, TITLES, distances
+from fedshuffle.experiments.toy_problems import toy
+from fedshuffle.experiments.quadratic import DISTANCE, SEEDS, TITLES, distances
 from fedshuffle.local_work import LocalWork
 from fedshuffle.reports.methods import markdown
 from fedshuffle.reports.rendering import clean, encoded, joined

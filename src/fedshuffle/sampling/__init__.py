@@ -15,20 +15,20 @@ from fedshuffle.federation import Federation
 from fedshuffle.sampling.base import Cohorts as Cohorts
 from fedshuffle.sampling.base import Sampling as Sampling
 from fedshuffle.sampling.base import check_probabilities
+from fedshuffle.sampling.independent import ApproximateIndependent as ApproximateIndependent
+from fedshuffle.sampling.independent import Independent as Independent
+from fedshuffle.sampling.independent import importance as importance
+from fedshuffle.sampling.independent import importance_probabilities as importance_probabilities
+from fedshuffle.sampling.listed import Listed as Listed
 from fedshuffle.sampling.optimal import Kind
 from fedshuffle.sampling.optimal import Optimal as Optimal
 from fedshuffle.sampling.optimal import approximate_probabilities as approximate_probabilities
 from fedshuffle.sampling.optimal import optimal_probabilities as optimal_probabilities
-from fedshuffle.sampling.standard import ApproximateIndependent as ApproximateIndependent
-from fedshuffle.sampling.standard import Full as Full
-from fedshuffle.sampling.standard import Independent as Independent
-from fedshuffle.sampling.standard import Listed as Listed
-from fedshuffle.sampling.standard import One as One
-from fedshuffle.sampling.standard import Uniform as Uniform
-from fedshuffle.sampling.standard import importance as importance
-from fedshuffle.sampling.standard import importance_probabilities as importance_probabilities
 from fedshuffle.sampling.stratified import Stratified as Stratified
 from fedshuffle.sampling.stratified import strata_by_size as strata_by_size
+from fedshuffle.sampling.uniform import Full as Full
+from fedshuffle.sampling.uniform import One as One
+from fedshuffle.sampling.uniform import Uniform as Uniform
 
 
 def parse(text: str, federation: Federation) -> Sampling:

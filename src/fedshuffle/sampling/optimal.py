@@ -15,13 +15,9 @@ from fedshuffle._arrays import FloatArray, IntArray, count, expect, vector
 from fedshuffle.errors import FedShuffleError, check_known
 from fedshuffle.randomness import Purpose, ReusableGenerator
 from fedshuffle.sampling.base import Cohorts, Sampling
-from fedshuffle.sampling.standard import (
-    ApproximateIndependent,
-    One,
-    Uniform,
-    importance_probabilities,
-)
+from fedshuffle.sampling.independent import ApproximateIndependent, importance_probabilities
 from fedshuffle.sampling.stratified import Stratified
+from fedshuffle.sampling.uniform import One, Uniform
 
 Kind = Literal["exact", "approximate"]
 _HOW = {"exact": "optimal", "approximate": "optimal-approximate"}

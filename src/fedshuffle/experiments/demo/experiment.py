@@ -24,7 +24,7 @@ from fedshuffle import losses, methods, schedules
 from fedshuffle._arrays import FloatArray, IntArray, jsonable
 from fedshuffle.auditing import Audit, audit
 from fedshuffle.engines import Problem, VectorizedEngine
-from fedshuffle.experiments.quadratics import trajectory
+from fedshuffle.experiments.toy_problems import trajectory
 from fedshuffle.federation import Federation
 from fedshuffle.local_work import LocalWork
 from fedshuffle.randomness import Purpose, generator

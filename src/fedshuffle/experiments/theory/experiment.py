@@ -22,8 +22,8 @@ from fedshuffle import methods, theory
 from fedshuffle._arrays import FloatArray
 from fedshuffle._terminal import progress_bar
 from fedshuffle.engines import VectorizedEngine
-from fedshuffle.experiments import quadratics
-from fedshuffle.experiments.quadratics import Quadratics, trajectory
+from fedshuffle.experiments import toy_problems
+from fedshuffle.experiments.toy_problems import Quadratics, trajectory
 from fedshuffle.local_work import LocalWork
 from fedshuffle.methods import MVR, Method
 from fedshuffle.training.rounds import Run, run_round
@@ -192,7 +192,7 @@ def _over_seeds(names: Iterable[str], tables: Iterable[FloatArray], axis: int) -
 
 def noise(scale: Scale) -> PanelData:
     """The stationary error by the step size; full participation, so that sampling adds nothing."""
-    bench = Bench(quadratics.alike(), scale)
+    bench = Bench(toy_problems.alike(), scale)
     largest = theory.largest_step_size(bench.constants(), bench.known.problem).eta_l
     etas = [largest / 2**k for k in range(scale.halvings)]
     found = bench.stationary(*([(eta, 1.0)] for eta in etas))
@@ -201,7 +201,7 @@ def noise(scale: Scale) -> PanelData:
 
 def server(scale: Scale) -> PanelData:
     """The stationary error by the server step size, with eta_g eta_l constant."""
-    bench = Bench(quadratics.apart(), scale)
+    bench = Bench(toy_problems.apart(), scale)
     effective = theory.largest_step_size(bench.constants(), bench.known.problem).effective
     found = bench.stationary([(effective / eta_g, eta_g) for eta_g in scale.server_step_sizes])
     facts = {**bench.facts, "effective step": effective}
@@ -214,7 +214,7 @@ def cohort(scale: Scale) -> PanelData:
     The first term of the rate is M G^2 / (mu R). So the step size is the one for which that term is
     epsilon, eta = epsilon mu / (M G^2): at twice that step the noise alone could be epsilon.
     """
-    bench = Bench(quadratics.many(), scale)
+    bench = Bench(toy_problems.many(), scale)
     known = bench.known
     curves, variances, shares = (defaultdict[str, list[Any]](list) for _ in range(3))
     for b in scale.cohorts:
@@ -248,7 +248,7 @@ def similarity(scale: Scale) -> PanelData:
     local = methods.get("fedshuffle").with_momentum(MVR(SHARE))
     non_local = methods.get(f"non-local-mvr:a={SHARE}")
     for delta in scale.deltas:
-        bench = Bench(quadratics.similar(delta), scale)
+        bench = Bench(toy_problems.similar(delta), scale)
         epochs = math.ceil(bench.known.L / bench.known.delta)
         longest = epochs * int(bench.federation.sizes.max())
         groups: dict[tuple[str, float], list[Run]] = {}
@@ -276,14 +276,14 @@ def distance(scale: Scale) -> PanelData:
 
     All clients take part: what the bound cannot exclude is drift, less with larger eta_g.
     """
-    bench = Bench(replace(quadratics.apart(), start=quadratics.many().start), scale)
+    bench = Bench(replace(toy_problems.apart(), start=toy_problems.many().start), scale)
     kinds = {f"eta_g = {eta_g:g}": bench.bounded("full", eta_g) for eta_g in (1.0, SERVER)}
     return bench.under_bounds("distance", kinds)
 
 
 def sampling(scale: Scale) -> PanelData:
     """The same with a few clients per round: the smaller M is, the lower is the bound."""
-    bench = Bench(quadratics.many(), scale)
+    bench = Bench(toy_problems.many(), scale)
     kinds = {name: bench.bounded(form.format(COHORT), SERVER) for name, form in SAMPLINGS.items()}
     return bench.under_bounds("distance", kinds)
 
@@ -294,7 +294,7 @@ def gradient(scale: Scale) -> PanelData:
     One client per round, drawn by weight; with one epoch, the models of the theorem on
     FedShuffleMVR are those before each round. Neither bound makes use of convexity.
     """
-    bench = Bench(quadratics.many(), scale)
+    bench = Bench(toy_problems.many(), scale)
     known, begin = bench.known, bench.begin("gradient")
     rate = theory.MVRRate(bench.federation, known.problem, known.delta)
     tuned = rate.tune(scale.rounds, start=begin, bound="proof")

@@ -27,7 +27,7 @@ from fedshuffle._terminal import progress_bar
 from fedshuffle.auditing import Audit, audit, contributions
 from fedshuffle.engines import VectorizedEngine
 from fedshuffle.experiments.claims import Claim, publish
-from fedshuffle.experiments.quadratics import toy, trajectory
+from fedshuffle.experiments.toy_problems import toy, trajectory
 from fedshuffle.local_work import LocalWork, MissLast
 from fedshuffle.methods import MVR, Method
 from fedshuffle.training.rounds import Run

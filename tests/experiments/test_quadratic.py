@@ -15,7 +15,7 @@ from torch import nn
 from fedshuffle import MVR, Federation, LocalWork, MissLast, losses, methods, train
 from fedshuffle.errors import FedShuffleError
 from fedshuffle.experiments.claims import Claim
-from fedshuffle.experiments.toy_figures import Panel, Results, claims, compute, panels, reproduce
+from fedshuffle.experiments.quadratic import Panel, Results, claims, compute, panels, reproduce
 
 FILES = ["figure1.png", "figure1.pdf", "hybrid.png", "hybrid.pdf", "results.json", "claims.md"]
 pytestmark = [

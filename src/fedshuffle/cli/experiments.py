@@ -1,0 +1,83 @@
+"""The commands that run the paper's experiments and the demo."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from typer import Argument, Option
+
+from fedshuffle.cli.compare import run_comparison
+from fedshuffle.cli.shared import (
+    AsJson,
+    DataFolder,
+    Jobs,
+    Out,
+    console,
+    emit,
+    refuse_unused,
+)
+from fedshuffle.errors import unknown
+
+if TYPE_CHECKING:
+    pass
+
+_UNUSED = {
+    "quadratic": ["scale", "data", "jobs"],
+    "theory": ["rounds", "scale", "data", "jobs"],
+    "shakespeare": ["rounds"],
+    "cifar100": ["rounds"],
+}
+"""The experiments, and the options that change nothing in each."""
+
+
+def reproduce(
+    context: typer.Context,
+    experiment: Annotated[
+        str, Argument(help="quadratic (the toy figures), theory, shakespeare or cifar100.")
+    ],
+    out: Out,
+    rounds: Annotated[int, Option(help="Rounds of training, for quadratic.")] = 1000,
+    scale: Annotated[str, Option(help="paper, laptop, smoke: shakespeare, cifar100.")] = "laptop",
+    data: DataFolder = None,
+    jobs: Jobs = None,
+    as_json: AsJson = False,
+) -> None:
+    """Run an experiment of the paper; the same command resumes it after an interruption."""
+    if experiment not in _UNUSED:
+        raise unknown("experiment", experiment, _UNUSED)
+    refuse_unused(context, _UNUSED[experiment], experiment)
+    if experiment in ("shakespeare", "cifar100"):
+        from fedshuffle.experiments import real
+
+        words = ["reproduce", experiment, "--scale", scale, "--out", str(out)]
+        words += ["--data", str(data)] if data else []
+        run_comparison(real.load(experiment, scale, out, data), out, jobs, words, as_json)
+        return
+    if experiment == "quadratic":
+        from fedshuffle.experiments import quadratic
+
+        claims = quadratic.reproduce(out, rounds, progress=not as_json)
+    else:
+        from fedshuffle.experiments.theory import report as theory
+
+        claims = theory.reproduce(out, progress=not as_json)
+    if as_json:  # else the table of claims is printed with the progress
+        print(json.dumps([asdict(claim) for claim in claims]))
+
+
+def demo(
+    out: Out = Path("fedshuffle-demo"),
+    rounds: Annotated[int, Option(help="Rounds of training.")] = 400,
+    seed: Annotated[int, Option(help="Seed of the split and of the training.")] = 0,
+    as_json: AsJson = False,
+) -> None:
+    """Audit and train three methods on real data, and write a one-page report."""
+    from fedshuffle.experiments.demo import report
+
+    result = report.demo(out, rounds=rounds, seed=seed, progress=not as_json)
+    emit(as_json, result.to_dict(), partial(report.print_summary, console, result, out))
