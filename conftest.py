@@ -1,7 +1,5 @@
 """Settings for all tests, and which of them are slow by what they need."""
 
-from __future__ import annotations
-
 import os
 import signal
 from collections.abc import Generator

@@ -9,8 +9,6 @@ parameters; (d) ten million clients. The cluster is one that is started on this 
     python benchmarks/cluster.py work --rounds 10
 """
 
-from __future__ import annotations
-
 import argparse
 import multiprocessing
 import statistics

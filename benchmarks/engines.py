@@ -10,8 +10,6 @@ peak memory: absolute speeds drift, ratios hardly.
     python benchmarks/engines.py --works "small cnn" --engines sequential sequential:2 --rounds 20
 """
 
-from __future__ import annotations
-
 import argparse
 import copy
 import json
@@ -100,7 +98,7 @@ class Contestant:
     megabytes: float = 0.0
 
     @classmethod
-    def enter(cls, work: str, engine: str) -> Contestant:
+    def enter(cls, work: str, engine: str) -> "Contestant":
         context = multiprocessing.get_context("spawn")  # a fresh allocator for each
         ours, theirs = context.Pipe()
         process = context.Process(target=contestant, args=(theirs, work, engine))

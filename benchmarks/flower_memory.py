@@ -6,8 +6,6 @@ is measured is the strategy's alone. Every cohort is a process of its own.
     python benchmarks/flower_memory.py
 """
 
-from __future__ import annotations
-
 import argparse
 import resource
 import subprocess

@@ -10,8 +10,6 @@ time: waiting, for clients and for the processor that they share with the server
     python benchmarks/flower_rounds.py --parameters 10000 1000000 --rounds 3
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

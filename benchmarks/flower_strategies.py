@@ -6,8 +6,6 @@
 Needs Flower: ``pip install 'fedshuffle[flower]'``.
 """
 
-from __future__ import annotations
-
 import argparse
 import gc
 import importlib

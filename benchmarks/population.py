@@ -8,8 +8,6 @@ are medians; memory is the peak of the process, torch included.
     python benchmarks/population.py [clients ...]
 """
 
-from __future__ import annotations
-
 import json
 import resource
 import statistics

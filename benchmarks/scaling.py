@@ -8,8 +8,6 @@ stands in ``population.py``.
     python benchmarks/scaling.py cohort
 """
 
-from __future__ import annotations
-
 import argparse
 import multiprocessing
 import statistics

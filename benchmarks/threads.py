@@ -6,8 +6,6 @@ The same engine takes turns with one thread, as it does by itself, and with torc
 are the medians of the local steps per second, and of their ratios.
 """
 
-from __future__ import annotations
-
 import itertools
 import os
 import statistics

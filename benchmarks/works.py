@@ -1,7 +1,5 @@
 """The works that the benchmarks measure: a model, its clients, and how they train."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Definitions written out the long way, to hold the library against."""
 
-from __future__ import annotations
-
 import itertools
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Chromium without a screen, driven through a pipe, so that pages are tested as people see them."""
 
-from __future__ import annotations
-
 import base64
 import fcntl
 import json

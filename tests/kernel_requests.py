@@ -5,8 +5,6 @@ that, between them, send every kind of request that any registered method sends.
 running all methods: a new method with a new kind of request is among them by itself.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from functools import cache
 from typing import Any

@@ -1,7 +1,5 @@
 """Small problems with known answers, for tests of training."""
 
-from __future__ import annotations
-
 import numpy as np
 import torch
 from torch import Tensor, nn

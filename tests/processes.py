@@ -1,7 +1,5 @@
 """Looking at other processes: waiting for them, and where they listen."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import subprocess

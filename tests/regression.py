@@ -1,7 +1,5 @@
 """Least squares over clients that disagree, with every gradient also in numpy."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -40,7 +38,7 @@ class Clients:
     w: Floats
 
     @classmethod
-    def drawn(cls, sizes: list[int], weights: list[float], d: int = 3, seed: int = 0) -> Clients:
+    def drawn(cls, sizes: list[int], weights: list[float], d: int = 3, seed: int = 0) -> "Clients":
         """Well conditioned each, with different Hessians and different minimisers."""
         rng = np.random.default_rng(seed)
         a = []

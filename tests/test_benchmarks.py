@@ -1,7 +1,5 @@
 """The work that the benchmarks against other libraries do is the work that they state."""
 
-from __future__ import annotations
-
 import importlib
 import re
 from pathlib import Path

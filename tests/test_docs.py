@@ -1,7 +1,5 @@
 """Every Python snippet with prompts of the README and the docs runs and prints what it says."""
 
-from __future__ import annotations
-
 import doctest
 import re
 from pathlib import Path

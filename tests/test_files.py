@@ -1,7 +1,5 @@
 """One writer per folder, and a lock that dies with its holder."""
 
-from __future__ import annotations
-
 import errno
 import os
 import signal

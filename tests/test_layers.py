@@ -1,7 +1,5 @@
 """The layers of docs/architecture.md are true: no module imports one of a higher layer."""
 
-from __future__ import annotations
-
 import ast
 import re
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """A client's objective is its loss over all its examples at once, whatever counts in it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """The paper's models have as many parameters as their layers say, at any width and depth."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import pytest

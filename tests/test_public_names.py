@@ -1,7 +1,5 @@
 """The public names: few, documented by example, and imported when they are used."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from types import ModuleType

@@ -4,8 +4,6 @@ It copies the weights in, indexes tensors in memory, calls ``loss.backward()``, 
 averages by examples. With ``optim`` as its last argument it uses torch.optim.SGD instead.
 """
 
-from __future__ import annotations
-
 import sys
 
 import torch

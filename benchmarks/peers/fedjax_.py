@@ -5,8 +5,6 @@ steps. As for all contestants its work counts as 2 ceil(n / 32) steps. The LSTM 
 loop: haiku's other way, which FedJAX's own model takes, compiles for minutes and is slower here.
 """
 
-from __future__ import annotations
-
 import sys
 
 import fedjax

@@ -1,7 +1,5 @@
 """fedshuffle: rounds of plain FedAvg on one of its engines (the last argument)."""
 
-from __future__ import annotations
-
 import sys
 
 import numpy as np

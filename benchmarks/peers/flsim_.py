@@ -6,8 +6,6 @@ which since Python 3.11 must be hashable: while it is imported, dataclasses are.
 """
 
 # ruff: noqa: E402
-from __future__ import annotations
-
 import dataclasses
 import functools
 import sys

@@ -4,8 +4,6 @@ Flower owns the loop. It is paused where it evaluates the model on the server, a
 Flower draws the cohorts itself.
 """
 
-from __future__ import annotations
-
 import sys
 
 from flwr.app import ArrayRecord, ConfigRecord, Context, MetricRecord, RecordDict

@@ -1,7 +1,5 @@
 """Flower's ClientApp, in a module of its own as in Flower's own templates."""
 
-from __future__ import annotations
-
 import functools
 
 from flwr.app import ArrayRecord, Context, Message, MetricRecord, RecordDict

@@ -1,7 +1,5 @@
 """The models in PyTorch, for all contestants that use it, and their local work by hand."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor, nn
 from torch.nn import functional

@@ -4,8 +4,6 @@ pfl owns the loop. It is paused in the callback after each round. It evaluates t
 first round, which belongs to its start-up. It does not reshuffle examples between epochs.
 """
 
-from __future__ import annotations
-
 import sys
 
 import torch

@@ -17,8 +17,6 @@ Where a plain ``torch`` from the registry is a CUDA build, point pip to the CPU 
 (``PIP_EXTRA_INDEX_URL``): the environments hold no CUDA libraries.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import hashlib

@@ -8,8 +8,6 @@ calls ``turns.next()`` where the framework lets it at the start of each round, a
 there between its turns.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import resource

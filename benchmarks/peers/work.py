@@ -3,8 +3,6 @@
 It needs numpy alone, so that it runs in the environment of every peer.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any

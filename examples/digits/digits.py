@@ -1,7 +1,5 @@
 """Handwritten digits over clients of very different sizes: the model and data of this example."""
 
-from __future__ import annotations
-
 import functools
 
 import numpy as np

@@ -3,8 +3,6 @@
 Names are imported when they are first used, so ``import fedshuffle`` is fast and needs no torch.
 """
 
-from __future__ import annotations
-
 from typing import TYPE_CHECKING, Any
 
 from fedshuffle._lazy import attach, exports

@@ -1,7 +1,5 @@
 """Array types, and checks of arguments."""
 
-from __future__ import annotations
-
 import math
 import operator
 from collections.abc import Mapping, Sequence

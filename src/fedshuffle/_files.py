@@ -1,7 +1,5 @@
 """Files that are written completely or not at all, and folders with one writer at a time."""
 
-from __future__ import annotations
-
 import errno
 import os
 import warnings

@@ -1,7 +1,5 @@
 """Packages that import a name when it is first used, so that they load fast and without extras."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable
 from functools import cache

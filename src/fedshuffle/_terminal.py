@@ -1,7 +1,5 @@
 """Console, tables and progress bars that are safe for names from data; signals to the program."""
 
-from __future__ import annotations
-
 import signal
 import threading
 from collections.abc import Iterable, Iterator, Sequence

@@ -1,7 +1,5 @@
 """Reads torch datasets into packed tensors, and warns if reading them is random."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Sequence
 from contextlib import suppress

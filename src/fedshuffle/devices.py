@@ -1,7 +1,5 @@
 """The devices that train a model: the CPU, or a GPU that torch finds."""
 
-from __future__ import annotations
-
 import torch
 
 from fedshuffle._arrays import expect

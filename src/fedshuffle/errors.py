@@ -1,7 +1,5 @@
 """Errors that name the thing at fault and the remedy."""
 
-from __future__ import annotations
-
 import difflib
 import os
 import re

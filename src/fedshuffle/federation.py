@@ -1,7 +1,5 @@
 """The federation: clients, their examples in one packed layout, and the objective over them."""
 
-from __future__ import annotations
-
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
 from dataclasses import field as default
@@ -54,7 +52,7 @@ class Federation:
     """If opened from disk: the path, the weights given, and whether it was pooled."""
 
     @classmethod
-    def from_sizes(cls, sizes: ArrayLike, weights: ArrayLike | None = None) -> Federation:
+    def from_sizes(cls, sizes: ArrayLike, weights: ArrayLike | None = None) -> "Federation":
         """Clients of which only the numbers of examples are known: enough for an audit."""
         return cls._build((), _checked(sizes), weights)
 
@@ -65,7 +63,7 @@ class Federation:
         client_ids: Any = None,
         sizes: ArrayLike | None = None,
         weights: ArrayLike | None = None,
-    ) -> Federation:
+    ) -> "Federation":
         """Arrays or tensors with one row per example, and the client of each row.
 
         Give either ``client_ids``, one per row in any order (clients are then sorted by id, and
@@ -94,8 +92,8 @@ class Federation:
 
     @classmethod
     def from_datasets(
-        cls, datasets: Sequence[Dataset[Any]], weights: ArrayLike | None = None
-    ) -> Federation:
+        cls, datasets: "Sequence[Dataset[Any]]", weights: ArrayLike | None = None
+    ) -> "Federation":
         """One map-style torch dataset per client; each example is read once and packed.
 
         A random transform would therefore be drawn only once for all epochs, which a warning
@@ -108,7 +106,7 @@ class Federation:
         return cls._build(fields, sizes, weights)._check_finite()
 
     @classmethod
-    def open(cls, path: str | Path, weights: ArrayLike | None = None) -> Federation:
+    def open(cls, path: str | Path, weights: ArrayLike | None = None) -> "Federation":
         """A federation on disk, mapped into memory without being read.
 
         It was written by :meth:`save` or an importer of :mod:`fedshuffle.data`. Without
@@ -161,7 +159,7 @@ class Federation:
         sizes: IntArray,
         weights: ArrayLike | None,
         ids: Sequence[Hashable] | None = None,
-    ) -> Federation:
+    ) -> "Federation":
         if float(np.sum(sizes, dtype=np.float64)) > 2.0**52:
             raise FedShuffleError("sizes add up to more than 2**52 examples, too many to count.")
         offsets = np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64)
@@ -176,7 +174,7 @@ class Federation:
             ids=range(len(sizes)) if ids is None else ids,
         )
 
-    def _check_finite(self) -> Federation:
+    def _check_finite(self) -> "Federation":
         """Refuse NaN and infinity, which would spoil every model."""
         for index, field in enumerate(self.fields):
             numpy = isinstance(field, np.ndarray)
@@ -215,7 +213,7 @@ class Federation:
         i = range(len(self))[i]
         return tuple(field[self.offsets[i] : self.offsets[i + 1]] for field in self.fields)
 
-    def subset(self, clients: ArrayLike) -> Federation:
+    def subset(self, clients: ArrayLike) -> "Federation":
         """Only these clients, by number, with their examples and their relative weights.
 
         >>> Federation.from_arrays([1.0, 2.0, 3.0, 4.0], sizes=[1, 2, 1]).subset([0, 2]).fields
@@ -232,7 +230,7 @@ class Federation:
             tuple(self.ids[i] for i in chosen.tolist()),
         )
 
-    def pooled(self) -> Federation:
+    def pooled(self) -> "Federation":
         """All examples in one place: a single client that holds the data of all.
 
         >>> Federation.from_sizes([1, 2, 3]).pooled()
@@ -243,7 +241,7 @@ class Federation:
             object.__setattr__(pooled, "_opened", (*self._opened[:2], True))
         return pooled
 
-    def sample(self, number: int, seed: int = 0) -> Federation:
+    def sample(self, number: int, seed: int = 0) -> "Federation":
         """A random subset of this many clients; the federation itself if it has no more."""
         if count(number, "the number of clients") >= len(self):
             return self
@@ -254,7 +252,7 @@ class Federation:
         shapes = ", ".join(str(tuple(field.shape)) for field in self.fields) or "sizes only"
         return f"Federation({len(self)} clients, {self.offsets[-1]} examples, {shapes})"
 
-    def tensors(self) -> tuple[torch.Tensor, ...]:
+    def tensors(self) -> "tuple[torch.Tensor, ...]":
         """The packed fields as torch tensors (without a copy where the memory allows it)."""
         import torch
 

@@ -1,7 +1,5 @@
 """Fingerprints that let a resumed run check its model, data and settings."""
 
-from __future__ import annotations
-
 import functools
 import hashlib
 import platform

@@ -12,8 +12,6 @@ two kinds of requests, :class:`FullGradient` and :class:`LocalTraining`; an engi
 Methods and engines know nothing else of each other. Models are flat vectors.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -36,8 +34,8 @@ class StepCoefficients:
     alpha: float = 1.0
     beta: float = 0.0
     mu: float = 0.0
-    v: Tensor | None = None
-    scale: Tensor | None = None
+    v: "Tensor | None" = None
+    scale: "Tensor | None" = None
     """The diagonal of D, one positive number per parameter; None for ones."""
 
 
@@ -59,7 +57,7 @@ class LocalTraining:
     for every k.
     """
 
-    start: Tensor
+    start: "Tensor"
     tasks: Sequence[ClientTask]
     sums: int
 
@@ -70,7 +68,7 @@ class FullGradient:
     ``sum_i weights_i[k] (grad f_i(point) + weight_decay point)``: its shape is (sums, points, d).
     """
 
-    points: Sequence[Tensor]
+    points: "Sequence[Tensor]"
     clients: IntArray
     weights: FloatArray
     """A row per client, a column per sum."""
@@ -90,8 +88,8 @@ Request = FullGradient | LocalTraining
 
 
 def adjusted(
-    gradient: Tensor, point: Tensor, clip: float | Tensor, weight_decay: float | Tensor
-) -> Tensor:
+    gradient: "Tensor", point: "Tensor", clip: "float | Tensor", weight_decay: "float | Tensor"
+) -> "Tensor":
     """The gradient at a point, clipped to a largest norm, plus weight decay (rows like columns)."""
     if isinstance(clip, float) and clip == math.inf and weight_decay == 0:
         return gradient
@@ -101,17 +99,17 @@ def adjusted(
 
 
 def step(
-    y: Tensor,
-    x: Tensor,
-    gradient: Tensor,
-    gradient_at_x: Tensor | None,
-    step_size: float | Tensor,
-    alpha: float | Tensor,
-    beta: float | Tensor,
-    mu: float | Tensor,
-    v: Tensor | None,
-    scale: Tensor | None = None,
-) -> Tensor:
+    y: "Tensor",
+    x: "Tensor",
+    gradient: "Tensor",
+    gradient_at_x: "Tensor | None",
+    step_size: "float | Tensor",
+    alpha: "float | Tensor",
+    beta: "float | Tensor",
+    mu: "float | Tensor",
+    v: "Tensor | None",
+    scale: "Tensor | None" = None,
+) -> "Tensor":
     """One local step. Scalars may be columns, one row per client, with models as rows."""
     direction = alpha * gradient
     if gradient_at_x is not None:

@@ -1,7 +1,5 @@
 """Local work: how many steps a client takes in a round, and on which minibatches."""
 
-from __future__ import annotations
-
 import abc
 import dataclasses
 import functools
@@ -167,12 +165,12 @@ class LocalWork:
             check = counts if np.ndim(epochs) else count
             check(epochs, "epochs")
 
-    def resolved(self) -> LocalWork:
+    def resolved(self) -> "LocalWork":
         """This work with the default of every unset part."""
         unset = {name: v for name, v in _DEFAULTS.items() if getattr(self, name) is None}
         return dataclasses.replace(self, **unset)
 
-    def on(self, sizes: IntArray) -> Workload:
+    def on(self, sizes: IntArray) -> "Workload":
         """The work for clients of these sizes."""
         return Workload(self, sizes)
 
@@ -262,7 +260,7 @@ class Workload:
         common = planned.min() if self.work.steps == "min" else round(float(planned.mean()))
         return np.full_like(planned, common)
 
-    def minibatches(self, client: int, steps: int, seed: int, round: int) -> Minibatches:
+    def minibatches(self, client: int, steps: int, seed: int, round: int) -> "Minibatches":
         """The minibatches of one client in one round."""
         size = int(self.sizes[client])
         assert self.work.order is not None

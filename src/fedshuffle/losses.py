@@ -12,8 +12,6 @@ combined by the number of values in each: the number of examples, unless the los
     3.0
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """The models of the paper's experiments, with width and depth as options."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from torch import Tensor, nn

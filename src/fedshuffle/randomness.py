@@ -10,8 +10,6 @@ alone, on any machine, in any order, and no two share a number.
     True
 """
 
-from __future__ import annotations
-
 import enum
 import random
 from collections.abc import Callable, Iterator

@@ -9,8 +9,6 @@ in the first rounds:
     (0.0505, 0.5)
 """
 
-from __future__ import annotations
-
 import inspect
 import math
 import re

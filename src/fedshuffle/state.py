@@ -1,7 +1,5 @@
 """The state of a run: all that changes from round to round."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol, Self
@@ -16,12 +14,12 @@ if TYPE_CHECKING:
 class ClientRows(Protocol):
     """The vectors that clients keep between rounds; immutable, like all of a state."""
 
-    def rows(self, clients: IntArray, device: torch.device | str | None = None) -> Tensor:
+    def rows(self, clients: "IntArray", device: "torch.device | str | None" = None) -> "Tensor":
         """The vectors of some clients, one row each; zero for one that was never updated."""
 
     def __len__(self) -> int: ...
 
-    def updated(self, clients: IntArray, rows: Tensor) -> Self:
+    def updated(self, clients: "IntArray", rows: "Tensor") -> Self:
         """The same with new vectors for some clients."""
 
 
@@ -29,10 +27,10 @@ class ClientRows(Protocol):
 class State:
     """The model, the state of the server and the clients, and the number of rounds done."""
 
-    x: Tensor
-    method_state: Mapping[str, Tensor] = field(default_factory=dict)
+    x: "Tensor"
+    method_state: "Mapping[str, Tensor]" = field(default_factory=dict)
     """The direction's vectors at the server: ``MethodState.shared``."""
-    optimiser_state: Mapping[str, Tensor] = field(default_factory=dict)
+    optimiser_state: "Mapping[str, Tensor]" = field(default_factory=dict)
     """The tensors of the server optimiser."""
     round: int = 0
     clients: ClientRows | None = None

@@ -1,7 +1,5 @@
 """Servers to audit: other people's aggregation, right and wrong."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

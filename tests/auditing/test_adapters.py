@@ -1,7 +1,5 @@
 """Adapters of the black-box audit: functions, logs of rounds, and Flower strategies."""
 
-from __future__ import annotations
-
 import importlib
 import importlib.util
 import json

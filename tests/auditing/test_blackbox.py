@@ -1,7 +1,5 @@
 """The black-box audit against the exact audit, and on planted faults."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """Estimates of effective weights from observed rounds."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from fedshuffle import Federation

@@ -1,7 +1,5 @@
 """Expectations by quadrature against enumeration of every cohort."""
 
-from __future__ import annotations
-
 import itertools
 from fractions import Fraction
 

@@ -1,7 +1,5 @@
 """Audits as JSON, in a notebook and as a picture."""
 
-from __future__ import annotations
-
 import json
 from html.parser import HTMLParser
 

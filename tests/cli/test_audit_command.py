@@ -1,7 +1,5 @@
 """The command ``fedshuffle audit``: where clients come from, names, and the exit code."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The command line's words and JSON keys are a contract."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """`fedshuffle methods`, and the pages of docs/methods: what they say follows from the code."""
 
-from __future__ import annotations
-
 import dataclasses
 import io
 import itertools
@@ -244,8 +242,8 @@ def test_curves_are_those_of_training() -> None:
     import torch
 
     from fedshuffle import train
-    from fedshuffle.experiments.toy_problems import half_squares, toy
     from fedshuffle.experiments.quadratic import SEEDS
+    from fedshuffle.experiments.toy_problems import half_squares, toy
     from fedshuffle.testing.problems import Point
 
     found = {n: method_pictures.compute(PICTURES[n], rounds=6) for n in ("scaffold", "baselines")}

@@ -1,7 +1,5 @@
 """Names from data cannot steer the terminal that they are printed to; signals interrupt once."""
 
-from __future__ import annotations
-
 import io
 import re
 import signal

@@ -1,7 +1,5 @@
 """One comparison for all tests."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """A user's project: a module and the file of a comparison, with a closed form."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Running a comparison: results, warnings, interruptions and failures."""
 
-from __future__ import annotations
-
 import io
 import json
 import math

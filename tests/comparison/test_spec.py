@@ -1,7 +1,5 @@
 """The file of a comparison, and those of the paper's experiments."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

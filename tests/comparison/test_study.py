@@ -1,7 +1,5 @@
 """Which runs a comparison needs: tuning, wider grids and the best point."""
 
-from __future__ import annotations
-
 import io
 import math
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A folder with a config and a module."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """A user's project: a module and a config."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

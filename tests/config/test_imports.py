@@ -1,7 +1,5 @@
 """Modules of the user: how they are found, loaded once and forgotten."""
 
-from __future__ import annotations
-
 import sys
 from dataclasses import replace
 from pathlib import Path

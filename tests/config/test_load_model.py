@@ -1,7 +1,5 @@
 """A starter that runs at once, and the trained model of a run's folder."""
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path

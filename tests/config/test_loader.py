@@ -1,7 +1,5 @@
 """Reading and writing config files: every key, and every mistake."""
 
-from __future__ import annotations
-
 import inspect
 import re
 import subprocess

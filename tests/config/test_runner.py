@@ -1,7 +1,5 @@
 """Running a config: its folder, interruptions and resuming, and the parts of the user."""
 
-from __future__ import annotations
-
 import json
 import random
 import shutil

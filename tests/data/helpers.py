@@ -1,7 +1,5 @@
 """Federations to import, files to import them from, and what tests of data compare."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import os

@@ -1,7 +1,5 @@
 """Random crops and flips."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

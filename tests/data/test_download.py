@@ -1,7 +1,5 @@
 """Where data sets are found, and downloads that survive interruptions."""
 
-from __future__ import annotations
-
 import hashlib
 import io
 import subprocess

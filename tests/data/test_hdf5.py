@@ -1,7 +1,5 @@
 """HDF5 as TensorFlow Federated lays it out."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

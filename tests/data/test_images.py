@@ -1,7 +1,5 @@
 """FEMNIST and CIFAR-100: contents of tiny files, and a part of the real ones."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

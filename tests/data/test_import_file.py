@@ -1,7 +1,5 @@
 """The format of a file, the packages that read it, and the command that imports it."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """LEAF's JSON."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

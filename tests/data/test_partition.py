@@ -1,7 +1,5 @@
 """Partitioners: everyone gets an example, and the mix is the one that was asked for."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Callable
 from typing import Any

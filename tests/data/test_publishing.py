@@ -1,7 +1,5 @@
 """A store is replaced whole or not at all, by one writer at a time."""
 
-from __future__ import annotations
-
 import errno
 import os
 import shutil

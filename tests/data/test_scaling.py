@@ -1,7 +1,5 @@
 """Standardised inputs: held against numpy, and the same for held-out rows as for training rows."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A store opens as the federation that was saved, and a broken one is refused."""
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 import json

@@ -1,7 +1,5 @@
 """Tables: Parquet, CSV and TSV with a client column."""
 
-from __future__ import annotations
-
 from decimal import Decimal
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Shakespeare: counts of the real files, contents of tiny ones."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

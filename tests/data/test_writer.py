@@ -1,7 +1,5 @@
 """Rows that arrive in any order are packed as Federation.from_arrays packs them."""
 
-from __future__ import annotations
-
 import json
 import tracemalloc
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """The page for a new user, followed to the letter: from a table to models and a report."""
 
-from __future__ import annotations
-
 import csv
 import json
 import re

@@ -1,7 +1,5 @@
 """Models and data for the tests of engines."""
 
-from __future__ import annotations
-
 import numpy as np
 import torch
 from torch import Tensor, nn

@@ -1,7 +1,5 @@
 """How an engine is chosen."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

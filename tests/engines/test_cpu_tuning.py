@@ -1,7 +1,5 @@
 """Settings of the process while engines compute."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

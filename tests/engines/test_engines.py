@@ -1,7 +1,5 @@
 """Every engine gives the trajectory of the reference engine."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from collections.abc import Callable

@@ -8,8 +8,6 @@ of size gamma is a geometric series: with direction alpha g(y) - beta g(x) + v,
 Everything below is written from the formulas, in numpy, without the library.
 """
 
-from __future__ import annotations
-
 import itertools
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Which models and losses can be trained, and what is said of the others."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 

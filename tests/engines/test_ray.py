@@ -4,8 +4,6 @@ Within this file, threads are what Ray is compared with, and worker processes on
 program of their own: to fork a process that has Ray's threads in it is asking for trouble.
 """
 
-from __future__ import annotations
-
 import json
 import multiprocessing
 import os

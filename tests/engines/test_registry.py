@@ -1,7 +1,5 @@
 """Engines by name."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

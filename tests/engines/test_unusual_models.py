@@ -1,7 +1,5 @@
 """Models that do more than compute: every engine honours them as a bare loop would, or refuses."""
 
-from __future__ import annotations
-
 import copy
 import types
 import warnings

@@ -1,7 +1,5 @@
 """Workers as threads and as processes: failures, and what becomes of the processes."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

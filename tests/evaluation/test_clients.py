@@ -1,7 +1,5 @@
 """Which client does the model serve badly? The table of clients, its file, and a run's result."""
 
-from __future__ import annotations
-
 import csv
 import math
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Metrics against closed forms, and per client against a plain loop."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Metrics that are no means over examples, against scikit-learn, over all and per client."""
 
-from __future__ import annotations
-
 import itertools
 import math
 import warnings

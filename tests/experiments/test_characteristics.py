@@ -1,7 +1,5 @@
 """The table of characteristics: what running the methods gives, and why the paper differs."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The demo: its data, its optima, its files, and words that follow the numbers."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import io

@@ -1,7 +1,5 @@
 """The toy figures: the curves are those of the reference engine, and claims follow from curves."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """The theory's figure: measured is what closed forms say, and claims follow from numbers."""
 
-from __future__ import annotations
-
 import copy
 import itertools
 import json
@@ -17,7 +15,6 @@ from typer.testing import CliRunner
 from fedshuffle._arrays import FloatArray
 from fedshuffle.cli import app
 from fedshuffle.experiments.claims import Claim
-from fedshuffle.experiments.toy_problems import Quadratics, alike, apart, many, similar
 from fedshuffle.experiments.theory.experiment import (
     COHORT,
     SERVER,
@@ -29,6 +26,7 @@ from fedshuffle.experiments.theory.experiment import (
     sampling,
 )
 from fedshuffle.experiments.theory.report import claims, reproduce, slope
+from fedshuffle.experiments.toy_problems import Quadratics, alike, apart, many, similar
 from fedshuffle.sampling import importance_probabilities
 
 pytestmark = [

@@ -1,7 +1,5 @@
 """Fixtures of the tests of Flower."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Iterator
 

@@ -1,7 +1,5 @@
 """One Flower deployment for all tests of a process: it takes seconds to bring up."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest

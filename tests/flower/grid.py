@@ -1,7 +1,5 @@
 """A grid without a network: client apps in this process, with faults on request."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterable
 from typing import Any, final

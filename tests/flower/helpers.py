@@ -1,7 +1,5 @@
 """A small problem with its clients and strategy; messages are really encoded, but not sent."""
 
-from __future__ import annotations
-
 import json
 import logging
 from typing import Any

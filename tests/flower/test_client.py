@@ -1,7 +1,5 @@
 """The client: unfinished work, withheld sizes, and what it refuses."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Which client is at which node."""
 
-from __future__ import annotations
-
 import itertools
 from typing import Any
 

@@ -2,8 +2,6 @@
 Flower's own simulator.
 """
 
-from __future__ import annotations
-
 import contextlib
 import importlib
 import os

@@ -1,7 +1,5 @@
 """The mean round under dropout, by brute force; updates in memory and on disk."""
 
-from __future__ import annotations
-
 import itertools
 from dataclasses import replace
 from typing import Any

@@ -1,7 +1,5 @@
 """Messages to clients that fail, are silent or disconnect."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

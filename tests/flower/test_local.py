@@ -1,7 +1,5 @@
 """A real SuperLink and real SuperNodes on this machine: what they let in, and what they leave."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """The messages: what is written is read, and nothing else."""
 
-from __future__ import annotations
-
 import io
 import pickle
 from typing import Any

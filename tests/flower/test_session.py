@@ -1,7 +1,5 @@
 """Rounds with missing clients and invalid replies, and evaluation."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

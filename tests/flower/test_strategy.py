@@ -1,7 +1,5 @@
 """The strategy: the simulator's model on Flower's clients, resumed runs and settings."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """A method, a sampling and a rule of one's own: the page's files, followed and held to theory."""
 
-from __future__ import annotations
-
 import itertools
 import re
 import runpy

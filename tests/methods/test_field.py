@@ -4,8 +4,6 @@ Clients have different Hessians, weights, sizes and numbers of steps; see ``test
 Nothing here calls the kernel to know what is right.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -2,8 +2,6 @@
 who are asked only if their update matters, names with options, and every engine.
 """
 
-from __future__ import annotations
-
 import itertools
 import pickle
 from functools import partial

@@ -1,7 +1,5 @@
 """Audits of rules and interruptions of the user's own, against every cohort, round and epoch."""
 
-from __future__ import annotations
-
 import itertools
 from dataclasses import dataclass
 from fractions import Fraction

@@ -1,7 +1,5 @@
 """The report of a comparison: its numbers, its words, and its page in a real browser."""
 
-from __future__ import annotations
-
 import copy
 import csv
 import io

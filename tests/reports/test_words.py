@@ -1,7 +1,5 @@
 """Names and numbers as people read them, in reports of comparisons and elsewhere."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

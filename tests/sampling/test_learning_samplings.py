@@ -1,7 +1,5 @@
 """Stratified and optimal client sampling against their definitions."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from fractions import Fraction

@@ -1,7 +1,5 @@
 """Every method and every sampling passes its checks, and planted bugs are caught."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """The audit against the mean over all cohorts, for local work and momentum that no check covers."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -5,8 +5,6 @@ A round is a random affine map of the state, the same in distribution every roun
 the algorithms, without the library's training code.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -31,7 +29,7 @@ class Losses:
     optima: list[Floats]
 
     @classmethod
-    def drawn(cls, sizes: Sequence[int], seed: int, *, alike: bool = False) -> Losses:
+    def drawn(cls, sizes: Sequence[int], seed: int, *, alike: bool = False) -> "Losses":
         """``alike``: all examples of a client have one Hessian, so that P = 0."""
         rng = np.random.default_rng(seed)
         hessians, optima = [], []

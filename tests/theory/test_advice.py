@@ -1,7 +1,5 @@
 """Advice on methods, samplings and step sizes, and the command that prints it."""
 
-from __future__ import annotations
-
 import json
 import math
 import re

@@ -4,8 +4,6 @@ The convergence lemmas are held against exact expectations: quadratics, every co
 of the examples, written in numpy from the algorithm and without the library's training code.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import math
@@ -337,7 +335,7 @@ class Quadratics:
     points: list[Floats]
 
     @classmethod
-    def random(cls, sizes: list[int], seed: int, scale: float = 1.0) -> Quadratics:
+    def random(cls, sizes: list[int], seed: int, scale: float = 1.0) -> "Quadratics":
         rng = np.random.default_rng(seed)
         points = [2 * rng.normal(size=2) + rng.normal(size=(m, 2)) for m in sizes]
         return cls(scale * rng.uniform(0.3, 1.0, len(sizes)), points)

@@ -1,7 +1,5 @@
 """The constants of problems: those known in closed form against autograd, and estimates of them."""
 
-from __future__ import annotations
-
 import itertools
 import math
 import subprocess

@@ -4,8 +4,6 @@ Expectations are exact (``tests/theory/exact_rounds.py``) for quadratic losses, 
 tree of outcomes for logistic ones.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Client state: a file of rows against a plain dictionary, and runs that are resumed with it."""
 
-from __future__ import annotations
-
 import gc
 import json
 import os

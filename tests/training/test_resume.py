@@ -1,7 +1,5 @@
 """Runs that survive: interruption, checkpoints, and resuming with the same settings."""
 
-from __future__ import annotations
-
 import functools
 import json
 import os

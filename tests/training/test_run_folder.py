@@ -1,7 +1,5 @@
 """What a run does with a folder that is damaged, is not its own, or is in use."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import os

@@ -1,7 +1,5 @@
 """The audit: which objective a method, or other people's code, really minimises. Needs no torch."""
 
-from __future__ import annotations
-
 from fedshuffle.auditing.audit import audit, contributions
 from fedshuffle.auditing.blackbox import audit_server
 from fedshuffle.auditing.findings import Finding

@@ -1,7 +1,5 @@
 """Other people's servers in the form that the black-box audit needs, and logs of their rounds."""
 
-from __future__ import annotations
-
 import abc
 import contextlib
 import copy
@@ -58,7 +56,7 @@ class Aggregator(abc.ABC):
     def step(self, replies: Replies) -> FloatArray:
         """How the model moves in this round: one number per dimension."""
 
-    def average(self) -> Aggregator | None:
+    def average(self) -> "Aggregator | None":
         """The server without its optimiser; None if there is none, or it cannot be separated."""
         return None
 
@@ -146,7 +144,7 @@ class FlowerAggregator(Aggregator):
         self._strategy = copy.deepcopy(self._pristine)
         self._model: FloatArray | None = None
 
-    def average(self) -> FlowerAggregator | None:
+    def average(self) -> "FlowerAggregator | None":
         """The same without the server's optimiser, for FedAdagrad, FedAdam and FedYogi."""
         strategies = _flower("serverapp.strategy")
         adaptive = strategies.FedAdagrad, strategies.FedAdam, strategies.FedYogi

@@ -11,8 +11,6 @@ and it is *consistent* if that is the objective you meant, :math:`\hat w = w`. W
 other directions change is derived in docs/audit.md.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from typing import Any

@@ -8,8 +8,6 @@ gives the effective weights (see :mod:`fedshuffle.auditing.audit`), here with co
 docs/audit-others.md says what is done if a step is not a weighted sum of the updates.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable, Iterator
 from typing import Any, Literal

@@ -10,8 +10,6 @@ v is the contribution or, with known probabilities, its difference from the clie
 ``p_i`` over the client's share of rounds; it is zero for clients that did not take part.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from dataclasses import dataclass
 

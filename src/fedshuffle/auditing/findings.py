@@ -1,7 +1,5 @@
 """Properties of servers, and what is wrong with a method or a server: why, and how to fix it."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass, replace
 from typing import Any

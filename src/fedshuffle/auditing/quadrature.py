@@ -14,8 +14,6 @@ A client's numbers may be random, independently of the cohort (epochs drawn in e
 are then given as A alternatives per client, with the chances of the alternatives.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from functools import reduce
 from typing import Any

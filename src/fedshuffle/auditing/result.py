@@ -1,7 +1,5 @@
 """What every audit reports, as data, for the terminal, for a notebook and as a picture."""
 
-from __future__ import annotations
-
 import dataclasses
 import html
 from collections.abc import Hashable, Sequence
@@ -135,7 +133,7 @@ class Audit:
             f"<ul>{''.join(f'<li>{item}</li>' for item in items)}</ul></div>"
         )
 
-    def plot(self, axes: Axes | None = None) -> Axes:
+    def plot(self, axes: "Axes | None" = None) -> "Axes":
         """Draw how many times what was meant each client counts, against its examples."""
         if axes is None:
             from matplotlib import pyplot  # its figures are shown in notebooks
@@ -176,7 +174,7 @@ class Audit:
         return plain
 
 
-def print_audit(console: Console, audit: Audit) -> None:
+def print_audit(console: "Console", audit: Audit) -> None:
     """Print how much each client counts, the conclusion, and what to change."""
     from rich.markup import escape
     from rich.padding import Padding

@@ -1,7 +1,5 @@
 """A server under audit: the step it makes of known updates, and what a few cohorts show of it."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -36,7 +34,7 @@ class QueryCohort:
     distance: FloatArray  # how far each client goes along a gradient of one: step size times steps
     share: float  # the cohort's probability if all cohorts are listed
 
-    def in_order(self, order: IntArray) -> QueryCohort:
+    def in_order(self, order: IntArray) -> "QueryCohort":
         """The same clients in another order."""
         names = ("clients", "sizes", "steps", "distance")
         return replace(self, **{name: getattr(self, name)[order] for name in names})

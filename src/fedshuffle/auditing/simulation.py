@@ -9,8 +9,6 @@ over many rounds on drawn cohorts, moves on average along :math:`-\sum_i \hat w_
 :math:`\hat w` can be read off the model.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from collections.abc import Callable, Sequence

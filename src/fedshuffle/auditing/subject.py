@@ -6,8 +6,6 @@ the other clients. The audit has to know, since then clients of equal size may d
 differ, or no formula holds.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 from collections.abc import Callable

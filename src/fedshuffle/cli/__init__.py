@@ -1,7 +1,5 @@
 """The command line: each command parses its options, calls the library, and prints."""
 
-from __future__ import annotations
-
 import sys
 from typing import Annotated
 

@@ -1,7 +1,5 @@
 """The command that advises on a run: the results of short runs, then what is proven."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import astuple, replace
@@ -50,7 +48,7 @@ def advise(
     emit(as_json, found.to_dict(), partial(_print_advice, found))
 
 
-def _advised_run(config: Config) -> AdvisedRun:
+def _advised_run(config: "Config") -> "AdvisedRun":
     from fedshuffle.config import runner
     from fedshuffle.config.schema import step_size_by_round
     from fedshuffle.theory.problem import AdvisedRun
@@ -70,7 +68,7 @@ def _advised_run(config: Config) -> AdvisedRun:
     )
 
 
-def _print_advice(advice: Advice) -> None:
+def _print_advice(advice: "Advice") -> None:
     setting, problem, proven = advice.setting, advice.problem, advice.largest_proven
     method, rounds = escape(str(setting["method"])), f"for {setting['rounds']} rounds"
     momentum = "" if setting["momentum"] == "none" else f", momentum {setting['momentum']}"
@@ -128,7 +126,7 @@ def _print_advice(advice: Advice) -> None:
     console.print(f"{method} is {escape(advice.conclusion)}")
 
 
-def _print_search(search: StepSizeSearch, proven: float | None) -> None:
+def _print_search(search: "StepSizeSearch", proven: float | None) -> None:
     rows = []
     for size, loss in search.tried:
         words = [] if loss <= search.start else ["not stable"]
@@ -156,7 +154,7 @@ def _print_search(search: StepSizeSearch, proven: float | None) -> None:
     )
 
 
-def _print_sampling(advice: Advice) -> None:
+def _print_sampling(advice: "Advice") -> None:
     title = f"Sampling: proven rounds until {advice.setting['target']:g} of the start"
     sources, found = "sampling sampling.rounds", advice.sampling
     if isinstance(found, str):

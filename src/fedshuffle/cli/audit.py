@@ -1,7 +1,5 @@
 """The command that audits methods, servers and logs."""
 
-from __future__ import annotations
-
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any

@@ -1,7 +1,5 @@
 """The command that compares methods."""
 
-from __future__ import annotations
-
 import shlex
 from functools import partial
 from pathlib import Path
@@ -58,7 +56,7 @@ def compare(
 
 
 def run_comparison(
-    found: Comparison, out: Path, jobs: int | None, words: list[str], as_json: bool
+    found: "Comparison", out: Path, jobs: int | None, words: list[str], as_json: bool
 ) -> None:
     """Run a comparison, write its report with the command's words, and print its results."""
     from fedshuffle.reports.comparison import write

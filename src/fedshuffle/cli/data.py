@@ -1,7 +1,5 @@
 """The commands about data: import a store, download a data set, show a store."""
 
-from __future__ import annotations
-
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -107,7 +105,7 @@ def _dtypes(text: str | None) -> dict[str, str]:
     return {name: kind for name, _, kind in pairs}
 
 
-def _describe(store: Store) -> dict[str, Any]:
+def _describe(store: "Store") -> dict[str, Any]:
     from fedshuffle.reports.comparison.figures import histogram
 
     sizes = store.sizes

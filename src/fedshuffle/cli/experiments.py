@@ -1,7 +1,5 @@
 """The commands that run the paper's experiments and the demo."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import asdict
 from functools import partial

@@ -1,7 +1,5 @@
 """The commands that list methods and check one."""
 
-from __future__ import annotations
-
 import itertools
 from collections import Counter
 from functools import partial
@@ -89,7 +87,7 @@ def conformance(
         raise typer.Exit(1)
 
 
-def _print_report(report: Report) -> None:
+def _print_report(report: "Report") -> None:
     """Print each check; samplings with the same result share a line."""
     table = plain_table("check", "outcome", "under, or why")
     for column in table.columns[:2]:

@@ -1,7 +1,5 @@
 """The commands that train a run and write starter files."""
 
-from __future__ import annotations
-
 import shlex
 import sys
 from functools import partial
@@ -86,7 +84,7 @@ def run(
         raise typer.Exit(1)
 
 
-def _summary(result: Result) -> dict[str, Any]:
+def _summary(result: "Result") -> dict[str, Any]:
     from fedshuffle.training.monitoring import metrics_of
 
     last, out = result.history[-1], Path(result.out or "")
@@ -100,7 +98,7 @@ def _summary(result: Result) -> dict[str, Any]:
     }
 
 
-def _print_run(result: Result, found: dict[str, Any], address: str | None) -> None:
+def _print_run(result: "Result", found: dict[str, Any], address: str | None) -> None:
     """The final metrics, the files, and how to load the model and resume the run."""
     from fedshuffle.config.runner import command
 

@@ -1,7 +1,5 @@
 """Options and helpers that commands share, and hints for words that do not exist."""
 
-from __future__ import annotations
-
 import json
 import sys
 import warnings

@@ -6,8 +6,6 @@ In short:
     results = comparison.run("out")  # call it again after an interruption to resume
 """
 
-from __future__ import annotations
-
 from fedshuffle.comparison.spec import Comparison, GridPoint, Tuning, load
 
 __all__ = ["Comparison", "GridPoint", "Tuning", "load"]

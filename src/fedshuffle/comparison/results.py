@@ -1,7 +1,5 @@
 """The results of a comparison: the types of ``results.json``, and what is known before training."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from dataclasses import replace

@@ -3,8 +3,6 @@
 docs/comparison.md lists the files in its folder; ``outcome.json`` is the last file of a run.
 """
 
-from __future__ import annotations
-
 import functools
 import json
 import math

@@ -1,7 +1,5 @@
 """The comparison that a file describes, and the runs that follow from it."""
 
-from __future__ import annotations
-
 import functools
 import itertools
 import math
@@ -238,8 +236,8 @@ class Comparison:
         jobs: int | None = None,
         progress: bool = False,
         command: str | None = None,
-        annotate: Callable[[Results], None] | None = None,
-    ) -> Results:
+        annotate: "Callable[[Results], None] | None" = None,
+    ) -> "Results":
         """Do all runs that are not done yet, several at once.
 
         Args:

@@ -4,8 +4,6 @@ A worker is sent the folder of a run and answers when the run is over; how it en
 folder. If its parent is gone, it exits at once: the last checkpoint of the run is enough to resume.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import pickle

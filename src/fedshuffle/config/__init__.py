@@ -7,8 +7,6 @@ In short:
     longer = fedshuffle.config.resume("out", rounds=200)
 """
 
-from __future__ import annotations
-
 from typing import TYPE_CHECKING
 
 from fedshuffle._lazy import attach

@@ -1,7 +1,5 @@
 """Import paths ``package.module:attribute``; modules in the config's folder are found first."""
 
-from __future__ import annotations
-
 import importlib
 import inspect
 import re

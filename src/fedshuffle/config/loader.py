@@ -1,7 +1,5 @@
 """Config files: read strictly, by the types of :mod:`fedshuffle.config.schema`, and written."""
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 import os

@@ -6,8 +6,6 @@ Beside the files of :mod:`fedshuffle.training.run_folder` the folder holds
     DIR/model.safetensors     the final model, by the names of its state_dict
 """
 
-from __future__ import annotations
-
 import copy
 import functools
 import random

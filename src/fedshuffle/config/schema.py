@@ -4,8 +4,6 @@ Each key of the file is one field here. :mod:`fedshuffle.config.loader` reads, c
 files by the types of these fields.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import operator
@@ -149,7 +147,7 @@ class Config:
                 schedule = step_size_by_round(getattr(self, name), self.rounds)
                 schedules.describe(schedule, self.rounds, name.replace("_", " "))
 
-    def override(self, changes: Mapping[str, Any]) -> Config:
+    def override(self, changes: Mapping[str, Any]) -> "Config":
         """This config with other values at dotted keys, written as in a file."""
         from fedshuffle.config.loader import override, plain, read
 
@@ -157,7 +155,7 @@ class Config:
         changed = read(override(plain(self), changes), self.folder)
         return replace(changed, origin=self.origin + notes)
 
-    def pinned(self) -> Config:
+    def pinned(self) -> "Config":
         """This config with schedules that do not change when more rounds are asked for."""
         pinned: dict[str, Any] = {}
         for name in ("step_size", "server_step_size"):
@@ -170,7 +168,7 @@ class Config:
         """Within this context the user's modules are imported once, also for several runs."""
         return imports.importable(self.folder)
 
-    def inputs(self) -> RunInputs:
+    def inputs(self) -> "RunInputs":
         """The data, loss and evaluation, to be shared by runs that vary other settings."""
         from fedshuffle.config import runner
 
@@ -181,9 +179,9 @@ class Config:
         out: Path | str | None = None,
         *,
         progress: bool = False,
-        inputs: RunInputs | None = None,
+        inputs: "RunInputs | None" = None,
         address: str | None = None,
-    ) -> Result:
+    ) -> "Result":
         """Train as the config says.
 
         Args:

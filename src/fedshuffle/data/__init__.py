@@ -5,8 +5,6 @@ Federated. Import anything else with :func:`import_chunks`. Open the result with
 :meth:`fedshuffle.Federation.open`.
 """
 
-from __future__ import annotations
-
 from fedshuffle.data.importers.files import FORMATS, import_chunks, import_file
 from fedshuffle.data.storage.store import Store, open_store
 

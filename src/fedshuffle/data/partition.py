@@ -10,8 +10,6 @@ example, every row is assigned, and the split depends on the seed alone.
     Federation(3 clients, 8 examples, (8,))
 """
 
-from __future__ import annotations
-
 from contextlib import suppress
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Engines compute what methods request: local training and full gradients."""
 
-from __future__ import annotations
-
 from fedshuffle.engines.base import Engine
 from fedshuffle.engines.problem import Loss, Problem
 from fedshuffle.engines.ray.engine import Ray, RayEngine

@@ -1,7 +1,5 @@
 """What an engine is: it answers the requests of methods, and does not know the methods."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Protocol

@@ -4,8 +4,6 @@ Only :func:`keep_freed_memory` lasts; set ``FEDSHUFFLE_KEEP_MEMORY=0`` to switch
 are in force while an engine computes, and are then undone.
 """
 
-from __future__ import annotations
-
 import ctypes
 import functools
 import os
@@ -72,7 +70,7 @@ def one_thread() -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def threads_for(problem: Problem, rows: int) -> AbstractContextManager[None]:
+def threads_for(problem: "Problem", rows: int) -> AbstractContextManager[None]:
     """One thread of torch for gradients over this many rows if they are small, then as before.
 
     Threads that share small work wait for each other. What is small depends on the model and the
@@ -82,7 +80,7 @@ def threads_for(problem: Problem, rows: int) -> AbstractContextManager[None]:
     return one_thread() if small else nullcontext()
 
 
-def operations(problem: Problem, rows: int) -> float:
+def operations(problem: "Problem", rows: int) -> float:
     """An upper bound of the operations for this many examples.
 
     Linear layers on vectors use every parameter once per example; other layers, such as

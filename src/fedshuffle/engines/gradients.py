@@ -7,8 +7,6 @@ Every fast way is compared with the reference once, before it is used. The resul
 problem alone: it is the same in every worker and in a resumed run.
 """
 
-from __future__ import annotations
-
 import math
 import warnings
 from collections.abc import Callable, Iterator, Sequence

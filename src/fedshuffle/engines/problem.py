@@ -1,7 +1,5 @@
 """The problem an engine works on: a model, a loss, and the federation's examples."""
 
-from __future__ import annotations
-
 import copy
 import functools
 from collections.abc import Callable, Collection, Mapping, Sequence

@@ -1,7 +1,5 @@
 """The reference engine: one client at a time, one step after another, written to be read."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

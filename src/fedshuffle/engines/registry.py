@@ -1,7 +1,5 @@
 """Engines by name, or the fastest: each is tried on a piece of the work and timed."""
 
-from __future__ import annotations
-
 import time
 import warnings
 from collections.abc import Sequence

@@ -4,8 +4,6 @@ The parameters are views of one flat vector that is updated in place, many minib
 gathered at once, and nothing is allocated per step but what the gradient needs.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import lru_cache, partial
@@ -141,7 +139,7 @@ class SequentialEngine(base.OneWorker):
                 raise base.Stopped
             y.copy_(kernel.step(y, x, zero, None, task.step_size, 0.0, 0.0, mu, v, scale))
 
-    def _restore(self, replica: Replica, point: Tensor) -> None:
+    def _restore(self, replica: "Replica", point: Tensor) -> None:
         """Put a replica back at a point if its own forward pass may have moved it."""
         if self.problem.changes_parameters:
             replica.flat.copy_(point)
@@ -269,7 +267,7 @@ class Replica:
         self,
         batch: Batch,
         by: float,
-        into: Replica,
+        into: "Replica",
         keep: float = 1.0,
         clip: float = math.inf,
         seed: int = 0,

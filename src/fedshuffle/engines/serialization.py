@@ -5,8 +5,6 @@ Tensors travel apart from the requests, each only once. Those that all workers n
 model at the start of the round, become one object that a cluster sends to each machine once.
 """
 
-from __future__ import annotations
-
 import hashlib
 import io
 import os
@@ -43,7 +41,7 @@ class Flat(NamedTuple):
     shape: tuple[int, ...]
 
     @classmethod
-    def of(cls, tensor: Tensor) -> Flat:
+    def of(cls, tensor: Tensor) -> "Flat":
         bits = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
         return cls(bits, tensor.dtype, tuple(tensor.shape))
 

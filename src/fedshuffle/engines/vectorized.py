@@ -4,8 +4,6 @@ The models of a group of clients are rows of one table per parameter. Clients ne
 result is that of the reference engine.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections import defaultdict
@@ -95,7 +93,7 @@ class VectorizedEngine(base.OneWorker):
                 self._train_group(group, starts, sums, first)
         return list(torch.split(torch.cat(sums, dim=1), [request.sums for request in requests]))
 
-    def _groups(self, tasks: Iterable[_Owned]) -> Iterator[list[_Owned]]:
+    def _groups(self, tasks: "Iterable[_Owned]") -> "Iterator[list[_Owned]]":
         group: list[_Owned] = []
         examples = 0
         for one in tasks:
@@ -108,7 +106,7 @@ class VectorizedEngine(base.OneWorker):
             yield group
 
     def _train_group(
-        self, group: list[_Owned], starts: Tables, sums: Tables, first: IntArray
+        self, group: "list[_Owned]", starts: Tables, sums: Tables, first: IntArray
     ) -> None:
         """Train the clients of a group, and add their weighted updates to the sums."""
         tasks = [task for _, task in group]
@@ -213,7 +211,7 @@ class VectorizedEngine(base.OneWorker):
             torch._foreach_mul_(into, [column(keep, table) for table in into])
         torch._foreach_add_(into, _scaled(gradient, shorter * by))
 
-    def _packed_steps(self, tasks: Sequence[ClientTask]) -> Iterator[_Step]:
+    def _packed_steps(self, tasks: Sequence[ClientTask]) -> "Iterator[_Step]":
         """The steps of a group, with the longest clients first."""
         streams = [task.minibatches for task in tasks]
         # Runs in lockstep often share their minibatches: draw them once.
@@ -249,7 +247,7 @@ class VectorizedEngine(base.OneWorker):
             for request, part, shape in zip(requests, parts, shapes, strict=True)
         ]
 
-    def _pieces(self, requests: Sequence[FullGradient]) -> dict[int, list[_Piece]]:
+    def _pieces(self, requests: Sequence[FullGradient]) -> "dict[int, list[_Piece]]":
         """Every piece of every client's data, once for each of the points, by length."""
         found: dict[int, list[_Piece]] = defaultdict(list)
         point = answer = 0

@@ -5,8 +5,6 @@ client, and in which order the sums are added, depend on the request and the num
 alone. So threads, processes and the machines of a cluster give the same bits.
 """
 
-from __future__ import annotations
-
 import abc
 import contextlib
 import multiprocessing
@@ -220,7 +218,7 @@ class ProcessesEngine(Workers):
         return found
 
 
-def _end(running: list[WorkerProcess], owner: int) -> None:
+def _end(running: "list[WorkerProcess]", owner: int) -> None:
     while running and os.getpid() == owner:  # a fork of the program leaves them alone
         running.pop().end()
 

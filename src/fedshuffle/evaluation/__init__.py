@@ -4,8 +4,6 @@ A metric over all clients is ``sum_i w_i m_i``, with ``m_i`` its mean over the e
 and ``w`` the weights of the federation. For AUC, F1 and perplexity see ``docs/evaluation.md``.
 """
 
-from __future__ import annotations
-
 from fedshuffle.evaluation.clients import ClientTable
 from fedshuffle.evaluation.evaluation import Evaluation, Evaluations, evaluation_mode
 from fedshuffle.evaluation.metrics import Metric, SetMetric, from_torchmetrics

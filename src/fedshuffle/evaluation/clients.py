@@ -1,7 +1,5 @@
 """A table of metrics per client."""
 
-from __future__ import annotations
-
 import csv
 import io
 from collections import Counter
@@ -79,7 +77,7 @@ class ClientTable:
         """The metric that ranks clients: accuracy if it was measured, or else the first."""
         return next((k for k in self.metrics if k.endswith("accuracy")), next(iter(self.metrics)))
 
-    def worst(self, number: int = 5, metric: str | None = None) -> ClientTable:
+    def worst(self, number: int = 5, metric: str | None = None) -> "ClientTable":
         """The clients with the worst values of a metric, the worst first; NaN is worst of all.
 
         The metric is :attr:`ranking_metric` by default; clients without it are left out.
@@ -113,7 +111,7 @@ class ClientTable:
         with np.errstate(all="ignore"):  # a perplexity may be infinite
             return float(defined.mean()), float(worst[::-1].mean()), len(undefined)
 
-    def frame(self) -> pd.DataFrame:
+    def frame(self) -> "pd.DataFrame":
         """The table as a pandas data frame, with the clients' names as its index."""
         pandas = optional_import("pandas", "a data frame", "frame", "or read rows and columns")
         index = pandas.Index(list(self.clients), name="client")

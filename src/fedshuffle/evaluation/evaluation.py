@@ -1,7 +1,5 @@
 """The evaluation of a model on a federation, in large batches."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import KW_ONLY, dataclass, replace
@@ -106,7 +104,7 @@ class Evaluation:
         """The names of all numbers it gives."""
         return list(self.higher_is_better)
 
-    def with_loss(self, loss: Loss) -> Evaluation:
+    def with_loss(self, loss: Loss) -> "Evaluation":
         """The same evaluation, with this loss where it has none."""
         return replace(self, loss=loss) if self.loss is None else self
 
@@ -300,7 +298,7 @@ class Evaluations:
         """The names of all numbers they give."""
         return list(self.higher_is_better)
 
-    def with_loss(self, loss: Loss) -> Evaluations:
+    def with_loss(self, loss: Loss) -> "Evaluations":
         """The same evaluations, with this loss where they have none."""
         return Evaluations(*(part.with_loss(loss) for part in self.parts))
 

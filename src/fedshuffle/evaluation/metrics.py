@@ -1,7 +1,5 @@
 """Metrics by name or your own: means over examples, and functions of a whole set of examples."""
 
-from __future__ import annotations
-
 import re
 import warnings
 from collections.abc import Callable

@@ -6,8 +6,6 @@ fedshuffle.experiments.characteristics`` prints its table. All clients have para
 is not in question, and a diagonal that rescales coordinates is divided out.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable, Mapping
 from contextlib import suppress

@@ -1,7 +1,5 @@
 """Claims of the paper or its theory, the evidence for or against each, and their publication."""
 
-from __future__ import annotations
-
 import json
 import textwrap
 from collections.abc import Callable, Mapping, Sequence

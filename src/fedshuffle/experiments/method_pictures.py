@@ -5,8 +5,6 @@ participation moves the model by the same multiple of the gradient, to first ord
 are listed under the picture. ``make docs-pictures`` draws them.
 """
 
-from __future__ import annotations
-
 import io
 import re
 import sys
@@ -26,8 +24,8 @@ from fedshuffle._arrays import FloatArray
 from fedshuffle._files import results_folder, write_file
 from fedshuffle.auditing import contributions
 from fedshuffle.errors import FedShuffleError
-from fedshuffle.experiments.toy_problems import toy
 from fedshuffle.experiments.quadratic import DISTANCE, SEEDS, TITLES, distances
+from fedshuffle.experiments.toy_problems import toy
 from fedshuffle.local_work import LocalWork
 from fedshuffle.reports.methods import markdown
 from fedshuffle.reports.rendering import clean, encoded, joined

@@ -5,8 +5,6 @@ basis vectors (8, 1 and 1 for importance sampling), and run one epoch with batch
 Curves are means over three seeds, bands one standard deviation of these.
 """
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Mapping, Sequence

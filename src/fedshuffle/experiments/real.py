@@ -5,8 +5,6 @@ name: data, models, and two methods in reshuffled order, in which the paper runs
 data.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Sequence
 from dataclasses import replace

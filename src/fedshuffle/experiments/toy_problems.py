@@ -4,8 +4,6 @@ The loss of an example is :math:`f_{ij}(x) = \frac12 (x - m_{ij})^T Diag(a_{ij})
 that optima, constants of the theory and effective objectives are known exactly.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass

@@ -6,8 +6,6 @@ ready ``ClientApp``; :class:`Client` handles one message: use it in your own ``C
 module ``local`` starts a deployment on this machine. Needs ``fedshuffle[flower]``.
 """
 
-from __future__ import annotations
-
 from typing import TYPE_CHECKING, Any
 
 from fedshuffle._lazy import attach

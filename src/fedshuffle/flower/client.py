@@ -1,7 +1,5 @@
 """The client's side: a site that replies to the server with its own model and data."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar

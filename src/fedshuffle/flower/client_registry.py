@@ -1,7 +1,5 @@
 """Which client is at which node: Flower's node ids are random, client numbers are fixed."""
 
-from __future__ import annotations
-
 import logging
 import math
 import time

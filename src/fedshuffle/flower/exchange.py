@@ -3,8 +3,6 @@
 Only a few messages and updates are in memory at a time, however large the cohort.
 """
 
-from __future__ import annotations
-
 import tempfile
 import time
 import weakref

@@ -8,8 +8,6 @@ configuration, so that the user's is neither read nor changed. However it ends, 
 and no key in a temporary folder; the logs stay.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import math
@@ -97,7 +95,7 @@ class Deployment:
         }
         self.processes: dict[str, subprocess.Popen[bytes]] = {}
 
-    def __enter__(self) -> Deployment:
+    def __enter__(self) -> "Deployment":
         cannot, remedy = f"cannot write to {str(self.folder)!r}", "Choose another folder"
         keys = [str(self.keys)] if self._temporary else []
         with contextlib.ExitStack() as stack:

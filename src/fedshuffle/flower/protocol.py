@@ -10,8 +10,6 @@ What a client does depends on the message and its own data alone.
 Models are flat vectors: the trainable parameters in their order, as everywhere in this library.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import json
 from collections.abc import Callable, Mapping, Sequence

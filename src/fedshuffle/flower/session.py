@@ -5,8 +5,6 @@ sampled (docs/architecture.md, "Real clients"). Updates are added in the cohort'
 result does not depend on who was first.
 """
 
-from __future__ import annotations
-
 import logging
 import math
 import time
@@ -133,7 +131,7 @@ class ClientRound:
 class Session:
     """The rounds of a run on a grid, with the timeout and the dropout model of the strategy."""
 
-    strategy: FedShuffleStrategy
+    strategy: "FedShuffleStrategy"
     grid: Grid
     run: Run
     registry: ClientRegistry

@@ -1,7 +1,5 @@
 """The server's side: a strategy that samples clients, sends tasks, and aggregates their updates."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import logging

@@ -8,8 +8,6 @@ A name may be followed by options, and by a second method that gives averaging a
 Proximal(mu=0.1)
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -9,8 +9,6 @@ Reference: Hsu et al., Measuring the Effects of Non-Identical Data Distribution 
 Classification, 2019 (FedAvgM); Reddi et al., Adaptive Federated Optimization, 2021.
 """
 
-from __future__ import annotations
-
 from fedshuffle.methods import fedavg
 from fedshuffle.methods.method import Family, Method
 from fedshuffle.methods.servers import Adagrad, Adam, Momentum, ServerOptimiser, Yogi

@@ -13,8 +13,6 @@ client of the federation may take; the paper's :math:`\eta_l` is :math:`\eta \, 
 The three rules determine which objective is minimised: see :mod:`fedshuffle.auditing`.
 """
 
-from __future__ import annotations
-
 import abc
 from collections.abc import Callable
 from dataclasses import dataclass, is_dataclass, replace
@@ -56,12 +54,12 @@ class Cohort:
         clients: IntArray,
         steps: tuple[IntArray, IntArray],
         round: int = 0,
-    ) -> Cohort:
+    ) -> "Cohort":
         """These clients of a federation, with the steps that they planned and did."""
         weight, probability = federation.weights[clients], sampling.p[clients]
         return cls(clients, weight, probability, *steps, workload.max_steps, round)
 
-    def only(self, chosen: NDArray[np.bool_] | IntArray, probability: FloatArray) -> Cohort:
+    def only(self, chosen: NDArray[np.bool_] | IntArray, probability: FloatArray) -> "Cohort":
         """The chosen clients, with other inclusion probabilities."""
         return replace(
             self,

@@ -8,8 +8,6 @@ r"""Baselines without local work, or without clients.
   local steps are to beat.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import partial
 

@@ -5,8 +5,6 @@ local plan, receives the sums of updates it asked for, and returns the state to 
 gradient itself and the momenta, directions for any averaging method (:meth:`Method.with_momentum`).
 """
 
-from __future__ import annotations
-
 import abc
 from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -27,9 +25,9 @@ if TYPE_CHECKING:
 class MethodState:
     """What a direction keeps between rounds."""
 
-    shared: Mapping[str, Tensor] = field(default_factory=dict)
+    shared: "Mapping[str, Tensor]" = field(default_factory=dict)
     """Named vectors at the server; empty before the first round."""
-    per_client: Tensor | None = None
+    per_client: "Tensor | None" = None
     """A row for each client of the cohort, zero for a client that takes part for the first time;
     None for directions without client state."""
 
@@ -54,14 +52,14 @@ class LocalPlan:
 class RoundContext:
     """What is known when a round starts."""
 
-    x: Tensor
+    x: "Tensor"
     state: MethodState
     cohort: Cohort
     step_sizes: FloatArray
     """The step size of each client of the cohort."""
     normaliser: Normaliser
 
-    def gradient(self, *points: Tensor) -> FullGradient:
+    def gradient(self, *points: "Tensor") -> FullGradient:
         """Ask for ``sum_i w_i / p_i grad f_i(point)`` over the cohort, at one point or more."""
         cohort = self.cohort
         weights = (cohort.weight / cohort.probability)[:, None]
@@ -272,7 +270,7 @@ def begin_round(
 
 
 def end_round(
-    direction: Direction, context: RoundContext, steps: Steps, reported: Tensor | None
+    direction: Direction, context: RoundContext, steps: Steps, reported: "Tensor | None"
 ) -> MethodState:
     """The state of a direction after local training, checked."""
     name, shape = f"{type(direction).__name__}.round", (len(context.step_sizes), *context.x.shape)
@@ -325,7 +323,7 @@ def check_state(state: object, what: str) -> None:
         check_tensor(value, f"{what}: {name}")
 
 
-def check_tensor(value: object, what: str, like: Tensor | None = None) -> None:
+def check_tensor(value: object, what: str, like: "Tensor | None" = None) -> None:
     """Refuse what is not a tensor, of the shape and dtype of another if that is given."""
     from torch import Tensor
 

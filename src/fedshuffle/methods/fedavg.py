@@ -10,8 +10,6 @@ Reference: McMahan et al., Communication-Efficient Learning of Deep Networks fro
 Data, 2017; FedAvgMin and FedAvgMean as in Horvath et al. 2022.
 """
 
-from __future__ import annotations
-
 from functools import partial
 
 from fedshuffle.methods.averaging import (

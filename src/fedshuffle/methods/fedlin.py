@@ -12,8 +12,6 @@ Reference: Mitra et al., Linear Convergence in Federated Learning: Tackling Clie
 Sparse Gradients, 2021.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from functools import partial
@@ -76,7 +74,7 @@ class GradientExchange(Direction):
         return moments.joint
 
 
-def largest(rows: Tensor, keep: float) -> Tensor:
+def largest(rows: "Tensor", keep: float) -> "Tensor":
     """Only that share of the entries of each row, the largest, at least one.
 
     >>> import torch

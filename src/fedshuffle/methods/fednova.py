@@ -12,8 +12,6 @@ Reference: Wang et al., Tackling the Objective Inconsistency Problem in Heteroge
 Optimization, 2020.
 """
 
-from __future__ import annotations
-
 from functools import partial
 
 from fedshuffle.methods.averaging import (

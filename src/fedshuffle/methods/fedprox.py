@@ -8,8 +8,6 @@ clients drift apart, but not how they are weighed: the objective is FedAvg's.
 Reference: Li et al., Federated Optimization in Heterogeneous Networks, 2020.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from fedshuffle._arrays import FloatArray, number

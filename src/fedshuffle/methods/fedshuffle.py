@@ -24,8 +24,6 @@ Reference: Horvath, Sanjabi, Xiao, Richtarik and Rabbat, FedShuffle: Recipes for
 Work in Federated Learning, 2022.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import partial
 

@@ -1,7 +1,5 @@
 """A method: an averaging rule, a direction, a server optimiser, and the local work it fixes."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass, field
@@ -94,7 +92,7 @@ class Method:
         for key in self.work:
             check_known(f"key in the work of {self.name}", key, _UNSET)
 
-    def with_momentum(self, momentum: Direction | None) -> Method:
+    def with_momentum(self, momentum: Direction | None) -> "Method":
         """This method with a momentum (:class:`MVR`, :class:`GlobalMomentum`), or without."""
         direction = Plain() if momentum is None else momentum
         expect(direction, Direction, "momentum")
@@ -107,7 +105,7 @@ class Method:
             )
         return dataclasses.replace(self, direction=direction)
 
-    def with_averaging(self, other: Method) -> Method:
+    def with_averaging(self, other: "Method") -> "Method":
         """This method's direction and server with the averaging and the local work of another.
 
         >>> from fedshuffle import methods
@@ -142,7 +140,7 @@ class Method:
             work={**other.work, **self.work},
         )
 
-    def with_options(self, options: Mapping[str, str]) -> Method:
+    def with_options(self, options: Mapping[str, str]) -> "Method":
         """This method with other values for its parameters, given as text.
 
         >>> from fedshuffle import methods
@@ -199,7 +197,7 @@ class Method:
         """
         return dataclasses.replace(work, **{name: _UNSET[name] for name in self.work})
 
-    def clients(self, federation: Federation) -> Federation:
+    def clients(self, federation: "Federation") -> "Federation":
         """The federation as this method sees it."""
         return federation.pooled() if self.pooled else federation
 
@@ -294,8 +292,8 @@ class Method:
         return State(after, kept.shared, optimiser_state, state.round + 1, clients, sent)
 
     def _server_step(
-        self, x: Tensor, update: Tensor, step_size: float, state: State
-    ) -> tuple[Tensor, Mapping[str, Tensor]]:
+        self, x: "Tensor", update: "Tensor", step_size: float, state: State
+    ) -> "tuple[Tensor, Mapping[str, Tensor]]":
         name = f"{type(self.server).__name__}.step"
         step = self.server.step(x, update, step_size, state.optimiser_state)
         if not (isinstance(step, tuple) and len(step) == 2):
@@ -304,7 +302,9 @@ class Method:
         check_state(step[1], f"{name}: the next state")
         return step
 
-    def _selected(self, updates: Tensor, cohort: Cohort, select: Select) -> tuple[Cohort, Tensor]:
+    def _selected(
+        self, updates: "Tensor", cohort: Cohort, select: Select
+    ) -> "tuple[Cohort, Tensor]":
         """The clients that send an update, and their sum, weighed by how likely each was."""
         norms = updates.norm(dim=1).cpu().numpy().astype(np.float64)
         asked, probability = select(self.averaging.aggregation_weights(cohort) * norms)

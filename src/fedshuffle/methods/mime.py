@@ -18,8 +18,6 @@ Reference: Karimireddy et al., Mime: Mimicking Centralized Stochastic Algorithms
 Learning, 2020.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import partial
 

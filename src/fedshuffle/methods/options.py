@@ -1,7 +1,5 @@
 """Parameters of a method, given as text: ``fedprox:mu=0.1``, ``mime:base=adam,b=0.9``."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any

@@ -26,8 +26,6 @@ weights and any sampling, by inclusion probability. Liang et al., Variance Reduc
 Lower Communication Complexity, 2019.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import partial
 

@@ -4,8 +4,6 @@ The update :math:`\Delta = \sum_{i \in S} a_i (y_i - x)` is minus the server's p
 :math:`\eta_g` is the server step size.
 """
 
-from __future__ import annotations
-
 import abc
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -25,8 +23,8 @@ class ServerOptimiser(abc.ABC):
 
     @abc.abstractmethod
     def step(
-        self, x: Tensor, update: Tensor, step_size: float, state: ServerState
-    ) -> tuple[Tensor, ServerState]:
+        self, x: "Tensor", update: "Tensor", step_size: float, state: ServerState
+    ) -> "tuple[Tensor, ServerState]":
         """The next model and the next state; no argument is changed."""
 
 
@@ -35,8 +33,8 @@ class Average(ServerOptimiser):
     r"""The update itself: :math:`x \leftarrow x + \eta_g \Delta`."""
 
     def step(
-        self, x: Tensor, update: Tensor, step_size: float, state: ServerState
-    ) -> tuple[Tensor, ServerState]:
+        self, x: "Tensor", update: "Tensor", step_size: float, state: ServerState
+    ) -> "tuple[Tensor, ServerState]":
         return x + step_size * update, state
 
 
@@ -48,8 +46,8 @@ class FromTorch(ServerOptimiser):
         """Its name in torch.optim, and its arguments except the step size."""
 
     def step(
-        self, x: Tensor, update: Tensor, step_size: float, state: ServerState
-    ) -> tuple[Tensor, ServerState]:
+        self, x: "Tensor", update: "Tensor", step_size: float, state: ServerState
+    ) -> "tuple[Tensor, ServerState]":
         import torch
 
         parameter = x.clone().requires_grad_()
@@ -126,8 +124,8 @@ class Yogi(_TwoMoments, ServerOptimiser):
     """
 
     def step(
-        self, x: Tensor, update: Tensor, step_size: float, state: ServerState
-    ) -> tuple[Tensor, ServerState]:
+        self, x: "Tensor", update: "Tensor", step_size: float, state: ServerState
+    ) -> "tuple[Tensor, ServerState]":
         m = state["m"] if state else x.new_zeros(x.shape)
         v = state["v"] if state else x.new_full(x.shape, self.epsilon**2)
         square = update.square()

@@ -3,8 +3,6 @@
 Whether a method is consistent is not written down anywhere: it is audited on a small federation.
 """
 
-from __future__ import annotations
-
 import itertools
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Figures and pages that look alike: colours, calm axes, files that do not change; words."""
 
-from __future__ import annotations
-
 import base64
 import io
 from collections.abc import Sequence

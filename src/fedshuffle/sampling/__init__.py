@@ -5,8 +5,6 @@ which :func:`parse` reads: ``full``, ``uniform:B``, ``importance:B``, ``independ
 ``one``, ``ais:B``, ``stratified:B:K``, ``optimal:B`` and ``optimal:B:of:SAMPLING``.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 from fedshuffle._arrays import expect

@@ -1,7 +1,5 @@
 """The interface of samplings: which clients take part in a round, with which probabilities."""
 
-from __future__ import annotations
-
 import abc
 import functools
 import itertools
@@ -53,7 +51,7 @@ class Cohorts:
         return self.members[self.starts[k] : self.starts[k + 1]], float(self.probabilities[k])
 
     @classmethod
-    def of(cls, cohorts: list[tuple[tuple[int, ...], float]]) -> Cohorts:
+    def of(cls, cohorts: list[tuple[tuple[int, ...], float]]) -> "Cohorts":
         """From a list of (members, probability)."""
         lengths = [len(members) for members, _ in cohorts]
         return cls(
@@ -65,7 +63,7 @@ class Cohorts:
     @classmethod
     def of_strata(
         cls, strata: Sequence[Sequence[int]], take: IntArray, limit: int
-    ) -> Cohorts | None:
+    ) -> "Cohorts | None":
         """All ways to take ``take[k]`` clients of stratum k; None if there are more than limit."""
         count = 1
         for members, b in zip(strata, take.tolist(), strict=True):
@@ -96,7 +94,7 @@ class Sampling(abc.ABC):
     """Whether only some of the drawn clients, selected by the norms of their updates, send one."""
 
     @property
-    def pool(self) -> Sampling:
+    def pool(self) -> "Sampling":
         """The sampling that draws the clients who train: this one, unless it is two-phase."""
         return self
 

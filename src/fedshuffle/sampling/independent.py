@@ -1,7 +1,5 @@
 """Every client decides for itself, exactly or among those invited; importance sampling."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """A sampling given as a list of cohorts."""
 
-from __future__ import annotations
-
 import operator
 from collections.abc import Iterable, Sequence
 

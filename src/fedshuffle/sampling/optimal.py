@@ -3,8 +3,6 @@
 Chen, Horvath and Richtarik, Optimal Client Sampling for Federated Learning, 2020.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Literal
 

@@ -1,7 +1,5 @@
 """A fixed number of clients from every stratum, uniformly inside it."""
 
-from __future__ import annotations
-
 import bisect
 import hashlib
 import itertools

@@ -1,7 +1,5 @@
 """Full participation, a fixed number of clients uniformly, and one client per round."""
 
-from __future__ import annotations
-
 import numpy as np
 from numpy.typing import ArrayLike
 

@@ -1,7 +1,5 @@
 """Starter files for a new folder."""
 
-from __future__ import annotations
-
 import importlib.util
 import keyword
 import sys

@@ -2,8 +2,6 @@
 reproducible, cost what it states, and have the audit's weights in the mean over all cohorts.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import tempfile

@@ -2,8 +2,6 @@
 real engines, and the mean of a method's rounds over all cohorts.
 """
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 from typing import Any

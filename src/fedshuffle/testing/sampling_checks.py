@@ -1,7 +1,5 @@
 """Whether the stated probabilities of a sampling match its cohorts and its draws."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Convergence theory of a method on a federation. Estimates and advice need torch."""
 
-from __future__ import annotations
-
 from typing import TYPE_CHECKING
 
 from fedshuffle._lazy import attach

@@ -1,7 +1,5 @@
 """Advice for a run: what short runs measure, then what is proven. Needs torch."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """The constants that enter the convergence theorems (docs/theory.md): of a method, of a problem."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Estimated constants of any model, loss and federation, at given models. Needs torch."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass

@@ -3,8 +3,6 @@
 On a ball B is 1 by default and P_i is 0; otherwise both are as :func:`smallest_bound` chooses.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass

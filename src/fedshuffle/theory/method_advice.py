@@ -1,7 +1,5 @@
 """What the theorems allow a method on a federation, and which sampling they favour."""
 
-from __future__ import annotations
-
 import dataclasses
 from bisect import bisect_left
 from collections.abc import Sequence

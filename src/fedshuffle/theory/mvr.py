@@ -4,8 +4,6 @@ docs/theory.md says what the theorem covers, and redoes its proof. As in the pap
 step of an epoch; this project's ``step_size`` is ``eta_l E / tau_max``.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from typing import Any

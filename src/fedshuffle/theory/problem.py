@@ -1,7 +1,5 @@
 """The problem of a run: its constants, exact where the losses are recognised, else estimated."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -6,8 +6,6 @@ weights ``g_r / prod_{k <= r} (1 - mu eta_k / 2)``, so also of the best round; `
 ``|x - x-hat|^2`` after the last one; ``gradient``, ``|grad f-hat|^2`` at one drawn by the g_r.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -179,7 +177,7 @@ class ConvergenceRate:
         self.reach = float(constants.shares.max())
         self.spread, self.local = _drift(constants, problem, "proof")
 
-    def with_variance(self, M: float) -> ConvergenceRate:  # noqa: N803
+    def with_variance(self, M: float) -> "ConvergenceRate":  # noqa: N803
         """The same method and problem under a sampling with another M.
 
         Only for methods that weight by inclusion probability: nothing else depends on the sampling.

@@ -1,7 +1,5 @@
 """Constants of linear and of logistic regression (derived in docs/theory.md)."""
 
-from __future__ import annotations
-
 import math
 from typing import Any, Unpack
 

@@ -7,8 +7,6 @@ points to them. So the state before a failed round is intact. A slot is free if 
 ``ClientState`` and no pin (a checkpoint on disk) refers to it.
 """
 
-from __future__ import annotations
-
 import os
 import tempfile
 import weakref
@@ -148,12 +146,12 @@ class ClientState:
         self.store._living.add(self)
 
     @classmethod
-    def empty(cls, n: int, store: ClientStateStore) -> ClientState:
+    def empty(cls, n: int, store: ClientStateStore) -> "ClientState":
         """The state of n clients before any update."""
         return cls(store, np.full(n, -1, dtype=np.int64), np.zeros(n, dtype=np.uint32))
 
     @classmethod
-    def restore(cls, store: ClientStateStore, index: Mapping[str, Tensor]) -> ClientState:
+    def restore(cls, store: ClientStateStore, index: Mapping[str, Tensor]) -> "ClientState":
         """The state of an :meth:`index`; rows are read when they are asked for."""
         state = cls(store, index["slots"].numpy().copy(), index["crc"].numpy().astype(np.uint32))
         if state.slots.max() >= 0:
@@ -184,7 +182,7 @@ class ClientState:
                 )
         return raw.view(self.store.dtype).to(device)
 
-    def updated(self, clients: IntArray, rows: Tensor) -> ClientState:
+    def updated(self, clients: IntArray, rows: Tensor) -> "ClientState":
         """A state in which some clients have new vectors; this one stays as it is."""
         shape, dtype = (len(clients), self.store.width), self.store.dtype
         if tuple(rows.shape) != shape or rows.dtype != dtype:

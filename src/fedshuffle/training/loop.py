@@ -1,7 +1,5 @@
 """Training a model: the rounds of a run, evaluated, shown, recorded and saved; its result."""
 
-from __future__ import annotations
-
 import copy
 import math
 import os
@@ -71,13 +69,13 @@ class Result:
             dict.fromkeys(name for record in self.history for name in monitoring.metrics_of(record))
         )
 
-    def frame(self) -> pd.DataFrame:
+    def frame(self) -> "pd.DataFrame":
         """The history as a pandas data frame, one row per round; NaN where not evaluated."""
         pandas = optional_import("pandas", "a data frame", "frame", "or read the history, a list")
         frame: pd.DataFrame = pandas.DataFrame(self.history).set_index("round")
         return frame
 
-    def plot(self, metric: str | None = None, axes: Axes | None = None) -> Axes:
+    def plot(self, metric: str | None = None, axes: "Axes | None" = None) -> "Axes":
         """Draw a metric (by default the first) over the rounds, with its mean and worst decile over
         clients if they were recorded; by default in a new figure.
         """

@@ -1,7 +1,5 @@
 """What a run shows while it trains: a progress bar, scalars for TensorBoard, and divergence."""
 
-from __future__ import annotations
-
 import math
 import time
 import warnings

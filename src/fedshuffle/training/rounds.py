@@ -1,7 +1,5 @@
 """The rounds of a run: sample a cohort, plan its steps, train, aggregate."""
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import replace
@@ -111,7 +109,7 @@ class Run:
             request = advance(requests, points.new_zeros(request.weights.shape[1], *points.shape))
         return request if isinstance(request, LocalTraining) else None
 
-    def round(self, state: State, cohort: Cohort | None = None) -> Requests:
+    def round(self, state: State, cohort: Cohort | None = None) -> "Requests":
         """The next round as requests, of the drawn cohort unless given; returns the next state."""
         cohort = self.cohort(state.round) if cohort is None else cohort
         if not len(cohort.clients):
@@ -148,7 +146,7 @@ def drive(requests: Requests, answer: Callable[[Request], Tensor]) -> State:
     return request
 
 
-def run_round(engine: Engine, runs: Sequence[Run], states: Sequence[State]) -> list[State]:
+def run_round(engine: "Engine", runs: Sequence[Run], states: Sequence[State]) -> list[State]:
     """One round of every run, in lockstep: requests of the same kind go to the engine together."""
     rounds = [run.round(state) for run, state in zip(runs, states, strict=True)]
     current = [advance(requests) for requests in rounds]
@@ -167,7 +165,7 @@ def run_round(engine: Engine, runs: Sequence[Run], states: Sequence[State]) -> l
 
 
 def simulate(
-    engine: Engine, runs: Sequence[Run], rounds: int, states: Sequence[State] | None = None
+    engine: "Engine", runs: Sequence[Run], rounds: int, states: Sequence[State] | None = None
 ) -> Iterator[list[State]]:
     """The states of all runs after each round, from the problem's start unless given."""
     current = list(states or [run.start(engine.problem.start) for run in runs])

@@ -13,8 +13,6 @@ last. Metrics reach the disk before the checkpoint of their round, so that a kil
 metrics than checkpoints, never fewer. ``docs/runs.md`` says what happens to damaged files.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import math

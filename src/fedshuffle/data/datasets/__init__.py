@@ -3,8 +3,6 @@
 Each function returns two federations. :func:`get` downloads their files.
 """
 
-from __future__ import annotations
-
 from typing import TYPE_CHECKING
 
 from fedshuffle._lazy import attach

@@ -1,7 +1,5 @@
 """Random crops and flips, as a layer before the model."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor, nn
 from torch.nn import functional

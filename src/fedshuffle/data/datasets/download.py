@@ -4,8 +4,6 @@ A download is resumed after an interruption, verified, and unpacked completely o
 is not used for it: it starts an interrupted download from the beginning.
 """
 
-from __future__ import annotations
-
 import hashlib
 import http.client
 import os

@@ -1,7 +1,5 @@
 """The data sets as federations: CIFAR-100, FEMNIST by writer, Shakespeare by speaking character."""
 
-from __future__ import annotations
-
 import string
 import warnings
 import zipfile

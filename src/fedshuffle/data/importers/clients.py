@@ -9,8 +9,6 @@ datasets), or declare arrays of any size. So only what the file itself holds is 
 memory is allocated than its content can need.
 """
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Container, Iterator, Mapping, Sequence
@@ -121,7 +119,7 @@ def read_hdf5(
 
 
 @contextmanager
-def open_clients(path: Path) -> Iterator[Clients]:
+def open_clients(path: Path) -> "Iterator[Clients]":
     """The clients in a file."""
     h5py = optional("h5py")
     with _reading(path, "HDF5"):

@@ -1,7 +1,5 @@
 """Importing files of any supported format, and chunks of examples from Python."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path

@@ -3,8 +3,6 @@
 The store's writer sorts the rows by client, since Arrow can sort a table only in memory.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager

@@ -10,8 +10,6 @@ was killed.
 finite and that every row belongs to its client.
 """
 
-from __future__ import annotations
-
 import bisect
 import json
 import math

@@ -6,8 +6,6 @@ its place, which is known once all clients have been counted. So memory holds th
 and one block of rows, never the data.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import warnings

@@ -1,7 +1,5 @@
 """The Ray cluster to use: the program's own, the one at an address, or a local one."""
 
-from __future__ import annotations
-
 import contextlib
 import math
 import os

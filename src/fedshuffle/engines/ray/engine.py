@@ -5,8 +5,6 @@ depends on the share alone, so the share of a lost worker is simply given to ano
 starts lost workers again, on another machine if need be.
 """
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import math
@@ -83,7 +81,7 @@ class Ray:
                 )
 
     @classmethod
-    def read(cls, text: str) -> Ray:
+    def read(cls, text: str) -> "Ray":
         """What a text says: ``ray``, then perhaps a number, a kind, and ``gpus=`` or ``cpus=``."""
         words, found = text.split(":")[1:], dict[str, Any]()
         if words and words[0].isdecimal():

@@ -5,8 +5,6 @@ different sizes and label mixes. The audit computes the objective that each meth
 the level at which it will stop.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any

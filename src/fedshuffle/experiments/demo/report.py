@@ -3,8 +3,6 @@
 Each sentence follows from the numbers; none knows how the demo ends.
 """
 
-from __future__ import annotations
-
 import json
 import shlex
 from collections.abc import Callable

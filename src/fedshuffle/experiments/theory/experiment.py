@@ -4,8 +4,6 @@ Step sizes are those that the theorems allow. Each panel is a function of its ow
 docs/theory-experiments.md says what each shows, and what not.
 """
 
-from __future__ import annotations
-
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence

@@ -1,7 +1,5 @@
 """What the theory says, checked against the measurements; and the figures."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from pathlib import Path

@@ -3,8 +3,6 @@
 docs/reports.md lists the files, and says how to read them.
 """
 
-from __future__ import annotations
-
 import base64
 import csv
 import hashlib

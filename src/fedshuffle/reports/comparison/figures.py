@@ -1,7 +1,5 @@
 """The figures of a comparison: the paper's, one per group, and the audits behind the last one."""
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Sequence

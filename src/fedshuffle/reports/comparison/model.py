@@ -5,8 +5,6 @@ marked instead, and cannot be the best. The standard deviation is that of a samp
 run has none.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 import re

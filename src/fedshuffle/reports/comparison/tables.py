@@ -1,7 +1,5 @@
 """The tables of a comparison: terminal, JSON, Markdown, LaTeX, and every curve as CSV."""
 
-from __future__ import annotations
-
 import csv
 import io
 import re

@@ -4,8 +4,6 @@ Three things make a ranking misleading: a best step size at an end of those trie
 not really tuned), runs that diverged, and a model no better than the most common class.
 """
 
-from __future__ import annotations
-
 from fedshuffle.comparison.results import Results
 from fedshuffle.reports.comparison.model import Compared, Line, group_title, value_text
 

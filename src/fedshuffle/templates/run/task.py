@@ -4,8 +4,6 @@ The data are scikit-learn's 569 tumours with 30 measurements each, malignant or 
 came from ten clinics that differ in size and in how many of their tumours are malignant.
 """
 
-from __future__ import annotations
-
 import functools
 
 import numpy as np

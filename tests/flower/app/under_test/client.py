@@ -1,7 +1,5 @@
 """A client app of the user's own, with fedshuffle in one call."""
 
-from __future__ import annotations
-
 import time
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The server app: a run of the strategy, whose final model is left in ``out``."""
 
-from __future__ import annotations
-
 import os
 import signal
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The model and the data of the app, and the settings of its runs."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -1,7 +1,5 @@
 """What runs at each client: local training, as the server's plan says."""
 
-from __future__ import annotations
-
 from fedshuffle import losses
 from fedshuffle.flower import client_app
 

@@ -3,8 +3,6 @@
 A real client reads what lies on its own machine instead: change ``load_data`` to do so.
 """
 
-from __future__ import annotations
-
 import numpy as np
 import torch
 from flwr.app import Context

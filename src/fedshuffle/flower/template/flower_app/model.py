@@ -1,7 +1,5 @@
 """The model. Its first parameters follow from the seed."""
 
-from __future__ import annotations
-
 import torch
 from torch import nn
 

@@ -1,7 +1,5 @@
 """What runs at the server: sample clients, aggregate, evaluate, and save the model."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import torch
