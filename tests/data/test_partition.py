@@ -194,7 +194,7 @@ def test_columns_that_name_no_clients(values: Any, message: str) -> None:
         (lambda: ANYHOW.dirichlet([0, 1], 1.5, 1.0), "clients is 1.5"),
         (lambda: ANYHOW.dirichlet([0, 1], 2, 0.0), "alpha is 0.0"),
         (lambda: ANYHOW.dirichlet([0, 1], 2, "x"), "alpha is 'x'"),
-        (lambda: ANYHOW.dirichlet([0, 1], 2, 1.0, seed=-1), "seed -1"),
+        (lambda: ANYHOW.dirichlet([0, 1], 2, 1.0, seed=-1), "seed is -1"),
         (lambda: ANYHOW.dirichlet([], 1, 1.0), "shape"),
         (lambda: ANYHOW.dirichlet([[0, 1]], 1, 1.0), "shape"),
         (lambda: ANYHOW.dirichlet([0, np.nan], 1, 1.0), "labels: row 1 has nan"),

@@ -442,7 +442,7 @@ def test_a_result_is_plotted() -> None:
         ({"step_size": float("nan")}, "nan"),
         ({"server_step_size": -1.0}, "server step size"),
         ({"step_size": lambda r: 0.1 - 0.05 * r}, "step size in round 2"),
-        ({"seed": -1}, "seed -1"),
+        ({"seed": -1}, "seed is -1"),
         ({"rounds": 0}, "rounds is 0"),
         ({"evaluate_every": 0}, "evaluate_every is 0"),
         ({"engine": "warp"}, "unknown engine"),
