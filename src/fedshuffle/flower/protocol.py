@@ -14,7 +14,7 @@ import dataclasses
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -125,8 +125,9 @@ def read(message: Message, kind: type[_Fields]) -> _Fields:
         fields = kind(**json.loads(record["payload"]))
         for field in dataclasses.fields(kind):
             value = getattr(fields, field.name)
-            if not _VALID[str(field.type)](value):
-                raise ValueError(f"{field.name} is {value!r:.40}, which is no {field.type}")
+            if not _VALID[field.type](value):
+                name = getattr(field.type, "__name__", field.type)
+                raise ValueError(f"{field.name} is {value!r:.40}, which is no {name}")
     return fields
 
 
@@ -175,14 +176,14 @@ def _is_mapping(value: object, valid: Callable[[object], bool]) -> bool:
     return isinstance(value, dict) and all(map(valid, value.values()))
 
 
-_VALID: dict[str, Callable[[object], bool]] = {
-    "int": _is_count,
-    "int | None": lambda value: value is None or _is_count(value),
-    "float": lambda value: isinstance(value, float),
-    "str": lambda value: isinstance(value, str),
-    "Mapping[str, str]": lambda value: _is_mapping(value, lambda text: isinstance(text, str)),
-    "Mapping[str, Sequence[int]]": lambda value: _is_mapping(
+_VALID: dict[Any, Callable[[object], bool]] = {
+    int: _is_count,
+    int | None: lambda value: value is None or _is_count(value),
+    float: lambda value: isinstance(value, float),
+    str: lambda value: isinstance(value, str),
+    Mapping[str, str]: lambda value: _is_mapping(value, lambda text: isinstance(text, str)),
+    Mapping[str, Sequence[int]]: lambda value: _is_mapping(
         value, lambda shape: isinstance(shape, list) and all(map(_is_count, shape))
     ),
 }
-"""Whether a value is of a type, by the type's name."""
+"""Whether a value is of a type."""
