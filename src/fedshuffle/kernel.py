@@ -2,19 +2,22 @@ r"""The one kernel, and the requests that methods send to engines.
 
 Every method is one local step
 
-.. math:: y \leftarrow y - \gamma D (\alpha g(y; B) - \beta g(x; B) + v + \mu (y - x))
+.. math:: y \leftarrow y - \gamma D
+          (\alpha g(y; B) - \beta g(x; B) + v - \kappa \nabla f_i(x) + \mu (y - x))
 
 where :math:`x` is the global model, :math:`B` the minibatch, :math:`g(z; B)` the gradient of its
 loss at z, clipped to a largest norm and with weight decay :math:`\lambda z` added, and the step
 size :math:`\gamma`, the scalars :math:`\alpha, \beta, \mu`, the vector :math:`v` and the diagonal
-matrix :math:`D` (the identity, except for adaptive methods) are fixed for the round. A method sends
-two kinds of requests, :class:`FullGradient` and :class:`LocalTraining`; an engine answers them.
-Methods and engines know nothing else of each other. Models are flat vectors.
+matrix :math:`D` (the identity, except for adaptive methods) are fixed for the round; FedLin alone
+subtracts the client's full gradient at x. A method sends two kinds of requests,
+:class:`FullGradient` and :class:`LocalTraining`; an engine answers them, and passes what each
+client computes through the request's chain of transforms (:mod:`fedshuffle.transforms`) before it
+is summed. Methods and engines know nothing else of each other. Models are flat vectors.
 """
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -22,6 +25,7 @@ import numpy as np
 from fedshuffle._arrays import FloatArray, IntArray
 from fedshuffle.errors import FedShuffleError
 from fedshuffle.local_work import Minibatches
+from fedshuffle.transforms.base import NO_TRANSFORMS, Chain
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -37,6 +41,8 @@ class StepCoefficients:
     v: "Tensor | None" = None
     scale: "Tensor | None" = None
     """The diagonal of D, one positive number per parameter; None for ones."""
+    own_gradient: bool = False
+    """Whether kappa is one: the client computes its full gradient at x and subtracts it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,19 +59,29 @@ class ClientTask:
 
 @dataclass(frozen=True, slots=True)
 class LocalTraining:
-    """Train every client from ``start``; the answer has a row ``sum_i weights_i[k] (y_i - start)``
-    for every k.
+    """Train every client from ``start``, and pass its update through the chain.
+
+    The answer has a row ``sum_i weights_i[k] message_i`` for every k, where the message is the
+    update ``y_i - start`` unless the chain changes it.
     """
 
     start: "Tensor"
     tasks: Sequence[ClientTask]
     sums: int
+    chain: Chain = NO_TRANSFORMS
+    shared: "Mapping[str, Tensor]" = field(default_factory=dict)
+    """The chain's state at the server, which clients are sent."""
+    states: "Tensor | None" = None
+    """The vectors that clients keep, a row per task, if the chain keeps state."""
+    state_weights: FloatArray | None = None
+    """A weight per task for the sum of the changes of the clients' states; None if not wanted."""
 
 
 @dataclass(frozen=True, slots=True)
 class FullGradient:
     """Full gradients over the clients' data. The answer has for every k and every point a row
     ``sum_i weights_i[k] (grad f_i(point) + weight_decay point)``: its shape is (sums, points, d).
+    With a chain there is one point, and the chain's messages are summed instead of the gradients.
     """
 
     points: "Sequence[Tensor]"
@@ -74,6 +90,11 @@ class FullGradient:
     """A row per client, a column per sum."""
     round: int
     weight_decay: float = 0.0
+    chain: Chain = NO_TRANSFORMS
+    states: "Tensor | None" = None
+    """The vectors that clients keep, a row per client, if the chain keeps state."""
+    seed: int = 0
+    """Of the chain's random numbers."""
 
     def __post_init__(self) -> None:
         if np.ndim(self.weights) != 2 or len(self.weights) != len(self.clients):
@@ -82,9 +103,29 @@ class FullGradient:
                 f" {np.shape(self.weights)}: give a row per client and a column per sum, as"
                 " weights[:, None] for one sum."
             )
+        if self.chain and len(self.points) != 1:
+            raise FedShuffleError(
+                f"FullGradient has {len(self.points)} points and a transform: ask for the gradient"
+                " at one point."
+            )
 
 
 Request = FullGradient | LocalTraining
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """An engine's answer to a request."""
+
+    sums: "Tensor"
+    """The weighted sums, in the shape that the request says."""
+    states: "Tensor | None" = None
+    """The clients' new states, in the order of the request, if its chain keeps state."""
+    state_change: "Tensor | None" = None
+    """``sum_i state_weights_i (new state_i - old state_i)``, if it was asked for."""
+    metrics: Mapping[str, FloatArray] = field(default_factory=dict)
+    """Numbers by name, one per task: ``train_loss`` (the mean over the local steps; NaN if no
+    gradient was taken there), ``update_norm`` (before the chain), and those of the chain."""
 
 
 def adjusted(

@@ -35,14 +35,16 @@ class Purpose(enum.IntEnum):
     SUBSET = 9
     SELECTION = 10
     CONSTANTS = 11
+    TRANSFORM = 12
+    SERVER_TRANSFORM = 13
 
 
 def generator(
-    seed: int, purpose: Purpose, *, round: int = 0, client: int = 0
+    seed: int, purpose: Purpose, *, round: int = 0, client: int = 0, part: int = 0
 ) -> np.random.Generator:
-    """The generator for one purpose in one round at one client."""
+    """The generator for one purpose in one round at one client, and there for one of its parts."""
     key = np.array([seed, purpose], dtype=np.uint64)
-    counter = np.array([0, 0, client, round], dtype=np.uint64)
+    counter = np.array([0, part, client, round], dtype=np.uint64)
     return np.random.Generator(np.random.Philox(key=key, counter=counter))
 
 
@@ -70,10 +72,10 @@ class ReusableGenerator:
         }
 
     def __call__(
-        self, seed: int, purpose: Purpose, *, round: int = 0, client: int = 0
+        self, seed: int, purpose: Purpose, *, round: int = 0, client: int = 0, part: int = 0
     ) -> np.random.Generator:
         self._key[0], self._key[1] = seed, purpose
-        self._counter[2], self._counter[3] = client, round
+        self._counter[1], self._counter[2], self._counter[3] = part, client, round
         self._bits.state = self._state
         return self._generator
 

@@ -1,0 +1,187 @@
+r"""Transforms: what happens to one client's update on its way to the server.
+
+A chain of transforms stands between local training and aggregation:
+
+.. math:: u_i = y_i - x, \qquad (m_i, h_i) \leftarrow T(u_i, h_i), \qquad
+          U = \sum_{i \in S} a_i m_i, \qquad x \leftarrow \mathrm{server}(x, R(U)).
+
+:math:`T` runs at the client (:meth:`Transform.client`), where the update is made; :math:`m_i` is
+what the server decodes, and :math:`h_i` a vector that the client keeps from round to round.
+:math:`R` runs at the server (:meth:`Transform.server`), on the aggregated update. Clients are rows
+of a table, and rows never mix: engines that train many clients at once transform them at once.
+"""
+
+import abc
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Literal
+
+import numpy as np
+
+from fedshuffle._arrays import FloatArray, IntArray
+from fedshuffle.errors import FedShuffleError
+from fedshuffle.randomness import Purpose, ReusableGenerator, generator
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+MeanUpdate = Literal["unchanged", "unbiased", "restored", "biased", "model-dependent"]
+"""What a transform does to the mean of an update: nothing, nothing in expectation, something that
+its state makes good over the rounds, something that stays, or something that depends on the update
+itself, as clipping does."""
+
+
+@dataclass(frozen=True, slots=True)
+class ClientContext:
+    """The clients whose updates a transform sees: one entry per row."""
+
+    seed: int
+    round: int
+    clients: IntArray
+    """The clients' numbers in the federation."""
+    steps: IntArray
+    """Local steps done."""
+    step_sizes: FloatArray
+    weights: FloatArray
+    """Aggregation weights ``a_i``."""
+    shared: "Mapping[str, Tensor]" = field(default_factory=dict)
+    """The transform's state at the server, which clients are sent."""
+    full_gradients: "Callable[[], Tensor] | None" = None
+    """Computes each client's full gradient at the global model, a row each."""
+    part: int = 0
+    """The transform's place in the chain, by which its random numbers differ from others'."""
+
+    def generators(self) -> Iterator[np.random.Generator]:
+        """A random generator per row, a function of (seed, round, client, place in the chain);
+        each is valid until the next is taken.
+        """
+        draw = ReusableGenerator()
+        for client in self.clients.tolist():
+            yield draw(
+                self.seed, Purpose.TRANSFORM, round=self.round, client=client, part=self.part
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """What clients send, as the server decodes it: a row per client."""
+
+    values: "Tensor"
+    state: "Tensor | None" = None
+    """The vectors that clients keep; None if the transform keeps no state."""
+    metrics: "Mapping[str, Tensor | FloatArray]" = field(default_factory=dict)
+    """Numbers by name, one per row: ``bytes_up`` is the size of the message, ``clipped`` is 1 for
+    an update that was clipped and 0 otherwise."""
+
+
+@dataclass(frozen=True, slots=True)
+class ServerContext:
+    """What a transform knows at the server, after the updates are summed."""
+
+    seed: int
+    round: int
+    state: "Mapping[str, Tensor]"
+    """What the transform kept at the server; empty before the first round."""
+    metrics: Mapping[str, FloatArray]
+    """The numbers of the round by name, one per client of the cohort."""
+    part: int = 0
+
+    def generator(self) -> np.random.Generator:
+        """The server's random generator, a function of (seed, round, place in the chain)."""
+        return generator(self.seed, Purpose.SERVER_TRANSFORM, round=self.round, part=self.part)
+
+
+class Transform(abc.ABC):
+    """One link of the chain: what a client sends, and what the server does with the sum."""
+
+    keeps_state: bool = False
+    """Whether clients keep a vector of the model's size from round to round."""
+    any_layout: bool = False
+    """Whether the result does not depend on the order of the coordinates. Engines may then pass
+    updates in an order of their own, which is faster."""
+    mean: MeanUpdate = "model-dependent"
+    """What it does to the mean update; the audit reports it."""
+    every_round: bool = False
+    """Whether the server part also runs in a round without clients, as noise must."""
+
+    @abc.abstractmethod
+    def client(self, updates: "Tensor", state: "Tensor | None", context: ClientContext) -> Message:
+        """What clients send for their updates, one row each. ``updates`` may be overwritten;
+        ``state``, zero in a client's first round and None unless ``keeps_state``, may not.
+        """
+
+    def server(
+        self, update: "Tensor", context: ServerContext
+    ) -> "tuple[Tensor, Mapping[str, Tensor]]":
+        """The aggregated update as the server uses it, and the transform's next server state."""
+        return update, context.state
+
+
+@dataclass(frozen=True)
+class Chain(Transform):
+    """Transforms one after another; at most one of them keeps state at clients.
+
+    >>> Chain().keeps_state, bool(Chain())
+    (False, False)
+    """
+
+    transforms: tuple[Transform, ...] = ()
+
+    def __post_init__(self) -> None:
+        for one in self.transforms:
+            if not isinstance(one, Transform):
+                raise FedShuffleError(f"{one!r:.60} is not a Transform.")
+        keep = [one for one in self.transforms if one.keeps_state]
+        if len(keep) > 1:
+            raise FedShuffleError(
+                f"{keep[0]!r} and {keep[1]!r} both keep a vector at every client, and there is"
+                " room for one. Leave one of them out."
+            )
+
+    def __bool__(self) -> bool:
+        return bool(self.transforms)
+
+    def then(self, *transforms: Transform) -> "Chain":
+        """This chain with more transforms at its end."""
+        return Chain((*self.transforms, *transforms))
+
+    @property
+    def keeps_state(self) -> bool:  # type: ignore[override]
+        return any(one.keeps_state for one in self.transforms)
+
+    @property
+    def any_layout(self) -> bool:  # type: ignore[override]
+        return all(one.any_layout for one in self.transforms)
+
+    @property
+    def every_round(self) -> bool:  # type: ignore[override]
+        return any(one.every_round for one in self.transforms)
+
+    def client(self, updates: "Tensor", state: "Tensor | None", context: ClientContext) -> Message:
+        kept, metrics = None, dict[str, Tensor | FloatArray]()
+        for part, one in enumerate(self.transforms):
+            shared = _part_of(context.shared, part)
+            own = state if one.keeps_state else None
+            message = one.client(updates, own, replace(context, shared=shared, part=part))
+            updates, metrics = message.values, {**metrics, **message.metrics}
+            kept = message.state if one.keeps_state else kept
+        return Message(updates, kept, metrics)
+
+    def server(
+        self, update: "Tensor", context: ServerContext
+    ) -> "tuple[Tensor, Mapping[str, Tensor]]":
+        after: dict[str, Tensor] = {}
+        for part, one in enumerate(self.transforms):
+            own = replace(context, state=_part_of(context.state, part), part=part)
+            update, state = one.server(update, own)
+            after |= {f"{part}.{name}": value for name, value in state.items()}
+        return update, after
+
+
+NO_TRANSFORMS = Chain()
+
+
+def _part_of(state: "Mapping[str, Tensor]", part: int) -> "dict[str, Tensor]":
+    """The state of one transform of a chain, in which names begin with its place."""
+    prefix = f"{part}."
+    return {k.removeprefix(prefix): v for k, v in state.items() if k.startswith(prefix)}
