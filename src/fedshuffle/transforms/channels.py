@@ -35,6 +35,8 @@ def channel(text: str) -> Channel | None:
     if text.strip() == NONE:
         return None
     name, *memory = _SHORT.get(text.strip(), text.strip()).split("+")
+    if name == NONE or name in _SHORT:
+        raise FedShuffleError(f"channel {text!r} cannot be read: {name!r} stands alone.")
     made = compressor(name)
     if not memory:
         return Compressed(made)
@@ -78,8 +80,7 @@ def compressor(text: str) -> Compressor:
     QSGD(bits=4)
     """
     name, _, argument = text.strip().partition(":")
-    if name not in _MAKERS:
-        check_known("compressor", name, [*_MAKERS, *_SHORT, NONE])
+    check_known("compressor", name, _MAKERS)
     form, make = _MAKERS[name]
     if bool(argument) != (":" in form):
         raise FedShuffleError(f"channel {text!r} is incomplete or has too much: write {form!r}.")
