@@ -82,3 +82,13 @@ class Compressor(abc.ABC):
         literature. No such code is used: what is sent are the bytes of the arrays.
         """
         return 8.0 * sum(array.nbytes for array in arrays.values())
+
+
+def drawn_table(drawn: Iterable[Drawn], rows: int, columns: int, dtype: "torch.dtype") -> "Tensor":
+    """What was drawn for each row, as one table."""
+    import torch
+
+    table = torch.empty(rows, columns, dtype=dtype)
+    for row, own in zip(table.numpy(), drawn, strict=False):
+        row[:] = own
+    return table
