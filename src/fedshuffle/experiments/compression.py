@@ -35,8 +35,8 @@ ETA = 0.1
 LOCAL = 1e-3
 """The length of a local epoch, gamma n: small, so that the drift of clients is below the noise."""
 
-METHODS = {"with replacement": "fedavg", "reshuffled": "fedavg-rr"}
-"""On clients of one size both minimise the objective: they differ in the order of examples only."""
+METHODS = {"with replacement": "fedavg", "reshuffled": "nastya"}
+"""On clients of one size the methods differ in the order of the examples only."""
 PANELS = {
     "randk": ("none", "randk:0.25", "randk:0.25+diana"),
     "qsgd": ("none", "qsgd:2", "qsgd:2+diana"),

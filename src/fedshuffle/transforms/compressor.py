@@ -47,6 +47,9 @@ class Compressor(abc.ABC):
     """Whether the result does not depend on the order of the coordinates."""
 
     @abc.abstractmethod
+    def __str__(self) -> str: ...
+
+    @abc.abstractmethod
     def encode(self, vector: "Tensor", drawn: Drawn) -> Arrays:
         """The arrays that are sent."""
 
