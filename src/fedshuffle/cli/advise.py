@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 _AMPLIFICATION = {
     "poisson": "amplified by sampling: every client is drawn independently, and secretly",
-    "uniform": "amplified by sampling a fixed number of clients, secretly; independent draws cost less",
+    "uniform": "amplified by a secret sample of fixed size; independent draws cost less",
     "none": "not amplified by sampling: every client counts as if it were in every round",
 }
 
@@ -185,8 +185,8 @@ def _print_sampling(advice: "Advice") -> None:
 def _print_privacy(advice: "PrivacyAdvice") -> None:
     console.print("\n[bold]Privacy of one client[/]  [dim]docs/privacy.md[/]")
     console.print(
-        f"  {advice.rounds} rounds cost epsilon {advice.epsilon:.3g} at delta {advice.delta:.3g} for"
-        f" the worst client, {advice.median_epsilon:.3g} for the median one. The noise multiplier"
+        f"  {advice.rounds} rounds cost epsilon {advice.epsilon:.3g} at delta {advice.delta:.3g}"
+        f" for the worst client, {advice.median_epsilon:.3g} for the median one. The noise multiplier"
         f" is {advice.noise:.3g}, the sensitivity {advice.sensitivity:.3g}, the standard deviation"
         f" of the noise {advice.noise_std:.3g}."
     )

@@ -196,7 +196,7 @@ def _poisson_round(p: float, noise: float) -> Any:
     """The privacy loss distribution of one round. Its grid is fine enough for the losses of a
     client that is rarely drawn, and coarse enough for about 200,000 points.
     """
-    grid = max(min(1e-3, p / (2 * noise)), (1 / noise + 12) / noise / 200_000)
+    grid = max(min(1e-3, p / (8 * noise)), (1 / noise + 12) / noise / 200_000)
     library = _library("pld.privacy_loss_distribution")
     return library.from_gaussian_mechanism(
         noise, sampling_prob=p, value_discretization_interval=grid
@@ -228,31 +228,36 @@ def _uniform_round(fraction: float, noise: float) -> FloatArray:
 
 def calibrated(budget: Budget, rounds: int) -> Budget:
     """The budget with the smallest noise with which the rounds cost no more than its epsilon."""
-    assert budget.epsilon is not None
+    epsilon = budget.epsilon
+    assert epsilon is not None
+    count(rounds, "the number of rounds")
     over_rounds = math.sqrt(squared_sensitivity(rounds, budget.min_separation))
-    enough = over_rounds * float(_library().get_sigma_gaussian(budget.epsilon, budget.delta))
+    enough = over_rounds * float(_library().get_sigma_gaussian(epsilon, budget.delta))
     enough *= 1 + 1e-9  # the search of the library ends on either side
     if budget.amplification == "none":
         sum_noise(enough, budget.count_noise)  # refuses what adaptive clipping cannot reach
         return replace(budget, noise=enough)
     enough = min(enough, 2 * budget.count_noise * (1 - 1e-6))
 
-    def affords(noise: float) -> bool:
-        return replace(budget, noise=noise).affords(rounds)
+    def excess(log_noise: float) -> float:
+        """The logarithm of what is spent, relative to what may be."""
+        return math.log(replace(budget, noise=math.exp(log_noise)).spent(rounds) / epsilon)
 
-    if not affords(enough):
+    high = math.log(enough)
+    if excess(high) > 0:
         raise FedShuffleError(
             f"adaptive clipping with count_noise {budget.count_noise:g} spends more than epsilon ="
-            f" {budget.epsilon:g} on the count alone in {rounds} rounds. Raise count_noise or"
+            f" {epsilon:g} on the count alone in {rounds} rounds. Raise count_noise or"
             " epsilon, or sample more clients per round."
         )
-    low = enough / 2
-    while low > _MIN_NOISE and affords(low):
-        low, enough = low / 2, low
-    while enough / low > 1.001:
-        middle = math.sqrt(low * enough)
-        low, enough = (low, middle) if affords(middle) else (middle, enough)
-    return replace(budget, noise=enough)
+    low = high - 1
+    while low > math.log(_MIN_NOISE) and excess(low) <= 0:
+        low, high = low - 1, low
+    if excess(low) > 0:
+        from scipy.optimize import brentq  # a third of a second to import: only when needed
+
+        high = min(high, brentq(excess, low, high, xtol=5e-4) + 1e-3)
+    return replace(budget, noise=math.exp(high))
 
 
 def _library(module: str = "") -> Any:

@@ -38,15 +38,15 @@ class PrivacyAdvice:
 def advise(mechanism: Mechanism, rounds: int) -> PrivacyAdvice:
     """What the rounds of a mechanism cost.
 
-    >>> from fedshuffle import Federation, LocalWork, methods, sampling
+    >>> from fedshuffle import Federation, LocalWork, methods
     >>> from fedshuffle.privacy import Privacy, bind
+    >>> from fedshuffle.sampling import Full
     >>> clients, method = Federation.from_sizes([10] * 100), methods.get("fedshuffle")
     >>> workload = method.local_work(LocalWork()).on(clients.sizes)
-    >>> drawn = sampling.parse("importance:10", clients)
-    >>> private = bind(Privacy(clip=1.0, noise=1.0), method, clients, drawn, workload, 50)
-    >>> found = advise(private, 50)
+    >>> privacy = Privacy(clip=1.0, noise=20.0, delta=1e-4)
+    >>> found = advise(bind(privacy, method, clients, Full(100), workload, 50), 50)
     >>> found.amplification, round(found.epsilon, 2), round(found.noise_for[2.0], 2)
-    ('poisson', 3.4, 1.34)
+    ('none', 1.14, 12.26)
     """
     count(rounds, "the number of rounds")
     budget = mechanism.budget

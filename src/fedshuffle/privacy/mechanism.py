@@ -20,6 +20,7 @@ from fedshuffle.methods import (
     weight_per_share_done,
     weight_per_step,
 )
+from fedshuffle.methods.fedshuffle import WeightPerDistance
 from fedshuffle.privacy.accounting import Amplification, Budget, calibrated
 from fedshuffle.privacy.adaptive import AdaptiveClip, sum_noise
 from fedshuffle.privacy.clipping import Clip
@@ -29,7 +30,7 @@ from fedshuffle.sampling import Independent, Sampling, Uniform
 from fedshuffle.transforms import Transform
 
 _KNOWN_WEIGHTS = (objective_weight, weight_per_step, weight_per_share_done)
-"""Rules for w-tilde that are largest for the fewest steps done or the most steps planned."""
+"""Rules for w-tilde that do not depend on the round and fall with the steps done."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -131,7 +132,7 @@ def largest_weights(
 ) -> FloatArray:
     """The largest aggregation weight ``a_i`` that each client can have in any round."""
     rule, clients = method.averaging, np.arange(len(federation))
-    if rule.weight not in _KNOWN_WEIGHTS:
+    if not (rule.weight in _KNOWN_WEIGHTS or isinstance(rule.weight, WeightPerDistance)):
         raise FedShuffleError(
             f"{method.name} weighs clients by {rule.describe()['weight']}, whose largest value is"
             " not known, so the sensitivity of the sum is not. Use Privacy(weighted=True), which"
@@ -139,7 +140,7 @@ def largest_weights(
         )
     steps, interruption = workload.possible_steps[0], workload.work.interruption
     found = np.zeros(len(federation))
-    for planned in (steps[:, 0], steps[:, -1]):
+    for planned in steps.T:
         if interruption is not None and interruption.random:
             done = np.ones_like(planned)  # the fewest
         else:
