@@ -93,8 +93,8 @@ def test_sum_and_count_together_cost_the_noise_multiplier() -> None:
 
 
 def test_a_count_that_takes_all_of_the_budget_is_refused() -> None:
-    with pytest.raises(FedShuffleError, match="needs a count_noise above 2.5"):
+    with pytest.raises(FedShuffleError, match=r"needs a count_noise above 2\.5"):
         mechanism(Privacy(clip=0.1, noise=5.0, adaptive=AdaptiveClipping()))
     small = AdaptiveClipping(count_noise=0.2)
-    with pytest.raises(FedShuffleError, match="on the count alone in 5 rounds"):
+    with pytest.raises(FedShuffleError, match="on the count alone"):
         mechanism(Privacy(clip=0.1, epsilon=0.5, delta=1e-5, adaptive=small))

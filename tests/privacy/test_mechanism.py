@@ -188,3 +188,12 @@ def test_a_subclass_may_draw_otherwise_so_nothing_is_claimed() -> None:
             return np.arange(4)
 
     assert bound(sampling=Mine([0.5] * 4)).budget.amplification == "none"
+
+
+def test_clients_that_may_not_reply_have_larger_weights() -> None:
+    sampling, method = Independent([0.5] * 4), methods.get("fedshuffle")
+    workload = method.local_work(LocalWork()).on(FEDERATION.sizes)
+    replies = [1.0, 1.0, 1.0, 0.5]
+    found = bind(PRIVACY, method, FEDERATION, sampling, workload, 10, (), replies)
+    assert found.sensitivity == pytest.approx(0.4 / (0.5 * 0.5))
+    assert found.budget.probabilities.tolist() == [0.5] * 4

@@ -21,7 +21,7 @@ from fedshuffle.privacy import (
     bind,
 )
 from fedshuffle.privacy.noise import squared_sensitivity, tree_nodes, with_noise
-from fedshuffle.sampling import Independent
+from fedshuffle.sampling import Full, Independent
 from fedshuffle.transforms import Chain, ClientContext, Message, ServerContext, Transform
 
 WIDTH, ROUNDS = 500, 8
@@ -74,6 +74,21 @@ def test_the_noise_has_the_promised_size(name: str) -> None:
     if name == "adaptive":
         std *= (1 - (1.5 / 2.0) ** 2) ** -0.5  # the count takes its share of the budget
     assert_private(private.transforms, std)
+
+
+def test_the_real_noise_multiplier_is_the_one_claimed() -> None:
+    """Sizes 1, 2, 6, weighted by size: what one client moves, and the noise, both measured."""
+    federation, method = Federation.from_sizes([1, 2, 6]), methods.get("fedshuffle")
+    workload = method.local_work(LocalWork()).on(federation.sizes)
+    clip, noise = bind(
+        Privacy(clip=0.3, noise=1.0), method, federation, Full(3), workload, ROUNDS
+    ).transforms
+    ones = np.ones(3)
+    context = ClientContext(0, 0, np.arange(3), ones.astype(int), ones, federation.weights)
+    long = torch.full((3, 4), 100.0, dtype=torch.float64)
+    sent = clip.client(long, None, context).values.numpy() * federation.weights[:, None]
+    moved = np.linalg.norm(sent, axis=1).max()
+    assert noise_of([noise], 0).std() / moved == pytest.approx(1.0, abs=0.05)
 
 
 class SameNoise(Transform):

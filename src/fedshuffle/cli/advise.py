@@ -186,9 +186,9 @@ def _print_privacy(advice: "PrivacyAdvice") -> None:
     console.print("\n[bold]Privacy of one client[/]  [dim]docs/privacy.md[/]")
     console.print(
         f"  {advice.rounds} rounds cost epsilon {advice.epsilon:.3g} at delta {advice.delta:.3g}"
-        f" for the worst client, {advice.median_epsilon:.3g} for the median one. The noise multiplier"
-        f" is {advice.noise:.3g}, the sensitivity {advice.sensitivity:.3g}, the standard deviation"
-        f" of the noise {advice.noise_std:.3g}."
+        f" for the worst client, {advice.median_epsilon:.3g} for the median one. The noise"
+        f" multiplier is {advice.noise:.3g}, the sensitivity {advice.sensitivity:.3g}, the standard"
+        f" deviation of the noise {advice.noise_std:.3g}."
     )
     notes = [_AMPLIFICATION[advice.amplification]]
     after, noise = advice.epsilon_after.items(), advice.noise_for.items()

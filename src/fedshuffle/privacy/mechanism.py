@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from numpy.typing import ArrayLike
 
 from fedshuffle._arrays import FloatArray, count, expect
 from fedshuffle.errors import FedShuffleError
@@ -70,10 +71,13 @@ def bind(
     workload: Workload,
     rounds: int,
     transforms: Sequence[Transform] = (),
+    response_probability: ArrayLike = 1.0,
 ) -> Mechanism:
     """The mechanism of a run with these settings, or an error that says why it is not private.
 
-    ``transforms`` are those before privacy in the chain.
+    ``transforms`` are those before privacy in the chain. If clients that are asked reply with a
+    probability (one for all, or one each), aggregation divides by it as well; it amplifies nothing,
+    since the server does not draw it.
 
     >>> from fedshuffle import methods
     >>> from fedshuffle.local_work import LocalWork
@@ -87,6 +91,7 @@ def bind(
     (Clip(threshold=2.0, weighted=False), GaussianNoise(std=4.5))
     """
     expect(privacy, Privacy, "privacy")
+    response_probability = np.asarray(response_probability, dtype=np.float64)
     assert privacy.clip is not None
     count(rounds, "the number of rounds")
     _check_method(method, workload)
@@ -95,12 +100,12 @@ def bind(
     if privacy.weighted:
         weights = np.ones(len(federation))
     else:
-        weights = largest_weights(method, federation, sampling, workload)
+        weights = largest_weights(method, federation, sampling, workload) / response_probability
     largest = float(weights.max())
-    count_noise = math.inf
+    cohort, count_noise = float((sampling.p * response_probability).sum()), math.inf
     if privacy.adaptive is not None:
         given = privacy.adaptive.count_noise
-        count_noise = float(sampling.p.sum()) / 20 if given is None else given
+        count_noise = cohort / 20 if given is None else given
     budget = Budget(
         _delta(privacy, len(federation)),
         privacy.noise or 1.0,
@@ -117,7 +122,7 @@ def bind(
     chain: tuple[Transform, ...]
     if privacy.adaptive is not None:
         adaptive = privacy.adaptive
-        noise, cohort = sum_noise(budget.noise, count_noise), float(sampling.p.sum())
+        noise = sum_noise(budget.noise, count_noise)
         rule = adaptive.quantile, adaptive.rate, count_noise, privacy.weighted
         chain = (AdaptiveClip(privacy.clip, noise, largest, cohort, *rule),)
     else:
