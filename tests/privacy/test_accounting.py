@@ -166,6 +166,13 @@ def test_the_worst_client_is_the_largest_of_all(clients: list[tuple[float, float
     assert largest * (1 - 1e-9) <= found.spent(5) <= largest * 1.03
 
 
+def test_the_worst_client_may_be_at_the_end_of_a_range() -> None:
+    found = budget(2.0, np.array([0.1, 0.11, 0.3]), np.array([1.0, 0.3, 0.25]), "poisson")
+    first, second, third = found.per_client(5)
+    assert first > third > second
+    assert found.spent(5) == first
+
+
 def test_a_million_clients_are_a_few_classes() -> None:
     p, each = np.full(10**6, 0.01), np.ones(10**6)
     p[::2], each[::2] = 0.02, 0.5
