@@ -26,13 +26,16 @@ def bound(
     method: str | Method = "fedshuffle",
     sampling: str | Sampling = "full",
     work: LocalWork | None = None,
-    rounds: int = 10,
+    rounds: int | None = 10,
     transforms: tuple[Transform, ...] = (),
 ) -> Mechanism:
     own = methods.get(method)
     drawn = parse(sampling, FEDERATION) if isinstance(sampling, str) else sampling
     workload = own.local_work(work or LocalWork()).on(FEDERATION.sizes)
     return bind(privacy, own, FEDERATION, drawn, workload, rounds, transforms)
+
+
+EPSILON = Privacy(clip=1.0, epsilon=1.0, delta=1e-3)
 
 
 def own_weights(cohort: Cohort) -> Any:
@@ -70,7 +73,8 @@ class Remembers(Transform):
         ({"work": LocalWork(steps="min")}, "steps='min' depends on the cohort"),
         ({"method": OWN}, r"own weighs clients by own_weights.*weighted=True"),
         ({"transforms": (Remembers(),)}, "before it has noise"),
-        ({"rounds": 0}, "number of rounds is 0"),
+        ({"privacy": EPSILON, "rounds": 0}, "number of rounds is 0"),
+        ({"privacy": EPSILON, "rounds": None}, "give rounds, or noise"),
         (
             {"privacy": Privacy(clip=1.0, noise=1.0, min_separation=4), "sampling": "uniform:2"},
             "uniform:2 may draw a client again after 1 round, but .*min_separation=4",
@@ -116,9 +120,9 @@ def test_the_settings_describe_the_noise() -> None:
     found = bound(Privacy(clip=1.0, epsilon=5.0, delta=1e-3))
     assert found.describe() == {
         "privacy": repr(found.privacy),
-        "noise": found.budget.noise,
-        "sensitivity": pytest.approx(0.4),
-        "delta": 1e-3,
+        "privacy_noise": found.budget.noise,
+        "privacy_sensitivity": pytest.approx(0.4),
+        "privacy_delta": 1e-3,
     }
     assert found.budget.spent(10) == pytest.approx(5.0, rel=1e-6)
     assert found.budget.affordable() == 10

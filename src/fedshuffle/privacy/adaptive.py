@@ -47,7 +47,7 @@ class AdaptiveClip(Transform):
     weighted: bool = False
     any_layout = True
     mean = "model-dependent"
-    every_round = True
+    every_round = private = True
 
     def client(self, updates: "Tensor", state: "Tensor | None", context: ClientContext) -> Message:
         weights = context.weights if self.weighted else None

@@ -57,9 +57,9 @@ class Mechanism:
         """All that training depends on, as plain data."""
         return {
             "privacy": repr(self.privacy),
-            "noise": self.budget.noise,
-            "sensitivity": self.sensitivity,
-            "delta": self.budget.delta,
+            "privacy_noise": self.budget.noise,
+            "privacy_sensitivity": self.sensitivity,
+            "privacy_delta": self.budget.delta,
         }
 
 
@@ -69,7 +69,7 @@ def bind(
     federation: Federation,
     sampling: Sampling,
     workload: Workload,
-    rounds: int,
+    rounds: int | None,
     transforms: Sequence[Transform] = (),
     response_probability: ArrayLike = 1.0,
 ) -> Mechanism:
@@ -93,7 +93,6 @@ def bind(
     expect(privacy, Privacy, "privacy")
     response_probability = np.asarray(response_probability, dtype=np.float64)
     assert privacy.clip is not None
-    count(rounds, "the number of rounds")
     _check_method(method, workload)
     _check_sampling(privacy, sampling)
     _check_transforms(transforms)
@@ -116,8 +115,13 @@ def bind(
         privacy.min_separation,
         privacy.epsilon,
     )
-    if privacy.epsilon is not None:
-        budget = calibrated(budget, rounds)
+    if privacy.noise is None:
+        if rounds is None:
+            raise FedShuffleError(
+                "privacy has epsilon without noise, so the noise depends on the number of rounds:"
+                " give rounds, or noise."
+            )
+        budget = calibrated(budget, count(rounds, "the number of rounds"))
     sensitivity = privacy.clip * largest
     chain: tuple[Transform, ...]
     if privacy.adaptive is not None:

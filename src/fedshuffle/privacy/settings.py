@@ -44,9 +44,10 @@ class Privacy:
         clip: C, the largest norm of a client's update; longer ones are scaled down to it. With
             ``adaptive``, the first threshold.
         noise: the noise multiplier z: the noise on the sum has the standard deviation z times the
-            sensitivity of the sum. Give this, or ``epsilon``.
-        epsilon: what the run may cost: the noise multiplier is computed from it, from ``delta`` and
-            from the number of rounds.
+            sensitivity of the sum.
+        epsilon: what the run may cost. Without ``noise``, the noise multiplier is computed from it,
+            from ``delta`` and from the number of rounds; with ``noise``, the run stops before it
+            costs more.
         delta: the delta of (epsilon, delta); with ``noise`` it is ``n ** -1.1`` by default.
         weighted: whether to clip ``a_i u_i``, the update times its aggregation weight, instead of
             the update. Then all clients have the same sensitivity.
@@ -80,10 +81,11 @@ class Privacy:
                 " Give clip=, such as 1.0."
             )
         _positive(self.clip, "clip")
-        if (self.noise is None) == (self.epsilon is None):
-            both = "both noise and epsilon, which may contradict each other"
-            found = both if self.noise is not None else "neither noise nor epsilon"
-            raise FedShuffleError(f"privacy has {found}. Give one of the two.")
+        if self.noise is None and self.epsilon is None:
+            raise FedShuffleError(
+                "privacy has neither noise nor epsilon. Give the noise multiplier, or what the run"
+                " may cost."
+            )
         if self.noise is not None:
             _positive(self.noise, "noise", " To clip without noise, use the transform Clip.")
         if self.epsilon is not None:

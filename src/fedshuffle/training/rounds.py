@@ -17,6 +17,7 @@ from fedshuffle.kernel import Answer, FullGradient, LocalTraining, Request
 from fedshuffle.local_work import LocalWork, Workload
 from fedshuffle.methods import Cohort, Method
 from fedshuffle.methods.round import RoundSettings
+from fedshuffle.privacy import Mechanism, Privacy, bind
 from fedshuffle.randomness import check_seed
 from fedshuffle.sampling import Sampling, resolve
 from fedshuffle.sampling.base import check_cohort
@@ -46,6 +47,8 @@ class Run:
         seed: int = 0,
         transforms: Sequence[Transform] = (),
         down_link: DownLink | None = None,
+        privacy: Privacy | None = None,
+        rounds: int | None = None,
     ) -> None:
         expect(federation, Federation, "federation")
         work = LocalWork() if work is None else work
@@ -58,7 +61,13 @@ class Run:
         self.step_size = step_size
         self.server_step_size = server_step_size
         self.seed = check_seed(seed)
-        self.chain = Chain(tuple(transforms))
+        self.mechanism: Mechanism | None = None
+        """What makes the run private; its noise may depend on the number of rounds."""
+        if privacy is not None:
+            clients = self.federation, self.sampling, self.workload
+            self.mechanism = bind(privacy, self.method, *clients, rounds, transforms)
+        last = self.mechanism.transforms if self.mechanism else ()
+        self.chain = Chain((*transforms, *last))
         self.down_link = down_link
         self.chain.check_with_client_state(self.method.name, self.method.direction.client_state)
         schedules.value(step_size, 0, "step size")
@@ -80,6 +89,7 @@ class Run:
             "work": fingerprint.work(self.workload.work),
             "transforms": [fingerprint.part(one) for one in self.chain.transforms],
             "down_link": fingerprint.part(self.down_link),
+            **(self.mechanism.describe() if self.mechanism else {}),
             "step_size": schedules.describe(self.step_size, rounds, "step size"),
             "server_step_size": server,
             "seed": self.seed,
