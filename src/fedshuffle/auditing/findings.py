@@ -79,6 +79,14 @@ response to small differences between clients that move alike.
     "ignored": """{ignored_rounds} of {rounds} rounds ignored all their clients.
         Clients that are mostly sampled in such rounds count too little.
         Let every cohort move the model.""",
+    "biased transform": """{transform} changes the mean update, and nothing makes up for it.
+        What it leaves out is lost in every round, so the model settles where no weighted sum of \
+the clients' objectives is smallest.
+        Let clients remember what was left out and send it later: add +ef to the channel.""",
+    "model-dependent": """What {transform} does to an update depends on the update.
+        A client whose updates are long counts less than you meant; {longest}.
+        Measure it along a run: train with record_clients=True, then fedshuffle audit --clipping \
+FOLDER --clip C.""",
     "not clipped": """An update counts in full, however long it is.
         One client can move the model as far as it likes, and no noise hides that.
         Clip each client's update to a norm before it is summed.""",

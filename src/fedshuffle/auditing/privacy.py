@@ -256,7 +256,8 @@ def _findings(
         "client": visible(str(found.client)),
         "weight": found.weight,
         "farther": removed[0] / zeroed[0] if removed is not None else 0.0,
-        **({} if threshold is None else dict(first=threshold.values[0], last=threshold.values[-1])),
+        "first": None if threshold is None else threshold.values[0],
+        "last": None if threshold is None else threshold.values[-1],
     }
     return findings_of(wrong | {"removal": farther and bounded}, **values), any(wrong.values())
 

@@ -194,7 +194,8 @@ class PrivateServer:
         probes = [Probe(clients, updates)] * self.rounds
         repeats = 1 if self._repeatable(probes[0]) else max(self.repeats // 10, 1)
         found = [self._mirrored(probes, noise, range(self.rounds)) for noise in range(repeats)]
-        return np.mean(found, axis=0)[:, most]
+        mean: FloatArray = np.mean(found, axis=0)[:, most]
+        return mean
 
     def _repeat(self, probes: list[Probe], repeats: int, exact: bool = True) -> Estimate:
         """The mean movement in the last of some rounds, on the clients' coordinates."""

@@ -56,6 +56,13 @@ class Audit:
     confidence: float | None = None  # of each interval
     properties: ServerProperties = ServerProperties()  # noqa: RUF009
     """How a server or the system of a log behaves; all unknown for a method."""
+    notes: tuple[str, ...] = ()  # what transforms do without harm
+    keeps_mean: bool | None = True  # whether transforms keep the mean update; None if it depends
+
+    @property
+    def facts(self) -> list[str]:
+        """What is no fault, as sentences."""
+        return [*self.properties.facts(), *self.notes]
 
     @property
     def total_variation(self) -> float:
@@ -99,9 +106,13 @@ class Audit:
         if self.consistent:
             return "consistent", "it minimises the objective you meant."
         if self.consistent is None:
+            if self.keeps_mean is None:
+                return "undecided", "a transform may cut the weight of clients with long updates."
             if self.standard_errors is None:
                 return "undecided", f"no bias was seen ({self.how}), but rounds differ."
             return "undecided", "no bias larger than the sampling error was seen."
+        if self.keeps_mean is False and self.total_variation <= TOLERANCE:
+            return "not consistent", "a transform changes the mean update."
         i = int(self._factors.argmax())
         return "not consistent", (
             f"{self.total_variation:.2%} of the objective is in the wrong place; client"
@@ -122,7 +133,7 @@ class Audit:
         marks = [("▸" if ratio > 1 else "◂") * _length(ratio) for *_, ratio in rows]
         cells = [(*row[:-1], f"{row[-1]:.3f}", mark) for row, mark in zip(rows, marks, strict=True)]
         word, sentence = self.conclusion
-        items = [safe(fact) for fact in self.properties.facts()]
+        items = [safe(fact) for fact in self.facts]
         for finding in self.findings:
             what, why, fix = map(safe, (finding.what, finding.why, finding.fix))
             items.append(f"<b>{what}</b> {why} <i>Fix:</i> {fix}")
@@ -162,7 +173,7 @@ class Audit:
         names = (
             *("objective_weights", "effective_weights", "inclusion_probabilities"),
             *("total_variation", "largest_ratio", "consistent", "exact", "how"),
-            *("standard_errors", "gaining", "losing"),
+            *("standard_errors", "gaining", "losing", "notes", "keeps_mean"),
         )
         data = {
             **audited,
@@ -192,7 +203,7 @@ def print_audit(console: "Console", audit: Audit) -> None:
     style = f"bold {_COLOURS.get(word, '')}".strip()
     console.print(f"\n[dim]{_how(audit)}[/]", highlight=False)
     console.print(f"[{style}]{word}[/]: {escape(sentence)}", highlight=False)
-    for fact in audit.properties.facts():
+    for fact in audit.facts:
         console.print(f"[dim]-[/] {escape(fact)}", highlight=False)
     for finding in audit.findings:
         console.print(f"\n[bold yellow]![/] {escape(finding.what)}", highlight=False)
