@@ -25,7 +25,8 @@ from fedshuffle.sampling.base import check_cohort
 LONG = 2.0**10  # the length of a long update, in clipping norms
 _NOTHING = 2.0**-40  # the length of an update of "zero": some servers divide by it
 _SHORT = 2.0**-3  # the length of an update that is not clipped
-_NOISE = 1 << 14  # coordinates that show noise alone
+_NOISE = 1 << 14  # coordinates that show noise alone, to measure it
+_SPARE = 16  # the same for other probes, to see whether it can be repeated
 _COHORTS = 16  # cohorts that are probed
 _CLIENTS = 2000  # most clients of a cohort
 _PAIRS = 4  # of rounds that show the noise
@@ -88,9 +89,9 @@ class PrivateServer:
             )
         return found
 
-    def each(self, clients: IntArray, length: float) -> Probe:
+    def each(self, clients: IntArray, length: float, spare: int = _SPARE) -> Probe:
         """Every client sends an update of this length, in clipping norms, on its coordinate."""
-        return Probe(clients, self.clip * length * np.eye(len(clients), len(clients) + _NOISE))
+        return Probe(clients, self.clip * length * np.eye(len(clients), len(clients) + spare))
 
     def nothing(self, clients: IntArray) -> Probe:
         """No client moves."""
@@ -155,19 +156,24 @@ class PrivateServer:
         """The standard deviation of the noise on one coordinate while all clients send long
         updates, and its degrees of freedom: from differences of two rounds.
         """
-        probe, b = self.each(clients, LONG), len(clients)
+        probe, b = self.each(clients, LONG, _NOISE), len(clients)
         found: list[FloatArray] = []
         for pair in range(pairs):
             noise = 1000 + 2 * (first + pair)
             one, other = self.step(probe, noise)[b:], self.step(probe, noise + 1)[b:]
-            if _same(one, other):  # its own generator, which starts again: compare two rounds
-                one = self.step(probe, noise)[b:]
-                other = self.step(probe, noise + 1, fresh=False, round=1)[b:]
-                found.append(one - other)
-                break
+            if _same(one, other):
+                return self._own_noise(clients)
             found.append(one - other)
         all = np.concatenate(found)
         return float(np.sqrt(np.mean(all**2) / 2)), len(all)
+
+    def _own_noise(self, clients: IntArray) -> tuple[float, int]:
+        """The same for a generator of the server's own, which starts again with it: from one round,
+        as the next may have another threshold. Noise that the next round repeats is none.
+        """
+        probe, b = self.each(clients, LONG, _PAIRS * _NOISE), len(clients)
+        one, other = self.step(probe, 0)[b:], self.step(probe, 0, fresh=False, round=1)[b:]
+        return 0.0 if _same(one, other) else float(np.sqrt(np.mean(one**2))), len(one)
 
     def reaction(self, clients: IntArray, most: int) -> tuple[Estimate, Estimate]:
         """By how much the logarithm of the threshold changes after a round in which every update
@@ -214,7 +220,7 @@ class PrivateServer:
         """Half the difference between two servers for which the updates of some rounds have
         opposite signs. Norms are the same, so clipping and noise are: the noise cancels.
         """
-        columns = probes[0].updates.shape[1] - _NOISE
+        columns = probes[0].updates.shape[1] - _SPARE
         both = np.zeros((2, len(probes), columns))
         for sign, steps in zip((1.0, -1.0), both, strict=True):
             for t, probe in enumerate(probes):

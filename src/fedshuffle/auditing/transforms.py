@@ -172,7 +172,7 @@ def measured_clipping(
         )
     if not (np.isfinite(norm).all() and (norm >= 0).all()):
         raise FedShuffleError("a norm of an update is negative, NaN or infinite.")
-    factor = np.minimum(1.0, clip / np.maximum(norm, np.finfo(float).tiny))
+    factor = clip / np.maximum(norm, clip)
     times = np.bincount(who, minlength=n)
     with np.errstate(invalid="ignore"):
         mean = np.bincount(who, weights=factor, minlength=n) / times

@@ -158,7 +158,8 @@ class Chain(Transform):
         return any(one.every_round for one in self.transforms)
 
     def client(self, updates: "Tensor", state: "Tensor | None", context: ClientContext) -> Message:
-        kept, metrics = None, dict[str, Tensor | FloatArray]()
+        kept: Tensor | None = None
+        metrics: dict[str, Tensor | FloatArray] = {}
         for part, one in enumerate(self.transforms):
             shared = _part_of(context.shared, part)
             own = state if one.keeps_state else None
