@@ -176,6 +176,9 @@ def test_the_folder_of_a_run(tmp_path: Path) -> None:
         print_clipping(console, report)
     assert "client 2 counts" in text.get()
     assert report.to_dict()["losing"] == [2]
+    one = {"round": 1, "cohort": [1, 2], "per_client": {"update_norm": [2.0, None]}}
+    (tmp_path / "metrics.jsonl").write_text(json.dumps(one))  # clients by the cohort's record
+    assert clipping_report(tmp_path, CLIENTS, 1.0).times.tolist() == [0, 1, 0]
 
 
 @pytest.mark.parametrize(
@@ -183,10 +186,12 @@ def test_the_folder_of_a_run(tmp_path: Path) -> None:
     [
         ('{"round": 1}', "record_clients=True"),
         ("{", "line 1"),
-        ('{"per_client": {"client": [0]}}', "line 1"),
+        ('{"per_client": {"client": [0]}}', "record_clients=True"),
         ('{"per_client": {"client": [7], "update_norm": [1]}}', "client 7 is not one of the 3"),
         ('{"per_client": {"client": [0, 1], "update_norm": [1]}}', "2 clients and 1 norms"),
-        ('{"per_client": {"client": [0], "update_norm": [NaN]}}', "NaN"),
+        ('{"per_client": {"client": [0], "update_norm": [-1]}}', "negative"),
+        ('{"per_client": {"client": [0], "update_norm": [null]}}', "0 clients and 0 norms"),
+        ('{"per_client": {"update_norm": [1]}}', "line 1"),
     ],
 )
 def test_folders_that_do_not_say(tmp_path: Path, text: str, words: str) -> None:

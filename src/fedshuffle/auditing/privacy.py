@@ -28,6 +28,7 @@ from fedshuffle._arrays import IntArray, count, expect, jsonable, number
 from fedshuffle.auditing.adapters import Aggregator, FunctionAggregator
 from fedshuffle.auditing.findings import Finding, findings_of
 from fedshuffle.auditing.privacy_probes import AdaptiveThreshold, Measured, PrivateServer, measure
+from fedshuffle.auditing.result import print_conclusion
 from fedshuffle.errors import FedShuffleError, check_known, visible
 from fedshuffle.federation import Federation
 from fedshuffle.randomness import check_seed
@@ -42,7 +43,6 @@ NEIGHBOURS: tuple[Neighbours, ...] = ("zero-out", "remove", "replace")
 _SURE = 5.0  # standard errors needed to call a number wrong
 _CLOSE = 0.01  # the relative distance within which a server's noise is that of a formula
 _RESOLVED = 0.05  # an interval that reaches this far below the claim leaves it undecided
-_COLOURS = {"holds": "green", "does not hold": "red"}
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False, kw_only=True)
@@ -157,6 +157,11 @@ def audit_privacy(
         number(noise_multiplier, "noise_multiplier", within="(0, inf)")
     check_known("neighbours", neighbours, NEIGHBOURS)
     drawn = resolve(sampling, federation)
+    if drawn.two_phase:
+        raise FedShuffleError(
+            f"sampling {drawn!r} depends on the updates, and those of the audit are not real: give"
+            " its pool, the clients that train."
+        )
     server = PrivateServer(
         aggregate if isinstance(aggregate, Aggregator) else FunctionAggregator(aggregate),
         federation,
@@ -265,7 +270,6 @@ def _findings(
 def print_privacy(console: "Console", audit: PrivacyAudit) -> None:
     """Print the sensitivity, the noise, the conclusion, and what to change."""
     from rich.markup import escape
-    from rich.padding import Padding
 
     from fedshuffle._terminal import plain_table
 
@@ -280,13 +284,4 @@ def print_privacy(console: "Console", audit: PrivacyAudit) -> None:
         )
         table.add_row(f"{word}{mark}", *cells)
     console.print(table)
-    word, sentence = audit.conclusion
-    style = f"bold {_COLOURS.get(word, '')}".strip()
-    console.print(f"\n[dim]{escape(audit.how)}[/]", highlight=False)
-    console.print(f"[{style}]{word}[/]: {escape(sentence)}", highlight=False)
-    for fact in audit.facts():
-        console.print(f"[dim]-[/] {escape(fact)}", highlight=False)
-    for finding in audit.findings:
-        console.print(f"\n[bold yellow]![/] {escape(finding.what)}", highlight=False)
-        text = f"{escape(finding.why)}\n[green]Fix:[/] {escape(finding.fix)}"
-        console.print(Padding(text, (0, 0, 0, 2)))
+    print_conclusion(console, audit.how, audit.conclusion, audit.facts(), audit.findings)

@@ -26,7 +26,8 @@ LONG = 2.0**10  # the length of a long update, in clipping norms
 _NOTHING = 2.0**-40  # the length of an update of "zero": some servers divide by it
 _SHORT = 2.0**-3  # the length of an update that is not clipped
 _NOISE = 1 << 14  # coordinates that show noise alone, to measure it
-_SPARE = 16  # the same for other probes, to see whether it can be repeated
+_SPARE = 16  # the same for other probes
+_NUMBERS = 1 << 23  # most numbers that are sent in one round
 _COHORTS = 16  # cohorts that are probed
 _CLIENTS = 2000  # most clients of a cohort
 _PAIRS = 4  # of rounds that show the noise
@@ -91,7 +92,9 @@ class PrivateServer:
 
     def each(self, clients: IntArray, length: float, spare: int = _SPARE) -> Probe:
         """Every client sends an update of this length, in clipping norms, on its coordinate."""
-        return Probe(clients, self.clip * length * np.eye(len(clients), len(clients) + spare))
+        b = len(clients)
+        spare = min(spare, max(_NUMBERS // b - b, _SPARE))
+        return Probe(clients, self.clip * length * np.eye(b, b + spare))
 
     def nothing(self, clients: IntArray) -> Probe:
         """No client moves."""
@@ -281,6 +284,8 @@ def measure(server: PrivateServer) -> Measured:
     clients = cohorts[int(np.argmin(hidden))]
     moved, errors = server.response(clients, LONG)
     most = int(np.argmax(np.abs(moved)))
+    if not moved[most]:
+        raise FedShuffleError(f"{server.aggregator.name} ignores all updates: nothing to hide.")
     noise, freedom = server.noise(clients)
     longer = np.abs(server.response(clients, 2 * LONG)[0][most])
     bounded = longer <= 1.5 * np.abs(moved[most]) + _SURE * errors[most]

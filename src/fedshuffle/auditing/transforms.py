@@ -9,7 +9,7 @@ which depends on the model and cannot be known before. :func:`measured_clipping`
 """
 
 import json
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -52,7 +52,8 @@ def transform_effects(
         else:
             kept = {"biased": False, "model-dependent": None}.get(one.mean, True)
             causes = {"biased transform": kept is False, "model-dependent": kept is None}
-            findings += findings_of(causes, transform=name, longest=_longest(subject))
+            longest = _longest(subject) if kept is None else ""
+            findings += findings_of(causes, transform=name, longest=longest)
             notes += [_NOTES[one.mean].format(name)] if one.mean in _NOTES else []
         keeps = kept if keeps is True or kept is False else keeps
     return findings, notes, keeps
@@ -200,18 +201,22 @@ def clipping_report(folder: str | Path, federation: Federation, clip: float) -> 
 
 
 def _recorded(path: Path) -> Iterator[tuple[IntArray, FloatArray]]:
-    """The clients and norms of every round that recorded them."""
+    """The clients and the norms of their updates in every round that recorded them."""
     unreadable = (OSError, UnicodeDecodeError)
     with error_context(lambda error: f"cannot read {str(path)!r}: {error}.", unreadable):
-        lines: Iterable[str] = path.read_text(encoding="utf-8").splitlines()
+        lines = path.read_text(encoding="utf-8").splitlines()
     for line, words in enumerate(lines, 1):
-        with error_context(f"{path}, line {line}", (ValueError, TypeError, KeyError)):
-            rows = json.loads(words).get("per_client")
-            if rows is not None:
-                yield (
-                    np.array(rows["client"], dtype=np.int64),
-                    np.array(rows["update_norm"], dtype=np.float64),
-                )
+        with error_context(f"{path}, line {line}", (ValueError, TypeError, KeyError, IndexError)):
+            record = json.loads(words)
+            rows = record.get("per_client", {})
+            norms = np.array(rows.get("update_norm", []), dtype=np.float64)
+            if not len(norms):
+                continue
+            clients = np.array(rows["client"] if "client" in rows else record["cohort"])
+            if len(clients) != len(norms):
+                raise ValueError(f"there are {len(clients)} clients and {len(norms)} norms.")
+            known = ~np.isnan(norms)  # a client without an update has none
+            yield clients[known].astype(np.int64), norms[known]
 
 
 def print_clipping(console: "Console", report: ClippingReport) -> None:
@@ -230,7 +235,7 @@ def print_clipping(console: "Console", report: ClippingReport) -> None:
             escape(visible(str(report.client_ids[i]))),
             f"{report.times[i]}",
             f"{report.clipped[i]:.0%}",
-            f"{report.factors[i]:.3f}",
+            f"{report.factors[i]:.3f}" if report.times[i] else "?",
             f"{report.objective_weights[i]:.2%}",
             f"{weights[i]:.2%}{margin}",
         )
