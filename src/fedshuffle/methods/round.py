@@ -42,7 +42,7 @@ Select = Callable[[FloatArray], tuple[NDArray[np.bool_], FloatArray]]
 
 Requests = Generator[Request, Answer, Any]
 
-_PORTION = 32 * 2**20  # bytes of the clients' vectors in memory at a time
+_PORTION = 16 * 2**20  # bytes of the clients' vectors in memory at a time
 _FEWEST = 16  # clients in a portion, so that workers have something to share
 
 
