@@ -8,7 +8,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-    from fedshuffle._arrays import IntArray
+    from fedshuffle._arrays import FloatArray, IntArray
 
 
 class ClientRows(Protocol):
@@ -38,3 +38,5 @@ class State:
     sent: int | None = None
     """Number of clients that sent an update in the last round, if not the whole cohort; a record
     that nothing depends on."""
+    metrics: "Mapping[str, FloatArray]" = field(default_factory=dict)
+    """Numbers of the last round by name, one per client of its cohort; records, like ``sent``."""

@@ -483,5 +483,5 @@ def test_step_scales_are_those_of_the_smallest_and_the_largest_client() -> None:
 
 
 def test_the_training_loss_shows_divergence_before_the_other() -> None:
-    assert monitored_loss(["accuracy", "loss", "train_loss"]) == "train_loss"
+    assert monitored_loss(["accuracy", "loss", "training_loss"]) == "training_loss"
     assert monitored_loss(["accuracy"]) is None

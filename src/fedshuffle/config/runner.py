@@ -297,7 +297,7 @@ def _evaluate(config: Config, train_data: Federation, loss: Loss) -> Evaluate | 
         if spec.training is None:
             return main
         part = train_data.sample(spec.training)
-        trained = make(part, ["loss"], per_client=False, prefix="train_")
+        trained = make(part, ["loss"], per_client=False, prefix="training_")
         return Evaluations(main, trained)
 
 

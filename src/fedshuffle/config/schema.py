@@ -85,7 +85,7 @@ class EvaluationSpec:
     clients: Count | None = None
     """The number of clients to evaluate, drawn once; by default all."""
     training: Count | None = None
-    """Also evaluate ``train_loss`` on the training data of this many clients, drawn once."""
+    """Also evaluate ``training_loss`` on the training data of this many clients, drawn once."""
 
 
 @dataclass(frozen=True)
