@@ -141,7 +141,7 @@ class WandB(Tracker):
 
     def open(self, context: TrainingContext) -> int:
         place = Path(self._folder or context.folder or ".")
-        old = sorted(place.glob(f"wandb/offline-run-*-{context.run_id}"))
+        old = sorted(place.glob(f"wandb/offline-run-*-{context.run_id}*"))
         self._run = self._wandb.init(
             project=self._project,
             mode=self._mode,

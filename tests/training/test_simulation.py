@@ -1,0 +1,156 @@
+"""A loop of one's own, and the metrics that training gives for nothing."""
+
+import itertools
+import math
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import parameters_to_vector
+
+from fedshuffle import Federation, FedShuffleError, LocalWork, Simulation, train
+from fedshuffle.engines import ReferenceEngine
+from fedshuffle.methods import Cohort
+from fedshuffle.training.simulation import reduced
+from tests.problems import Point, half_squared_distance, targets
+
+FEDERATION = Federation.from_arrays(targets(12, 2), sizes=[1, 2, 3, 6])
+SETTINGS: dict[str, Any] = {
+    "loss": half_squared_distance,
+    "sampling": "uniform:2",
+    "work": LocalWork(batch_size=2),
+    "seed": 3,
+}
+
+
+def vector(model: nn.Module) -> Tensor:
+    return parameters_to_vector(model.parameters()).detach()
+
+
+def without_time(record: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in record.items() if name != "seconds"}
+
+
+@pytest.mark.parametrize("engine", ["reference", "sequential", "vectorized", "sequential:2"])
+@pytest.mark.parametrize("method", ["fedshuffle", "fedshuffle-mvr", "scaffold"])
+def test_a_loop_of_ones_own_is_train_bit_for_bit(method: str, engine: str) -> None:
+    settings = {**SETTINGS, "method": method, "engine": engine}
+    result = train(Point(2), FEDERATION, rounds=6, **settings)
+    with Simulation(Point(2), FEDERATION, **settings) as simulation:
+        state = simulation.init()
+        for wanted in result.history:
+            state, record = simulation.step(state)
+            assert without_time(record) == without_time(wanted)
+            assert record["seconds"] >= 0
+        assert torch.equal(vector(simulation.model(state)), vector(result.model))
+
+
+@pytest.mark.parametrize("method", ["fedshuffle-mvr", "scaffold"])
+def test_a_state_never_changes(method: str) -> None:
+    """A step can be done again from any state, also after others."""
+    simulation = Simulation(Point(2), FEDERATION, method=method, **SETTINGS)
+    states = [simulation.init()]
+    for _ in range(5):
+        states.append(simulation.step(states[-1])[0])
+    for before, after in itertools.pairwise(states):
+        assert torch.equal(simulation.step(before)[0].x, after.x)
+
+
+def test_a_step_factor_is_that_of_the_step_size() -> None:
+    whole = Simulation(Point(2), FEDERATION, step_size=lambda r: 0.2 / (r + 1), **SETTINGS)
+    half = Simulation(Point(2), FEDERATION, step_size=lambda r: 0.1 / (r + 1), **SETTINGS)
+    state, other = whole.init(), half.init()
+    for _ in range(3):
+        state, record = whole.step(state, step_factor=0.5)
+        other, _ = half.step(other)
+        assert record["step_factor"] == 0.5
+        assert torch.equal(state.x, other.x)
+    with pytest.raises(FedShuffleError, match="step_factor is 0"):
+        whole.step(state, step_factor=0)
+
+
+def test_the_engine_is_closed_and_starts_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    closed = 0
+
+    def close(self: ReferenceEngine) -> None:
+        nonlocal closed
+        closed += 1
+
+    monkeypatch.setattr(ReferenceEngine, "close", close)
+    settings = {**SETTINGS, "engine": "reference"}
+    with Simulation(Point(2), FEDERATION, **settings) as simulation:
+        state, _ = simulation.step(simulation.init())
+    assert closed == 1
+    assert simulation.step(state)[0].round == 2
+    simulation.close()
+    simulation.close()
+    assert closed == 2
+
+
+def test_a_schedule_by_name_needs_the_number_of_rounds() -> None:
+    for name in ("step_size", "server_step_size"):
+        with pytest.raises(FedShuffleError, match=rf"^{name} is .*schedules.resolve\('cosine:0.1'"):
+            Simulation(Point(2), FEDERATION, **SETTINGS | {name: "cosine:0.1"})
+
+
+def cohort(weight: list[float], probability: list[float]) -> Cohort:
+    clients = np.arange(len(weight))
+    steps = np.ones_like(clients)
+    return Cohort(clients, np.array(weight), np.array(probability), steps, steps, 1)
+
+
+def test_metrics_of_clients_are_reduced() -> None:
+    """w/p = 1, 4, 2: the loss of the third is not known."""
+    nan, inf = math.nan, math.inf
+    metrics = {
+        "train_loss": np.array([3.0, 0.5, nan]),
+        "update_norm": np.array([1.0, 2.0, 6.0]),
+        "clipped": np.array([0.0, 0.0, 1.0]),
+        "bytes_up": np.array([7.0, 7.0, 7.0]),
+        "mine": np.array([nan, nan, nan]),
+        "infinite": np.array([1.0, inf, 1.0]),
+    }
+    found = reduced(metrics, cohort([0.5, 1.0, 0.2], [0.5, 0.25, 0.1]))
+    assert found.pop("train_loss") == pytest.approx((1 * 3.0 + 4 * 0.5) / 5)
+    assert found.pop("clipped") == pytest.approx(1 / 3)
+    assert math.isnan(found.pop("infinite"))
+    assert found == {"update_norm": 3.0, "update_norm_max": 6.0}
+    assert reduced({}, cohort([], [])) == {}
+
+
+def test_the_training_loss_estimates_the_objective() -> None:
+    """Numerator and denominator are unbiased: the mean over all cohorts, by enumeration."""
+    weights, probability, losses = [0.5, 0.3, 0.2], 2 / 3, np.array([1.0, 4.0, 9.0])
+    above = below = 0.0
+    for members in itertools.combinations(range(3), 2):  # each with probability 1/3
+        part = cohort([weights[i] for i in members], [probability] * 2)
+        scale = float((part.weight / part.probability).sum())
+        above += reduced({"train_loss": losses[list(members)]}, part)["train_loss"] * scale / 3
+        below += scale / 3
+    assert below == pytest.approx(1.0)
+    assert above == pytest.approx(float(np.dot(weights, losses)))
+
+
+def test_records_hold_the_metrics_of_the_round(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a round whose state has them; here planted, to know what must come out."""
+    from fedshuffle.training.rounds import run_round as real
+
+    planted = {"train_loss": np.array([2.0, 4.0]), "update_norm": np.array([1.0, 3.0])}
+    planted |= {"bytes_up": np.array([5.0, 6.0])}
+
+    def run_round(*args: Any) -> Any:
+        return [replace(state, metrics=planted) for state in real(*args)]
+
+    monkeypatch.setattr("fedshuffle.training.simulation.run_round", run_round)
+    result = train(Point(2), FEDERATION, rounds=2, record_clients=True, **SETTINGS)
+    for record in result.history:
+        first, second = FEDERATION.weights[record["cohort"]].tolist()
+        assert record["train_loss"] == pytest.approx((2 * first + 4 * second) / (first + second))
+        assert (record["update_norm"], record["update_norm_max"]) == (2.0, 3.0)
+        assert (record["bytes_up"], record["bytes_down"]) == (11, 2 * 2 * 8)
+        assert record["per_client"] == {name: v.tolist() for name, v in planted.items()}
+    assert result.metrics == ["train_loss", "update_norm", "update_norm_max"]
+    assert "per_client" not in train(Point(2), FEDERATION, rounds=1, **SETTINGS).history[0]
