@@ -14,6 +14,7 @@ from torch.nn.utils import parameters_to_vector
 from fedshuffle import Federation, FedShuffleError, LocalWork, Simulation, train
 from fedshuffle.engines import ReferenceEngine
 from fedshuffle.methods import Cohort
+from fedshuffle.training.monitoring import DivergenceMonitor
 from fedshuffle.training.simulation import reduced
 from tests.problems import Point, half_squared_distance, targets
 
@@ -154,3 +155,22 @@ def test_records_hold_the_metrics_of_the_round(monkeypatch: pytest.MonkeyPatch) 
         assert record["per_client"] == {name: v.tolist() for name, v in planted.items()}
     assert result.metrics == ["train_loss", "update_norm", "update_norm_max"]
     assert "per_client" not in train(Point(2), FEDERATION, rounds=1, **SETTINGS).history[0]
+
+
+def test_a_growing_training_loss_calls_for_a_measurement() -> None:
+    monitor = DivergenceMonitor(None)
+    losses = [1.0, 9.0, 11.0, 100.0, 200.0, 5.0]
+    records = [{"round": r, "train_loss": loss} for r, loss in enumerate(losses, 1)]
+    assert [monitor.suspects(record) for record in records] == [
+        *(False, False, True),  # more than ten times the first
+        *(False, True, False),  # and ten times that
+    ]
+    monitor.measured(5.0, start=1.0, round=3)
+    assert monitor.diverged is None
+    with pytest.warns(UserWarning, match="the loss is 50 after round 5, and was 1 at the start"):
+        monitor.measured(50.0, start=1.0, round=5)
+    monitor.measured(60.0, start=1.0, round=6)  # once is enough
+    assert monitor.diverged is not None
+    # A loss that is evaluated is proof by itself.
+    evaluated = DivergenceMonitor(("loss", 1.0))
+    assert not any(evaluated.suspects(record) for record in records)

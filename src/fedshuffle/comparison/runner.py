@@ -268,7 +268,7 @@ def _history(folder: Path, rounds: int) -> list[dict[str, Any]]:
     records = RunFolder(folder).metrics() if (folder / "run.json").exists() else []
     sent, kept = dict.fromkeys(("bytes_down", "bytes_up"), 0), []
     for record in records:
-        sent = {name: total + record[name] for name, total in sent.items()}
+        sent = {name: total + record.get(name, 0) for name, total in sent.items()}
         if evaluated(record) and record["round"] <= rounds:
             metrics = {name: value for name, value in record.items() if name not in facts}
             kept.append(metrics | {f"total_{name}": total for name, total in sent.items()})

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from fedshuffle import engines, fingerprint, schedules
 from fedshuffle._arrays import count, number
@@ -24,6 +24,7 @@ from fedshuffle.local_work import LocalWork
 from fedshuffle.methods import Method
 from fedshuffle.sampling import Sampling
 from fedshuffle.schedules import Schedule
+from fedshuffle.state import State
 from fedshuffle.training.callbacks import (
     Callback,
     Checkpointing,
@@ -182,10 +183,10 @@ def train(
             history.append(record)
             calls.round(record, state)
             monitor.add(record)
-        if monitor.name is None and start_known:  # no loss was evaluated
-            start_loss = _sampled_loss(sim.problem, sim.problem.start)
-            monitor = DivergenceMonitor(("loss", start_loss))
-            monitor.add({"round": state.round, "loss": _sampled_loss(sim.problem, state.x)})
+            if start_known and monitor.suspects(record):
+                monitor.measured(*_sampled_losses(sim.problem, state), state.round)
+        if start_known and monitor.name is None:  # no loss was evaluated
+            monitor.measured(*_sampled_losses(sim.problem, state), state.round)
         result = Result(
             sim.model(state),
             history,
@@ -267,9 +268,15 @@ def _check_names(names: Iterable[str], record: Iterable[str] = ()) -> None:
         )
 
 
-def _sampled_loss(problem: Problem, x: Tensor) -> float:
-    """The loss over 256 training examples that are spread over the federation."""
+def _sampled_losses(problem: Problem, state: State) -> tuple[float, float]:
+    """The loss of a state and of the initial model over 256 training examples that are spread over
+    the federation.
+    """
     rows = np.unique(np.linspace(0, problem.federation.offsets[-1] - 1, 256).astype(np.int64))
-    one_thread = threads_for(problem, len(rows))
-    with error_context("loss after training"), one_thread, model_randomness(problem, seed=0):
-        return float(problem.loss(problem.copy(x), *problem.batch(rows)).detach())
+    found = []
+    for x in (state.x, problem.start):
+        one_thread = threads_for(problem, len(rows))
+        named = error_context(f"loss after round {state.round}")
+        with named, one_thread, model_randomness(problem, seed=0):
+            found.append(float(problem.loss(problem.copy(x), *problem.batch(rows)).detach()))
+    return found[0], found[1]

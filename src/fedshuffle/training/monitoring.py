@@ -62,11 +62,13 @@ class DivergenceMonitor:
         self.name: str | None
         self.name, self._first = start or (None, math.nan)
         self._when = "at the start"
+        self._train_loss = math.nan
         self._warned = True  # of the rounds before a run was resumed
         self.diverged: str | None = None
         """Why the run counts as diverged; None otherwise."""
         for record in history:
             self.add(record)
+            self.suspects(record)
         self._warned = False
 
     def add(self, record: Record) -> None:
@@ -74,13 +76,32 @@ class DivergenceMonitor:
         name = self.name or monitored_loss(record)
         if name is None or name not in record:
             return
-        loss, when = record[name], f"after round {record['round']}"
         if self.name is None:
-            self.name, self._first, self._when = name, loss, when
+            self.name, self._first = name, record[name]
+            self._when = f"after round {record['round']}"
+        self._check(name, record[name], self._first, record["round"])
+
+    def suspects(self, record: Record) -> bool:
+        """Whether to measure a loss, as none is evaluated and the training loss has grown tenfold
+        since it was last suspect. That alone proves nothing: cohorts differ.
+        """
+        if self.name is not None or "train_loss" not in record:
+            return False
+        loss, known = record["train_loss"], math.isfinite(self._train_loss)
+        grown = known and has_diverged(loss, self._train_loss)
+        if grown or not known:
+            self._train_loss = loss
+        return grown
+
+    def measured(self, loss: float, start: float, round: int) -> None:
+        """Check a loss that was measured after a round, and before training."""
+        self._check("loss", loss, start, round)
+
+    def _check(self, name: str, loss: float, first: float, round: int) -> None:
         self.diverged = None
-        if has_diverged(loss, self._first):
-            was = f"was {self._first:.4g} {self._when}"
-            self.diverged = f"the {name} is {loss:.4g} {when}, and {was}"
+        if has_diverged(loss, first):
+            was = f"was {first:.4g} {self._when}"
+            self.diverged = f"the {name} is {loss:.4g} after round {round}, and {was}"
         if self.diverged and not self._warned:
-            warnings.warn(f"training diverges: {self.diverged}. Lower the step size.", stacklevel=3)
+            warnings.warn(f"training diverges: {self.diverged}. Lower the step size.", stacklevel=4)
             self._warned = True
