@@ -139,6 +139,7 @@ def _train(
             resume=folder is not None and folder.begun,
             checkpoint_every=config.checkpoints.every,
             record_cohorts=config.record_cohorts,
+            record_clients=config.record_clients,
             tensorboard=config.tensorboard,
             progress=progress,
         )

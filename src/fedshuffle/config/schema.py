@@ -128,6 +128,7 @@ class Config:
     checkpoints: Checkpoints = field(default_factory=Checkpoints)
     tensorboard: bool = False
     record_cohorts: bool = False
+    record_clients: bool = False
     out: Path | None = None
     folder: Path = field(default_factory=Path.cwd)
     """The root of import paths and relative paths."""
