@@ -122,7 +122,7 @@ class Client:
         step = StepCoefficients(request.alpha, request.beta, request.mu, v, scale)
         task = ClientTask(minibatches, step_size, step, [1.0], request.clip, request.weight_decay)
         training = LocalTraining(sent["x"], [task], 1)
-        (update,) = SequentialEngine(self.problem).local_training([training])[0]
+        (update,) = SequentialEngine(self.problem).local_training([training])[0].sums
         done = done if self.seconds else planned
         if request.size is None:  # the server cannot correct for steps that it does not know
             update, done = update * (planned / done), request.steps
@@ -147,7 +147,7 @@ class Client:
         query, sent = self._read(message, protocol.Query, points=[-1, d])
         points = list(sent["points"])
         request = FullGradient(points, np.zeros(1, np.int64), np.ones((1, 1)), query.round)
-        (gradients,) = SequentialEngine(self.problem).full_gradients([request])[0]
+        (gradients,) = SequentialEngine(self.problem).full_gradients([request])[0].sums
         return self._reply(gradients=gradients)
 
     def _evaluate(self, message: Message) -> RecordDict:

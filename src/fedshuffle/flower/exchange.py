@@ -18,7 +18,7 @@ from flwr.common.constant import ErrorCode
 from flwr.serverapp import Grid
 from torch import Tensor
 
-from fedshuffle.engines.base import add_weight_decay, nonzero_weights
+from fedshuffle.engines.base import add_weight_decay
 from fedshuffle.errors import FedShuffleError, error_context
 from fedshuffle.flower import protocol
 from fedshuffle.kernel import FullGradient, LocalTraining, Request
@@ -78,8 +78,8 @@ class UpdateBuffer:
         sums = self._one.new_zeros(number, *self._one.shape)
         for client, weights in rows:
             values = self[client]
-            for k, weight in nonzero_weights(weights):
-                sums[k].add_(values, alpha=weight)
+            for total, weight in zip(sums, weights, strict=True):
+                total.add_(values, alpha=float(weight))
         return sums if isinstance(request, LocalTraining) else add_weight_decay(request, sums)
 
     @contextmanager

@@ -26,7 +26,7 @@ from fedshuffle.flower import exchange
 from fedshuffle.flower.client_registry import ClientRegistry
 from fedshuffle.flower.exchange import Exchange, UpdateBuffer, send
 from fedshuffle.flower.protocol import ClientInfo
-from fedshuffle.kernel import LocalTraining, Request
+from fedshuffle.kernel import Answer, LocalTraining, Request
 from fedshuffle.methods import Cohort
 from fedshuffle.state import State
 from fedshuffle.training.rounds import Run, advance
@@ -113,7 +113,7 @@ class ClientRound:
         for buffer in self.buffers:
             if isinstance(self._request, State):  # nobody is left
                 break
-            self._request = advance(requests, buffer.sums(self._request))
+            self._request = advance(requests, Answer(buffer.sums(self._request)))
         return self._request
 
     def add_replies(self, buffer: UpdateBuffer) -> None:

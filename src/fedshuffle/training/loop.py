@@ -42,6 +42,7 @@ from fedshuffle.training.monitoring import (
 from fedshuffle.training.result import Result
 from fedshuffle.training.run_folder import RunFolder
 from fedshuffle.training.simulation import Simulation
+from fedshuffle.transforms import Transform
 
 Evaluate = Evaluation | Evaluations | Callable[[nn.Module], Mapping[str, float]]
 _OURS = (Evaluation, Evaluations)
@@ -58,6 +59,7 @@ def train(
     work: LocalWork | None = None,
     step_size: Schedule | str = 0.1,
     server_step_size: Schedule | str = 1.0,
+    transforms: Sequence[Transform] = (),
     seed: int = 0,
     engine: str | Ray = "sequential",
     device: str | torch.device | None = None,
@@ -90,6 +92,8 @@ def train(
             A number, a function of the round, or the name of a schedule, such as
             ``"warmup:10+cosine:0.1"`` (see :mod:`fedshuffle.schedules`).
         server_step_size: the factor of the aggregated update, in the same form.
+        transforms: what happens to a client's update on its way to the server (see
+            :mod:`fedshuffle.transforms`).
         seed: determines everything random.
         engine: ``"sequential"`` trains one client after another, ``"sequential:2"`` on two
             threads, ``"vectorized"`` many small models at once; ``"auto"`` measures them and takes
@@ -144,6 +148,7 @@ def train(
         work=work,
         step_size=schedules.resolve(step_size, begun["rounds"]),
         server_step_size=schedules.resolve(server_step_size, begun["rounds"]),
+        transforms=transforms,
         seed=seed,
         engine=engine,
         device=device,

@@ -4,7 +4,7 @@ import copy
 import math
 import time
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Self
 
@@ -24,6 +24,7 @@ from fedshuffle.schedules import Schedule
 from fedshuffle.state import State
 from fedshuffle.training.client_state import ClientStateStore
 from fedshuffle.training.rounds import Run, run_round
+from fedshuffle.transforms import Transform
 
 
 class Simulation:
@@ -41,6 +42,7 @@ class Simulation:
         work: the local work of a sampled client; by default one epoch with batch size 1.
         step_size: a number or a function of the round.
         server_step_size: the factor of the aggregated update, in the same form.
+        transforms: what happens to updates on their way (see :mod:`fedshuffle.transforms`).
         seed: determines everything random.
         engine: the name of an engine; it starts with the first round.
         device: ``"cpu"``, ``"cuda"`` or ``"mps"``; by default that of the model.
@@ -71,6 +73,7 @@ class Simulation:
         work: LocalWork | None = None,
         step_size: Schedule = 0.1,
         server_step_size: Schedule = 1.0,
+        transforms: Sequence[Transform] = (),
         seed: int = 0,
         engine: str | Ray = "sequential",
         device: str | torch.device | None = None,
@@ -84,7 +87,9 @@ class Simulation:
                     f"{name} is {size!r}, and a schedule by name needs the number of rounds: give"
                     f" schedules.resolve({size!r}, rounds=...)."
                 )
-        self.run = Run(federation, method, sampling, work, step_size, server_step_size, seed)
+        self.run = Run(
+            federation, method, sampling, work, step_size, server_step_size, seed, transforms
+        )
         if (place := devices.check(device)) is not None:
             model = copy.deepcopy(model).to(place)
         self.problem = Problem(model, loss, self.run.federation)
@@ -159,7 +164,7 @@ class Simulation:
             "round": state.round,
             "clients": len(cohort.clients),
             "steps": int(cohort.done.sum()),
-            **_traffic(self.run, state, len(cohort.clients)),
+            **_traffic(state.metrics),
             **reduced(state.metrics, cohort),
         }
         if self._record_cohorts:
@@ -192,22 +197,9 @@ def reduced(metrics: Mapping[str, FloatArray], cohort: Cohort) -> dict[str, floa
     return {name: v if math.isfinite(v) else math.nan for name, v in found.items()}
 
 
-def _traffic(run: Run, state: State, asked: int) -> dict[str, int]:
-    """The bytes that the clients of a round received and sent."""
-    size, direction = state.x.element_size(), run.method.direction
-    sent = asked if state.sent is None else state.sent
-    norms = 0 if state.sent is None else asked * size  # all send the norm of their update
-    vector = 0 if run.method.pooled else len(state.x) * size  # pooled data is not sent
-    down = asked * vector
-    up = sent * vector
-    if "bytes_down" in state.metrics:
-        down = int(state.metrics["bytes_down"].sum())
-    if "bytes_up" in state.metrics:
-        up = int(state.metrics["bytes_up"].sum())
-    return {
-        "bytes_down": round((direction.down - 1) * asked * vector) + down,
-        "bytes_up": round((direction.up - 1) * asked * vector) + up + norms,
-    }
+def _traffic(metrics: Mapping[str, FloatArray]) -> dict[str, int]:
+    """The bytes that all clients of a round received and sent."""
+    return {name: round(sum(metrics.get(name, ()))) for name in ("bytes_down", "bytes_up")}
 
 
 def _engine(name: str | Ray, problem: Problem, run: Run) -> tuple[Engine, str]:
