@@ -380,8 +380,11 @@ def test_a_wrong_cost_is_caught(
 
 
 def test_a_history_with_other_bytes_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    planted = {"bytes_down": 0, "bytes_up": 1}
-    monkeypatch.setattr("fedshuffle.training.simulation._traffic", lambda metrics: planted)
+    from fedshuffle.training.simulation import _traffic
+
+    monkeypatch.setattr(
+        "fedshuffle.training.simulation._traffic", lambda m: _traffic(m) | {"bytes_up": 1}
+    )
     assert "bytes sent up" in failures(methods.get("fedavg"), "messages")[""]
 
 

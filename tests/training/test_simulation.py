@@ -2,7 +2,6 @@
 
 import itertools
 import math
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -16,7 +15,8 @@ from fedshuffle.engines import ReferenceEngine
 from fedshuffle.methods import Cohort
 from fedshuffle.training.monitoring import DivergenceMonitor
 from fedshuffle.training.simulation import reduced
-from tests.problems import Point, half_squared_distance, targets
+from fedshuffle.transforms import ClientContext, Message, Transform
+from tests.problems import Point, copies, half_squared_distance, targets
 
 FEDERATION = Federation.from_arrays(targets(12, 2), sizes=[1, 2, 3, 6])
 SETTINGS: dict[str, Any] = {
@@ -135,26 +135,60 @@ def test_the_training_loss_estimates_the_objective() -> None:
     assert above == pytest.approx(float(np.dot(weights, losses)))
 
 
-def test_records_hold_the_metrics_of_the_round(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a round whose state has them; here planted, to know what must come out."""
-    from fedshuffle.training.rounds import run_round as real
+@pytest.mark.parametrize("engine", ["reference", "sequential", "vectorized", "sequential:2"])
+def test_records_hold_the_metrics_of_the_round(engine: str) -> None:
+    """In closed form: client i owns copies of b_i, and its step sizes are 0.2 and 0.1."""
+    points = torch.tensor([[3.0, 4.0], [0.0, 2.0]], dtype=torch.float64)
+    federation = copies([1, 2], points)
+    (record,) = train(
+        Point(2), federation, loss=half_squared_distance, rounds=1, step_size=0.1, engine=engine
+    ).history
+    losses = [25 / 2, (4 / 2 + 0.9**2 * 4 / 2) / 2]  # at the start of each local step
+    norms = [0.2 * 5, (1 - 0.9**2) * 2]
+    assert record["train_loss"] == pytest.approx((losses[0] + 2 * losses[1]) / 3)
+    assert record["update_norm"] == pytest.approx(sum(norms) / 2)
+    assert record["update_norm_max"] == pytest.approx(max(norms))
+    assert (record["bytes_up"], record["bytes_down"]) == (2 * 2 * 8, 2 * 2 * 8)
+    assert "clipped" not in record
+    assert "per_client" not in record
 
-    planted = {"train_loss": np.array([2.0, 4.0]), "update_norm": np.array([1.0, 3.0])}
-    planted |= {"bytes_up": np.array([5.0, 6.0])}
 
-    def run_round(*args: Any) -> Any:
-        return [replace(state, metrics=planted) for state in real(*args)]
+class Sparse(Transform):
+    """Sends the first coordinate in eight bytes, and says that client 3 was clipped."""
 
-    monkeypatch.setattr("fedshuffle.training.simulation.run_round", run_round)
-    result = train(Point(2), FEDERATION, rounds=2, record_clients=True, **SETTINGS)
+    def client(self, updates: Tensor, state: Tensor | None, context: ClientContext) -> Message:
+        updates[:, 1:] = 0
+        told = {"bytes_up": 8.0 + context.clients, "clipped": (context.clients == 3).astype(float)}
+        return Message(updates, None, {**told, "mine": 2.0 * context.clients})
+
+
+@pytest.mark.parametrize("engine", ["reference", "sequential", "vectorized", "sequential:2"])
+def test_records_hold_the_metrics_of_transforms(engine: str) -> None:
+    settings = {**SETTINGS, "engine": engine, "sampling": "uniform:3"}
+    result = train(
+        Point(2), FEDERATION, rounds=4, transforms=[Sparse()], record_clients=True, **settings
+    )
     for record in result.history:
-        first, second = FEDERATION.weights[record["cohort"]].tolist()
-        assert record["train_loss"] == pytest.approx((2 * first + 4 * second) / (first + second))
-        assert (record["update_norm"], record["update_norm_max"]) == (2.0, 3.0)
-        assert (record["bytes_up"], record["bytes_down"]) == (11, 2 * 2 * 8)
-        assert record["per_client"] == {name: v.tolist() for name, v in planted.items()}
-    assert result.metrics == ["train_loss", "update_norm", "update_norm_max"]
-    assert "per_client" not in train(Point(2), FEDERATION, rounds=1, **SETTINGS).history[0]
+        cohort = record["cohort"]
+        assert record["bytes_up"] == sum(8 + i for i in cohort)
+        assert record["clipped"] == pytest.approx((3 in cohort) / 3)
+        assert record["mine"] == pytest.approx(2 * sum(cohort) / 3)
+        names = {"train_loss", "update_norm", "clipped", "mine", "bytes_up", "bytes_down"}
+        assert record["per_client"].keys() == names
+        assert record["per_client"]["mine"] == [2 * i for i in cohort]
+    assert result.metrics == ["mine", "train_loss", "update_norm", "update_norm_max", "clipped"]
+    assert float(vector(result.model)[1]) == 0
+    settings |= {"transforms": [Sparse()], "evaluate": lambda model: {"mine": 1.0}}
+    with pytest.raises(FedShuffleError, match="may not return 'mine'"):
+        train(Point(2), FEDERATION, rounds=1, **settings)
+
+
+def test_a_round_without_clients_has_no_metrics_of_them() -> None:
+    settings = {**SETTINGS, "sampling": "independent:1e-9,1e-9,1e-9,1e-9"}
+    (record,) = train(Point(2), FEDERATION, rounds=1, record_clients=True, **settings).history
+    record.pop("seconds")
+    costs = dict.fromkeys(("clients", "steps", "bytes_down", "bytes_up"), 0)
+    assert record == {"round": 1, **costs, "cohort": [], "per_client": {}}
 
 
 def test_a_growing_training_loss_calls_for_a_measurement() -> None:

@@ -89,7 +89,7 @@ class Result:
         head += f", in {self.out}" if self.out is not None else ""
         head += f". Diverged: {self.diverged}" if self.diverged else ""
         head += f". {self.stopped}" if self.stopped else ""
-        table = html_table(["metric", "first evaluated", "last evaluated"], rows) if rows else ""
+        table = html_table(["metric", "first", "last"], rows) if rows else ""
         return f"<p>{escape(head)}</p>{table}"
 
     def _ends(self) -> list[tuple[str, float, float]]:
