@@ -158,8 +158,10 @@ class Sparse(Transform):
 
     def client(self, updates: Tensor, state: Tensor | None, context: ClientContext) -> Message:
         updates[:, 1:] = 0
-        told = {"bytes_up": 8.0 + context.clients, "clipped": (context.clients == 3).astype(float)}
-        return Message(updates, None, {**told, "mine": 2.0 * context.clients})
+        numbers = context.clients.astype(np.float64)
+        clipped = (numbers == 3).astype(np.float64)
+        told = {"bytes_up": 8 + numbers, "clipped": clipped, "mine": 2 * numbers}
+        return Message(updates, None, told)
 
 
 @pytest.mark.parametrize("engine", ["reference", "sequential", "vectorized", "sequential:2"])

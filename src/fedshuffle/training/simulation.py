@@ -199,7 +199,9 @@ def reduced(metrics: Mapping[str, FloatArray], cohort: Cohort) -> dict[str, floa
 
 def _traffic(metrics: Mapping[str, FloatArray]) -> dict[str, int]:
     """The bytes that all clients of a round received and sent."""
-    return {name: round(sum(metrics.get(name, ()))) for name in ("bytes_down", "bytes_up")}
+    return {
+        name: round(float(np.sum(metrics.get(name, 0.0)))) for name in ("bytes_down", "bytes_up")
+    }
 
 
 def _engine(name: str | Ray, problem: Problem, run: Run) -> tuple[Engine, str]:
