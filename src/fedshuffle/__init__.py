@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from fedshuffle.methods import FedShuffleGen as FedShuffleGen
     from fedshuffle.methods import GlobalMomentum as GlobalMomentum
     from fedshuffle.methods import Method as Method
+    from fedshuffle.privacy import Privacy as Privacy
     from fedshuffle.sampling import Sampling as Sampling
     from fedshuffle.training import Result as Result
     from fedshuffle.training import Simulation as Simulation

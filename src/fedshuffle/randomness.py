@@ -37,6 +37,8 @@ class Purpose(enum.IntEnum):
     CONSTANTS = 11
     TRANSFORM = 12
     SERVER_TRANSFORM = 13
+    DOWN_LINK = 14
+    PRIVACY = 15
 
 
 def generator(
