@@ -63,6 +63,7 @@ class Noise(Transform):
 
     every_round: bool = True
     mean = "unbiased"
+    server_only = True
 
     def client(self, updates: Tensor, state: Tensor | None, context: ClientContext) -> Message:
         return Message(updates)
@@ -70,6 +71,16 @@ class Noise(Transform):
     def server(self, update: Tensor, context: ServerContext) -> tuple[Tensor, Mapping[str, Tensor]]:
         noise = context.generator().normal(size=len(update))
         return update + update.new_tensor(noise), {}
+
+
+class Scaled(Transform):
+    """Scales without touching the vectors."""
+
+    any_layout = True
+    mean: MeanUpdate = "biased"
+
+    def client(self, updates: Tensor, state: Tensor | None, context: ClientContext) -> Message:
+        return Message(updates, factors=1.0 / (2 + context.clients))
 
 
 MODELS: dict[str, Any] = {
@@ -85,7 +96,10 @@ def problem_of(model: str) -> Problem:
 
 
 @pytest.mark.parametrize("model", MODELS)
-@pytest.mark.parametrize("transforms", [(), (Everything(),), (Halved(),), (Halved(), Everything())])
+@pytest.mark.parametrize(
+    "transforms",
+    [(), (Everything(),), (Halved(),), (Scaled(), Everything()), (Halved(), Scaled(), Noise())],
+)
 def test_engines_agree_with_the_reference(model: str, transforms: Any) -> None:
     problem = problem_of(model)
     work = LocalWork(epochs=2, batch_size=2, weight_decay=0.1)
@@ -283,8 +297,8 @@ class _Wrong(Transform):
 @pytest.mark.parametrize(
     ("message", "named"),
     [
-        (lambda u: Message(u[:, :1]), "values"),
-        (lambda u: Message(u.float()), "values"),
+        (lambda u: Message(u[:, :1]), "vectors"),
+        (lambda u: Message(u.float()), "vectors"),
         (lambda u: Message(u, u), "a state for clients to keep"),
     ],
 )
@@ -328,7 +342,7 @@ def test_optimal_sampling_sends_what_the_chain_makes_of_the_chosen_updates() -> 
 # Conformance ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("transform", [Everything(), Halved(), Noise()])
+@pytest.mark.parametrize("transform", [Everything(), Halved(), Noise(), Scaled()])
 def test_these_transforms_conform(transform: Transform) -> None:
     report = check_transform(transform)
     assert report.passed, str(report)

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -118,47 +118,69 @@ class Gathered:
     def __init__(
         self, request: LocalTraining, own_gradients: Callable[[Sequence[ClientTask]], Tensor]
     ) -> None:
-        x, n = request.start, len(request.tasks)
+        x, tasks = request.start, request.tasks
         self._request, self._own_gradients = request, own_gradients
         self.sums = x.new_zeros(request.sums, len(x))
         self._states = None if request.states is None else torch.empty_like(request.states)
         self._change = None if request.state_weights is None else torch.zeros_like(x)
-        self._metrics = {"train_loss": np.full(n, math.nan), "update_norm": np.full(n, math.nan)}
+        self._metrics: dict[str, FloatArray] = {}
+        if request.chain and tasks:
+            streams = [task.minibatches for task in tasks]
+            ids = [s.client if s.stream_id is None else s.stream_id for s in streams]
+            self._any_layout = request.chain.any_layout
+            self._everyone = ClientContext(
+                seed=streams[0].seed,
+                round=streams[0].round,
+                clients=np.array(ids),
+                steps=np.array([stream.steps for stream in streams]),
+                step_sizes=np.array([task.step_size for task in tasks]),
+                weights=np.array([task.weights[0] if len(task.weights) else 0.0 for task in tasks]),
+                shared=request.shared,
+            )
 
-    def observe(self, rows: Sequence[int], **metrics: Tensor | FloatArray | float) -> None:
+    def observe(self, rows: Sequence[int] | slice, **metrics: Tensor | FloatArray | float) -> None:
         """Record numbers of some tasks, by the name of the metric."""
         for name, values in metrics.items():
-            if isinstance(values, Tensor):
-                values = values.cpu().numpy()
-            known = self._metrics.setdefault(name, np.full(len(self._request.tasks), math.nan))
-            known[rows] = values
+            known = self._metrics.get(name)
+            if known is None:
+                known = self._metrics[name] = np.full(len(self._request.tasks), math.nan)
+            known[rows] = values.cpu().numpy() if isinstance(values, Tensor) else values
 
-    def add(self, rows: Sequence[int], updates: Tensor) -> None:
+    def add(self, rows: Sequence[int], updates: Tensor, norms: Tensor | None = None) -> None:
         """Add what the clients of some tasks send; their updates, one row each, are overwritten."""
-        request = self._request
-        tasks = [request.tasks[k] for k in rows]
-        if request.chain:
-            updates = self._sent(rows, tasks, updates)
+        tasks, factors = [self._request.tasks[k] for k in rows], None
+        if self._request.chain:
+            message = self._sent(rows, tasks, updates, norms)
+            updates, factors = message.vectors, message.factors
         if len(tasks) == 1:
+            factor = 1.0 if factors is None else float(factors[0])
             for total, weight in zip(self.sums, tasks[0].weights, strict=True):
-                total.add_(updates[0], alpha=float(weight))
+                total.add_(updates[0], alpha=factor * float(weight))
         else:
             weights = np.array([task.weights for task in tasks]).T
+            weights = weights if factors is None else weights * factors
             self.sums.addmm_(self.sums.new_tensor(weights), updates)
 
-    def _sent(self, rows: Sequence[int], tasks: Sequence[ClientTask], updates: Tensor) -> Tensor:
+    def _sent(
+        self,
+        rows: Sequence[int],
+        tasks: Sequence[ClientTask],
+        updates: Tensor,
+        norms: Tensor | None,
+    ) -> Message:
         """What clients send for their updates, once their states and metrics are stored."""
-        request, places = self._request, list(rows)
-        streams = [task.minibatches for task in tasks]
+        request, everyone = self._request, self._everyone
+        places: Any = list(rows) if len(tasks) > 1 else slice(rows[0], rows[0] + 1)
         context = ClientContext(
-            seed=streams[0].seed,
-            round=streams[0].round,
-            clients=np.array([s.client if s.stream_id is None else s.stream_id for s in streams]),
-            steps=np.array([stream.steps for stream in streams]),
-            step_sizes=np.array([task.step_size for task in tasks]),
-            weights=np.array([task.weights[0] if len(task.weights) else 0.0 for task in tasks]),
-            shared=request.shared,
-            full_gradients=lambda: self._own_gradients(tasks),
+            everyone.seed,
+            everyone.round,
+            everyone.clients[places],
+            everyone.steps[places],
+            everyone.step_sizes[places],
+            everyone.weights[places],
+            everyone.shared,
+            None if self._any_layout else lambda: self._own_gradients(tasks),
+            norms,
         )
         old = None if request.states is None else request.states[places]
         message = checked(request.chain.client(updates, old, context), updates, old)
@@ -168,7 +190,7 @@ class Gathered:
                 weights = old.new_tensor(request.state_weights[places])
                 self._change.add_(weights @ (message.state - old))
         self.observe(places, **message.metrics)
-        return message.values
+        return message
 
     def answer(self, restore: Callable[[Tensor], Tensor] | None = None) -> Answer:
         """All that was gathered; ``restore`` brings the coordinates of the sums into order."""
@@ -185,10 +207,16 @@ def norms(updates: Tensor) -> Tensor:
 
 def checked(message: Message, updates: Tensor, states: Tensor | None) -> Message:
     """A message whose values and states have the shapes they must have, or a clear error."""
-    wanted = {"values": (message.values, updates), "state": (message.state, states)}
-    for what, (found, like) in wanted.items():
-        shapes = [None if one is None else (tuple(one.shape), one.dtype) for one in (found, like)]
-        if shapes[0] != shapes[1]:
+    for what, found, like in (
+        ("vectors", message.vectors, updates),
+        ("state", message.state, states),
+    ):
+        if found is like:
+            continue
+        if found is None or like is None or (found.shape, found.dtype) != (like.shape, like.dtype):
+            shapes = [
+                one if one is None else (tuple(one.shape), one.dtype) for one in (found, like)
+            ]
             raise FedShuffleError(
                 f"a transform gives a message with {what} of {shapes[0]}, but it must be"
                 f" {shapes[1]}: a row for each client, as it was given."

@@ -35,8 +35,9 @@ class ReferenceEngine(base.OneWorker):
             update = y - x
             if not torch.isfinite(update).all():
                 raise base.not_finite(self.problem, task)
-            gathered.observe([k], train_loss=loss, update_norm=float(base.norms(update)))
-            gathered.add([k], update[None])
+            norm = base.norms(update[None])
+            gathered.observe([k], train_loss=loss, update_norm=norm)
+            gathered.add([k], update[None], norm)
         return gathered.answer()
 
     def _local_model(self, x: Tensor, task: ClientTask) -> tuple[Tensor, float]:

@@ -64,7 +64,7 @@ class SequentialEngine(base.OneWorker):
             self._collected = self._collected or self._replica()
         gathered = base.Gathered(request, partial(self.own_gradients, request.start))
         arranged = request.chain.any_layout  # whether updates may be summed as they are
-        losses = _Losses(self._here.by_hand)
+        losses, norms = _Losses(self._here.by_hand), np.zeros(len(request.tasks))
         largest = max((task.minibatches.batch_size for task in request.tasks), default=1)
         # Where no autograd is needed, its bookkeeping would only cost.
         by_hand = self._here.by_hand is not None
@@ -86,15 +86,15 @@ class SequentialEngine(base.OneWorker):
                     else:
                         self._step_without_gradients(x, task, v, scale)
                 update = self._here.flat.sub_(x)
-                norm = float(base.norms(update))
-                if not math.isfinite(norm):
+                norm = base.norms(update[None])
+                norms[k] = float(norm)
+                if not math.isfinite(norms[k]):
                     raise base.not_finite(self.problem, task)
                 losses.end(k)
-                gathered.observe([k], update_norm=norm)
-                if request.chain:  # which may compute gradients with this replica
-                    update = update.clone() if arranged else layout.restore(update.clone())
-                gathered.add([k], update[None])
-        gathered.observe(losses.tasks, train_loss=losses.means())
+                if not arranged:  # the chain may compute gradients with this replica
+                    update = layout.restore(update.clone())
+                gathered.add([k], update[None], norm)
+        gathered.observe(losses.tasks, train_loss=losses.means(), update_norm=norms)
         return gathered.answer(layout.restore if arranged else None)
 
     def _step(self, x: Tensor, task: ClientTask, v: Tensor | None, losses: "_Losses") -> None:

@@ -167,7 +167,7 @@ class VectorizedEngine(base.OneWorker):
                 mine = [row for row, one in enumerate(group) if one.request == k]
                 if mine:
                     updates = torch.cat([_flat(table[mine]) for table in y], dim=1)
-                    answer.add([group[row].row for row in mine], updates)
+                    answer.add([group[row].row for row in mine], updates, norm[mine])
             return torch.stack([losses, norm]).double().cpu().numpy()
 
     def _local(self, x: Tables, group: "list[_Owned]", starts: Tables) -> tuple[Tables, Tensor]:

@@ -51,7 +51,7 @@ class AdaptiveClip(Transform):
 
     def client(self, updates: "Tensor", state: "Tensor | None", context: ClientContext) -> Message:
         weights = context.weights if self.weighted else None
-        return clipped(updates, self.threshold(context.shared), weights)
+        return clipped(updates, self.threshold(context.shared), weights, context.norms)
 
     def server(
         self, update: "Tensor", context: ServerContext

@@ -10,6 +10,8 @@ client i is added or removed.
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from fedshuffle._arrays import FloatArray, number
 from fedshuffle.transforms import ClientContext, Message, Transform
 
@@ -39,14 +41,19 @@ class Clip(Transform):
         number(self.threshold, "the threshold of Clip", within="(0, inf)")
 
     def client(self, updates: "Tensor", state: "Tensor | None", context: ClientContext) -> Message:
-        return clipped(updates, self.threshold, context.weights if self.weighted else None)
+        weights = context.weights if self.weighted else None
+        return clipped(updates, self.threshold, weights, context.norms)
 
 
-def clipped(updates: "Tensor", threshold: float, weights: FloatArray | None = None) -> Message:
-    """Updates, in place, with a largest norm; times the weights, if they are given."""
-    norms = updates.norm(dim=1)
-    if weights is not None:
-        norms = norms * norms.new_tensor(weights)
-    # A norm of zero gives infinity, which becomes one. NaN stays NaN: engines refuse it.
-    updates.mul_((threshold / norms).clamp_max(1.0)[:, None])
-    return Message(updates, metrics={"clipped": (norms > threshold).to(norms.dtype)})
+def clipped(
+    updates: "Tensor",
+    threshold: float,
+    weights: FloatArray | None = None,
+    norms: "Tensor | None" = None,
+) -> Message:
+    """Updates with a largest norm; times the weights, if they are given."""
+    found = (updates.norm(dim=1) if norms is None else norms).double().cpu().numpy()
+    lengths = found if weights is None else found * weights
+    # A norm of zero has the factor one. NaN stays NaN: engines refuse it.
+    factors = threshold / np.maximum(lengths, threshold)
+    return Message(updates, None, {"clipped": (lengths > threshold).astype(np.float64)}, factors)

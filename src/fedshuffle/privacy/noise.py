@@ -28,7 +28,7 @@ class GaussianNoise(Transform):
     std: float
     any_layout = True
     mean = "unbiased"
-    every_round = private = True
+    server_only = every_round = private = any_layout = True
 
     def __post_init__(self) -> None:
         number(self.std, "the std of GaussianNoise", within="(0, inf)")
@@ -63,7 +63,7 @@ class TreeNoise(Transform):
     rounds: int
     any_layout = True
     mean = "unbiased"
-    every_round = private = True
+    server_only = every_round = private = any_layout = True
 
     def __post_init__(self) -> None:
         number(self.std, "the std of TreeNoise", within="(0, inf)")

@@ -47,7 +47,10 @@ class ClientContext:
     shared: "Mapping[str, Tensor]" = field(default_factory=dict)
     """The transform's state at the server, which clients are sent."""
     full_gradients: "Callable[[], Tensor] | None" = None
-    """Computes each client's full gradient at the global model, a row each."""
+    """Computes each client's full gradient at the global model, a row each; None for a chain that
+    takes updates in any layout."""
+    norms: "Tensor | None" = None
+    """The norms of the updates, if they are known: for the first transform of a chain."""
     part: int = 0
     """The transform's place in the chain, by which its random numbers differ from others'."""
 
@@ -66,12 +69,23 @@ class ClientContext:
 class Message:
     """What clients send, as the server decodes it: a row per client."""
 
-    values: "Tensor"
+    vectors: "Tensor"
+    """What is sent, up to ``factors``."""
     state: "Tensor | None" = None
     """The vectors that clients keep; None if the transform keeps no state."""
     metrics: "Mapping[str, Tensor | FloatArray]" = field(default_factory=dict)
     """Numbers by name, one per row: ``bytes_up`` is the size of the message, ``clipped`` is 1 for
     an update that was clipped and 0 otherwise."""
+    factors: FloatArray | None = None
+    """A number per row that multiplies its vector; None for ones. So a transform that only scales,
+    as clipping does, need not touch the vectors."""
+
+    @property
+    def values(self) -> "Tensor":
+        """What the server decodes."""
+        if self.factors is None:
+            return self.vectors
+        return self.vectors * self.vectors.new_tensor(self.factors)[:, None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +115,8 @@ class Transform(abc.ABC):
     updates in an order of their own, which is faster."""
     mean: MeanUpdate = "model-dependent"
     """What it does to the mean update; the audit reports it."""
+    server_only: bool = False
+    """Whether clients send their updates as they are, so that only the server part matters."""
     every_round: bool = False
     """Whether the server part also runs in a round without clients, as noise must."""
     private: bool = False
@@ -174,20 +190,28 @@ class Chain(Transform):
 
     def client(self, updates: "Tensor", state: "Tensor | None", context: ClientContext) -> Message:
         kept: Tensor | None = None
+        factors: FloatArray | None = None
         metrics: dict[str, Tensor | FloatArray] = {}
         for part, one in enumerate(self.transforms):
-            shared = _part_of(context.shared, part)
-            own = state if one.keeps_state else None
-            there = replace(context, shared=shared, part=context.part + part)
+            if one.server_only:
+                continue
+            own, there = state if one.keeps_state else None, context
+            if part or context.shared:
+                shared = _part_of(context.shared, part)
+                norms = None if part else context.norms  # the first may have changed the updates
+                there = replace(context, shared=shared, norms=norms, part=context.part + part)
+            if factors is not None:
+                updates = updates.mul_(updates.new_tensor(factors)[:, None])
             message = one.client(updates, own, there)
             if (message.state is None) == one.keeps_state:
                 found = "gives no state" if one.keeps_state else "gives a state for clients to keep"
                 raise FedShuffleError(
                     f"the transform {one!r} {found}, but its keeps_state is {one.keeps_state}."
                 )
-            updates, metrics = message.values, {**metrics, **message.metrics}
+            updates, factors = message.vectors, message.factors
+            metrics = {**metrics, **message.metrics}
             kept = message.state if one.keeps_state else kept
-        return Message(updates, kept, metrics)
+        return Message(updates, kept, metrics, factors)
 
     def server(
         self, update: "Tensor", context: ServerContext

@@ -55,7 +55,8 @@ class Channel(Transform):
         d = updates.shape[1]
         drawn = (self.compressor.draw(d, generator) for generator in context.generators())
         target = self._target(updates, state)
-        sent, sizes = self.compressor.compress(target, drawn)
+        known = (context.norms, updates) if target is updates else ()
+        sent, sizes = self.compressor.compress(target, drawn, *known)
         values, kept = self._values(sent, state), self._state(target, sent, state)
         return Message(values, kept, {"bytes_up": sizes.astype(float)})
 

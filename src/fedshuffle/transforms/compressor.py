@@ -15,7 +15,7 @@ name         what is sent                                          mean      ome
 ``randk:p``  k random ones; places follow from the seed            unbiased  d/k - 1
 ``qsgd:b``   levels of b bits, and the norm                        unbiased  min(d/4s^2, sqrt(d)/s)
 ``sign``     signs, and the mean size                              biased    1 - 1/d
-``float16``  half-precision numbers, and an exponent               biased    2^-22 + d 2^-78
+``float16``  half-precision numbers, and an exponent               biased    2^-22 + d 2^-42
 ===========  ====================================================  ========  =====================
 
 All randomness of a message is one array that :meth:`Compressor.draw` makes; the rest is a function
@@ -65,9 +65,16 @@ class Compressor(abc.ABC):
         """The random part of a message; None if there is none."""
         return None
 
-    def compress(self, rows: "Tensor", drawn: Iterable[Drawn]) -> "tuple[Tensor, IntArray]":
+    def compress(
+        self,
+        rows: "Tensor",
+        drawn: Iterable[Drawn],
+        norms: "Tensor | None" = None,
+        out: "Tensor | None" = None,
+    ) -> "tuple[Tensor, IntArray]":
         """What the receiver decodes for each row, and the bytes sent: bit for bit and byte for byte
-        what :meth:`encode` and :meth:`decode` give, which a subclass may compute faster.
+        what :meth:`encode` and :meth:`decode` give, which a subclass may compute faster: with
+        ``norms``, those of the rows, if they are known, and in ``out``, which may be ``rows``.
         """
         out, sizes = rows.new_empty(rows.shape), np.zeros(len(rows), dtype=np.int64)
         for i, own in zip(range(len(rows)), drawn, strict=False):

@@ -53,7 +53,13 @@ class QSGD(Compressor):
     def draw(self, d: int, generator: np.random.Generator) -> Drawn:
         return generator.random(d)
 
-    def compress(self, rows: "Tensor", drawn: Iterable[Drawn]) -> "tuple[Tensor, IntArray]":
+    def compress(
+        self,
+        rows: "Tensor",
+        drawn: Iterable[Drawn],
+        norms: "Tensor | None" = None,
+        out: "Tensor | None" = None,
+    ) -> "tuple[Tensor, IntArray]":
         norms, levels = self._round(rows, drawn)
         out = (levels * (norms / self.levels)).to(rows.dtype)
         return out, wire.sizes(len(rows), self._layout(rows.shape[1], rows.dtype))
@@ -119,7 +125,13 @@ class Sign(Compressor):
     def omega(self, d: int) -> float:
         return 1 - 1 / d
 
-    def compress(self, rows: "Tensor", drawn: Iterable[Drawn]) -> "tuple[Tensor, IntArray]":
+    def compress(
+        self,
+        rows: "Tensor",
+        drawn: Iterable[Drawn],
+        norms: "Tensor | None" = None,
+        out: "Tensor | None" = None,
+    ) -> "tuple[Tensor, IntArray]":
         scales = _mean_sizes(rows).to(rows.dtype)
         out = scales.where(rows >= 0, -scales)
         return out, wire.sizes(len(rows), self._layout(rows.shape[1], rows.dtype))
@@ -150,8 +162,8 @@ class Sign(Compressor):
 
 @dataclass(frozen=True)
 class Float16(Compressor):
-    """Half precision, rounded to nearest, after a power of two has brought the largest coordinate
-    into [2^14, 2^15): small updates do not underflow, and large ones do not overflow.
+    """Half precision, rounded to nearest. A vector whose norm is not in [2^-4, 2^15) is multiplied
+    by a power of two before: small updates do not underflow, and large ones do not overflow.
 
     >>> import torch
     >>> Float16().compress(torch.tensor([[1e-9, 1e-6]]), [None])
@@ -164,33 +176,53 @@ class Float16(Compressor):
         return "float16"
 
     def omega(self, d: int) -> float:
-        return float(2.0**-22 + d * 2.0**-78)
+        return float(2.0**-22 + d * 2.0**-42)
 
-    def compress(self, rows: "Tensor", drawn: Iterable[Drawn]) -> "tuple[Tensor, IntArray]":
-        _, half, back = self._round(rows)
-        out = (half * back).to(rows.dtype)
-        return out, wire.sizes(len(rows), self._layout(rows.shape[1], rows.dtype))
+    def compress(
+        self,
+        rows: "Tensor",
+        drawn: Iterable[Drawn],
+        norms: "Tensor | None" = None,
+        out: "Tensor | None" = None,
+    ) -> "tuple[Tensor, IntArray]":
+        exponents, half = self._round(rows, norms)
+        decoded = half.to(rows.dtype) if out is None else out.copy_(half)
+        if exponents.any():
+            back = _powers(exponents, rows)
+            decoded = half.to(back.dtype).mul_(back).to(rows.dtype)
+        return decoded, wire.sizes(len(rows), self._layout(rows.shape[1], rows.dtype))
 
     def encode(self, vector: "Tensor", drawn: Drawn) -> Arrays:
-        exponents, half, _ = self._round(vector[None])
+        exponents, half = self._round(vector[None])
         return {"exponent": exponents, "values": half[0].cpu().numpy()}
 
     def decode(self, arrays: Arrays, d: int, dtype: "torch.dtype", drawn: Drawn) -> "Tensor":
         import torch
 
         wire.check(arrays, self._layout(d, dtype), self)
-        back = _powers(arrays["exponent"], wire.scale_dtype(dtype))[0]
-        return (torch.from_numpy(arrays["values"]) * back).to(dtype)
+        half = torch.from_numpy(arrays["values"])
+        if not arrays["exponent"].any():
+            return half.to(dtype)
+        back = _powers(arrays["exponent"], torch.empty(0, dtype=dtype))[0]
+        return half.to(back.dtype).mul_(back).to(dtype)
 
-    def _round(self, rows: "Tensor") -> "tuple[NDArray[np.int8], Tensor, Tensor]":
-        """The exponent of each row, its numbers in half precision, and what brings them back."""
+    def _round(
+        self, rows: "Tensor", norms: "Tensor | None" = None
+    ) -> "tuple[NDArray[np.int8], Tensor]":
+        """The exponent of each row, and its numbers in half precision, divided by that power."""
         import torch
 
-        largest = rows.abs().amax(dim=1).double().nan_to_num(posinf=1.0).cpu().numpy()
-        exponents = np.clip(np.frexp(largest)[1] - 15, -100, 100).astype(np.int8)
-        dtype = wire.scale_dtype(rows.dtype)
-        there, back = (_powers(e, dtype).to(rows.device) for e in (-exponents, exponents))
-        return exponents, (rows * there).to(torch.float16), back
+        if norms is None:
+            wide = torch.float64 if rows.dtype == torch.float64 else torch.float32
+            norms = torch.linalg.vector_norm(rows, dim=1, dtype=wide)
+        sizes = norms.cpu().numpy()
+        fits = (sizes >= 2.0**-4) & (sizes < 2.0**15)
+        if fits.all():
+            return np.zeros(len(rows), np.int8), rows.to(torch.float16)
+        largest = rows.abs().amax(dim=1).cpu().numpy()
+        exponents = np.frexp(largest)[1] - 15  # of infinity and NaN any will do
+        exponents = np.where(fits, 0, np.clip(exponents, -100, 100)).astype(np.int8)
+        return exponents, (rows * _powers(-exponents, rows)).to(torch.float16)
 
     def _layout(self, d: int, dtype: "torch.dtype") -> Layout:
         return {"exponent": (np.int8, 1), "values": (np.float16, d)}
@@ -213,8 +245,9 @@ def _mean_sizes(rows: "Tensor") -> "Tensor":
     return _per_row(rows.abs(), torch.mean)
 
 
-def _powers(exponents: NDArray[np.int8], dtype: np.dtype[Any]) -> "Tensor":
-    """Powers of two as a column."""
+def _powers(exponents: NDArray[Any], like: "Tensor") -> "Tensor":
+    """Powers of two as a column, in the dtype of scales for such a tensor."""
     import torch
 
-    return torch.from_numpy(np.ldexp(1.0, exponents.astype(np.int64)).astype(dtype))[:, None]
+    one = wire.scale_dtype(like.dtype).type(1)
+    return torch.from_numpy(np.ldexp(one, exponents)[:, None]).to(like.device)

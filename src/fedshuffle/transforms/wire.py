@@ -1,5 +1,6 @@
 """What a message consists of on the wire: named numpy arrays of known dtypes and lengths."""
 
+import functools
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -47,6 +48,7 @@ def _describe(arrays: Mapping[str, tuple[Any, tuple[int, ...]]]) -> str:
     return ", ".join(shown) or "(none)"
 
 
+@functools.cache
 def numpy_dtype(dtype: "torch.dtype") -> np.dtype[Any]:
     """The numpy dtype of a model's parameters."""
     try:
@@ -58,6 +60,7 @@ def numpy_dtype(dtype: "torch.dtype") -> np.dtype[Any]:
         ) from None
 
 
+@functools.cache
 def scale_dtype(dtype: "torch.dtype") -> np.dtype[Any]:
     """The dtype of scales: a norm of float16 parameters may be too large for float16."""
     return np.promote_types(numpy_dtype(dtype), np.float32)
