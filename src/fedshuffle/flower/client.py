@@ -19,6 +19,7 @@ from fedshuffle.evaluation import Evaluation
 from fedshuffle.evaluation.evaluation import evaluation_mode
 from fedshuffle.federation import Federation
 from fedshuffle.flower import protocol
+from fedshuffle.flower import secure_aggregation as secure
 from fedshuffle.kernel import ClientTask, FullGradient, LocalTraining, StepCoefficients
 from fedshuffle.local_work import LocalWork, Minibatches
 
@@ -42,6 +43,8 @@ class Client:
             plan steps: it gives a step size for an epoch, which the client divides among its own.
         seconds: time limit for local work; at least one step is done. The server learns the steps
             really done, and methods such as fedshuffle-gen correct for the rest.
+        secure_aggregation: whether updates are sent only with secure aggregation. A ``ClientApp``
+            of your own then needs :data:`fedshuffle.flower.secure_aggregation.MODS`.
     """
 
     def __init__(
@@ -55,7 +58,13 @@ class Client:
         metrics: tuple[str, ...] = ("loss", "accuracy"),
         share_size: bool = True,
         seconds: float | None = None,
+        secure_aggregation: bool = False,
     ) -> None:
+        if secure_aggregation and seconds is not None:
+            raise FedShuffleError(
+                "with secure aggregation clients finish their steps, since the server cannot"
+                " correct one of them for the rest: leave seconds out."
+            )
         if isinstance(number, bool) or not isinstance(number, int | np.integer) or number < 0:
             raise FedShuffleError(f"the number of a client is {number!r}: use 0, 1, 2, ...")
         self.number = int(number)
@@ -63,6 +72,7 @@ class Client:
         self.size = int(self.problem.federation.sizes[0])
         self.share_size = share_size
         self.seconds = None if seconds is None else number_in(seconds, "seconds", "(0, inf]")
+        self.secure_aggregation = secure_aggregation
         self._test, self._metrics = test, metrics
 
     def handle(self, message: Message) -> Message:
@@ -91,6 +101,7 @@ class Client:
             {k: fingerprint.tensor(p) for k, p in rest.items() if k not in {*mine, *tied}},
             tied,
             self.size if self.share_size else None,
+            self.secure_aggregation,
         )
         return protocol.content(info)
 
@@ -126,6 +137,8 @@ class Client:
         done = done if self.seconds else planned
         if request.size is None:  # the server cannot correct for steps that it does not know
             update, done = update * (planned / done), request.steps
+        if request.clipping_range is not None:
+            update = secure.weighted(update, request.weight, request.clipping_range)
         return self._reply(done, update=update)
 
     def _plan(self, request: protocol.TrainRequest) -> tuple[int, float]:
@@ -186,6 +199,7 @@ def client_app(
     metrics: tuple[str, ...] = ("loss", "accuracy"),
     share_size: bool = True,
     seconds: float | None = None,
+    secure_aggregation: bool = False,
     number: Callable[[Context], int] | None = None,
 ) -> ClientApp:
     """A ready ``ClientApp`` for :class:`~fedshuffle.flower.FedShuffleStrategy`.
@@ -193,7 +207,7 @@ def client_app(
     Args:
         model, data, test: functions that give what :class:`Client` takes; the last two know the
             node by Flower's context.
-        loss, metrics, share_size, seconds: as for :class:`Client`.
+        loss, metrics, share_size, seconds, secure_aggregation: as for :class:`Client`.
         number: the client's number; ``partition-id`` of the node's config by default.
 
     >>> import torch
@@ -204,7 +218,7 @@ def client_app(
     ...     loss=losses.cross_entropy,
     ... )
     """
-    app = ClientApp()
+    app = ClientApp(mods=[*secure.MODS] if secure_aggregation else [])
 
     def handle(message: Message, context: Context) -> Message:
         client = Client(
@@ -216,6 +230,7 @@ def client_app(
             metrics=metrics,
             share_size=share_size,
             seconds=seconds,
+            secure_aggregation=secure_aggregation,
         )
         return client.handle(message)
 

@@ -27,8 +27,9 @@ MAX_NORM = 1e18
 """Larger updates and gradients are refused: their squares overflow float32."""
 MAX_BYTES = 256 * 2**20
 """Bytes of updates held in memory; more go to a temporary file."""
+POLL_SECONDS = 0.2
+"""Between two polls for replies."""
 _AT_ONCE = 16  # messages in memory at a time
-_PAUSE = 0.2  # seconds between two polls for replies
 
 Node = int
 Update = tuple[Tensor, int]
@@ -133,9 +134,15 @@ class Exchange(Generic[_Replies]):
 
 
 def local_training(
-    request: LocalTraining, round: int, batch_size: int, withheld: bool
+    request: LocalTraining,
+    round: int,
+    batch_size: int,
+    withheld: bool,
+    clipping_range: float | None = None,
 ) -> Exchange[UpdateBuffer]:
-    """Local training; ``withheld`` says whether clients withhold their sizes."""
+    """Local training; ``withheld`` says whether clients withhold their sizes, ``clipping_range`` is
+    that of secure aggregation.
+    """
     tasks = {task.minibatches.client: task for task in request.tasks}
     encode = lru_cache(1)(protocol.arrays)  # once for all clients that get the same
 
@@ -155,6 +162,8 @@ def local_training(
             mu=float(step.mu),
             clip=float(task.clip),
             weight_decay=float(task.weight_decay),
+            weight=float(task.weights[0]),
+            clipping_range=clipping_range,
             size=None if withheld else minibatches.size,
         )
         return protocol.content(fields, encode(x=request.start, v=step.v, scale=step.scale))
@@ -283,7 +292,7 @@ def send(
         if time.monotonic() >= end:
             away = {client: why or "is not connected" for client, why in to_ask.items()}
             return missing | dict.fromkeys(outbox.waiting.values(), too_late) | away
-        time.sleep(_PAUSE)
+        time.sleep(POLL_SECONDS)
 
 
 def expired(reply: Message) -> bool:

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from fedshuffle.errors import FedShuffleError, error_context, one_line
 
-PROTOCOL = 3
+PROTOCOL = 4
 """Both sides must use the same version; raise it with every change of this file."""
 
 INFO, TRAIN, FULL_GRADIENT = "query.info", "train", "train.full_gradient"
@@ -48,6 +48,8 @@ class ClientInfo:
     """Further names of what it trains, and the first."""
     size: int | None = None
     """Its number of examples; None if withheld."""
+    secure_aggregation: bool = False
+    """Whether it sends updates only with secure aggregation."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,8 +71,12 @@ class TrainRequest:
     mu: float
     clip: float
     weight_decay: float
+    weight: float
+    """The client's aggregation weight."""
     size: int | None = None
     """The number of examples for which the steps were planned; None if sizes are withheld."""
+    clipping_range: float | None = None
+    """With secure aggregation, the largest coordinate of the weighted update."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,15 +110,25 @@ def arrays(**named: Tensor | None) -> ArrayRecord:
 def content(fields: _Fields, record: ArrayRecord | None = None) -> RecordDict:
     """The content of a message."""
     payload = json.dumps(dataclasses.asdict(fields))
-    parts = {_FIELDS: ConfigRecord({"protocol": PROTOCOL, "payload": payload})}
+    return join({"protocol": PROTOCOL, "payload": payload}, record)
+
+
+def join(fields: Mapping[str, Any], record: ArrayRecord | None = None) -> RecordDict:
+    """The content of a message with these encoded fields."""
+    parts = {_FIELDS: ConfigRecord(dict(fields))}
     return RecordDict(parts | {_ARRAYS: record} if record else parts)
+
+
+def split(content: RecordDict) -> tuple[dict[str, Any], ArrayRecord]:
+    """The encoded fields of a message, and its arrays."""
+    fields = dict(content.config_records[_FIELDS])
+    return fields, content.array_records.get(_ARRAYS) or ArrayRecord()
 
 
 def read(message: Message, kind: type[_Fields]) -> _Fields:
     """The fields of a message, if they are valid and of this protocol; or the error of its node."""
     if message.has_error():
-        reason = (message.error.reason or "no reason given").strip().split("\n")[-1][:300]
-        raise FedShuffleError(f"{reason} (Flower's error {message.error.code})")
+        raise FedShuffleError(error_of(message))
     record = message.content.config_records.get(_FIELDS)
     if record is None:
         raise FedShuffleError("this is not a fedshuffle message. Is another app running?")
@@ -129,6 +145,12 @@ def read(message: Message, kind: type[_Fields]) -> _Fields:
                 name = getattr(field.type, "__name__", field.type)
                 raise ValueError(f"{field.name} is {value!r:.40}, which is no {name}")
     return fields
+
+
+def error_of(message: Message) -> str:
+    """The error that a node sent instead of a reply."""
+    reason = (message.error.reason or "no reason given").strip().split("\n")[-1][:300]
+    return f"{reason} (Flower's error {message.error.code})"
 
 
 def vectors(message: Message, dtype: torch.dtype, **shapes: Sequence[int]) -> dict[str, Tensor]:
@@ -180,6 +202,8 @@ _VALID: dict[Any, Callable[[object], bool]] = {
     int: _is_count,
     int | None: lambda value: value is None or _is_count(value),
     float: lambda value: isinstance(value, float),
+    float | None: lambda value: value is None or isinstance(value, float),
+    bool: lambda value: isinstance(value, bool),
     str: lambda value: isinstance(value, str),
     Mapping[str, str]: lambda value: _is_mapping(value, lambda text: isinstance(text, str)),
     Mapping[str, Sequence[int]]: lambda value: _is_mapping(

@@ -22,10 +22,11 @@ from torch import Tensor
 from fedshuffle import fingerprint
 from fedshuffle._arrays import FloatArray
 from fedshuffle.errors import FedShuffleError
-from fedshuffle.flower import exchange
+from fedshuffle.flower import exchange, secure_aggregation
 from fedshuffle.flower.client_registry import ClientRegistry
 from fedshuffle.flower.exchange import Exchange, UpdateBuffer, send
 from fedshuffle.flower.protocol import ClientInfo
+from fedshuffle.flower.secure_aggregation import SecureSum
 from fedshuffle.kernel import LocalTraining, Request
 from fedshuffle.methods import Cohort
 from fedshuffle.state import State
@@ -102,7 +103,7 @@ class ClientRound:
         """The clients that have replied to every request so far."""
         self.missing: dict[int, str] = {}
         """The clients that have not, and why."""
-        self.buffers: list[UpdateBuffer] = []
+        self.buffers: list[UpdateBuffer | SecureSum] = []
         """The replies to each request so far."""
         self._request: Request | State = state
 
@@ -116,7 +117,7 @@ class ClientRound:
             self._request = advance(requests, buffer.sums(self._request))
         return self._request
 
-    def add_replies(self, buffer: UpdateBuffer) -> None:
+    def add_replies(self, buffer: UpdateBuffer | SecureSum) -> None:
         """End the exchange of the last request with its replies."""
         cohort, clients = self.cohort, self.cohort.clients
         if isinstance(self._request, LocalTraining):
@@ -225,12 +226,25 @@ class Session:
     def _exchange(self, request: Request) -> Exchange[UpdateBuffer]:
         if isinstance(request, LocalTraining):
             batch_size, withheld = self.run.workload.batch_size, self.strategy.withheld
-            return exchange.local_training(request, self.state.round, batch_size, withheld)
+            secure = self.strategy.secure_aggregation
+            clipping_range = None if secure is None else float(secure.clipping_range)
+            return exchange.local_training(
+                request, self.state.round, batch_size, withheld, clipping_range
+            )
         return exchange.full_gradients(request)
 
     def _ask(self, round: ClientRound, request: Request) -> None:
         query, nodes = self._exchange(request), self.registry.nodes
         timeout, retries = self.strategy.timeout, self.strategy.retries
+        if (secure := self.strategy.secure_aggregation) is not None:
+            self.registry.wait_for_pending()
+            assert isinstance(request, LocalTraining)
+            found, missing = secure_aggregation.aggregate(
+                secure, self.grid, query, request, nodes(query.clients), timeout
+            )
+            round.missing |= missing
+            round.add_replies(found)
+            return
         round.missing |= send(self.grid, query, nodes, timeout, retries)
         round.add_replies(query.replies)
 
@@ -263,10 +277,14 @@ class Session:
         expected = [c for c in done.missing if done.response_probability[c] == 1]
         if expected:
             some = ", ".join(map(str, expected[:5]))
-            _log.warning(
-                f"{biased}: clients are missing that should always reply ({some}). Give the"
-                " probability that clients reply (response_probability=...), or ask again"
+            remedy = (
+                " Give the probability that clients reply (response_probability=...), or ask again"
                 " (retries=...)."
+            )
+            if self.strategy.secure_aggregation is not None:  # which has neither
+                remedy = ""
+            _log.warning(
+                f"{biased}: clients are missing that should always reply ({some}).{remedy}"
             )
         weight, full = method.averaging.weight, replace(cohort, done=cohort.planned)
         unfinished = cohort.clients[cohort.done < cohort.planned]
@@ -294,17 +312,19 @@ class Session:
             )
 
 
-def _refuse_infinite(after: State, buffers: Sequence[UpdateBuffer]) -> None:
+def _refuse_infinite(after: State, buffers: Sequence[UpdateBuffer | SecureSum]) -> None:
     """Updates that are finite one by one may have a weighted sum that is not."""
     kept = (*after.method_state.values(), *after.optimiser_state.values())
     if all(tensor.isfinite().all() for tensor in (after.x, *kept)):
         return
-    norms = [(float(b[c].double().norm()), c) for b in buffers for c in b.steps]
-    norm, client = max(norms)
+    seen = [b for b in buffers if isinstance(b, UpdateBuffer)]
+    norm, client = max(
+        [(float(b[c].double().norm()), c) for b in seen for c in b.steps] or [(0, 0)]
+    )
+    largest = f" Client {client} sent the largest update (norm {norm:.0e})." if seen else ""
     raise FedShuffleError(
-        f"the model would not be finite after round {after.round}, which was dropped. Client"
-        f" {client} sent the largest update (norm {norm:.0e}). Lower the step sizes or leave that"
-        " client out, and resume from the last checkpoint."
+        f"the model would not be finite after round {after.round}, which was dropped.{largest}"
+        " Lower the step sizes or leave that client out, and resume from the last checkpoint."
     )
 
 

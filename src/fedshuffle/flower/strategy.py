@@ -10,23 +10,26 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
+import torch
 from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Result, Strategy
 from numpy.typing import ArrayLike
 
 from fedshuffle import methods, sampling
-from fedshuffle._arrays import FloatArray, count, number, vector
+from fedshuffle._arrays import FloatArray, count, expect, number, vector
 from fedshuffle.errors import FedShuffleError, unknown
 from fedshuffle.federation import Federation
 from fedshuffle.flower.client_registry import ClientRegistry
+from fedshuffle.flower.secure_aggregation import SecureAggregation
 from fedshuffle.flower.session import Model, Session
+from fedshuffle.kernel import LocalTraining
 from fedshuffle.local_work import LocalWork
 from fedshuffle.methods import Method, averaging
 from fedshuffle.sampling import Sampling
 from fedshuffle.schedules import Schedule
 from fedshuffle.training.monitoring import RECORD_KEYS
-from fedshuffle.training.rounds import Run
+from fedshuffle.training.rounds import Run, advance
 from fedshuffle.training.run_folder import RunFolder
 
 _log = logging.getLogger("flwr.fedshuffle")
@@ -69,6 +72,8 @@ class FedShuffleStrategy(Strategy):  # type: ignore[misc]  # Flower is untyped h
         record_cohorts: whether records list the clients of the round; they follow from the seed.
         nodes: the client of each of Flower's nodes. By default every node is asked, and believed
             unless another node says the same.
+        secure_aggregation: settings of secure aggregation, with which the server learns only the
+            sum of the updates; the clients need ``client_app(..., secure_aggregation=True)``.
 
     >>> strategy = FedShuffleStrategy(clients=3, sampling="uniform:2", step_size=0.1)
     """
@@ -95,6 +100,7 @@ class FedShuffleStrategy(Strategy):  # type: ignore[misc]  # Flower is untyped h
         evaluate_every: int | None = None,
         record_cohorts: bool = False,
         nodes: Mapping[int, int] | None = None,
+        secure_aggregation: SecureAggregation | None = None,
     ) -> None:
         self.clients = _population(clients, sizes)
         self.method = methods.get(method)
@@ -120,8 +126,12 @@ class FedShuffleStrategy(Strategy):  # type: ignore[misc]  # Flower is untyped h
         work = LocalWork() if work is None else work
         _check_nodes(nodes or {}, self.clients)
         _check(self.method, work, sampling, self.withheld)
+        self.secure_aggregation = secure_aggregation
         self._settings = (self.method, sampling, work, step_size, server_step_size, seed)
-        self._run(self.sizes)  # fails now if the settings are wrong
+        run = self._run(self.sizes)  # fails now if the settings are wrong
+        if secure_aggregation is not None:
+            expect(secure_aggregation, SecureAggregation, "secure_aggregation")
+            _check_secure(run, self.retries, self.response_probability)
         self._session: Session | None = None
 
     def start(
@@ -191,6 +201,8 @@ class FedShuffleStrategy(Strategy):  # type: ignore[misc]  # Flower is untyped h
         """The messages of the next round, for Flower's own loop; full gradients are asked here."""
         if self.folder:
             raise FedShuffleError("only start writes metrics and checkpoints: leave out out.")
+        if self.secure_aggregation is not None:
+            raise FedShuffleError("only start offers secure aggregation: call start.")
         if self.retries:
             raise FedShuffleError("only start asks clients again: leave out retries.")
         if self._session is None or server_round == 1:
@@ -245,6 +257,12 @@ class FedShuffleStrategy(Strategy):  # type: ignore[misc]  # Flower is untyped h
         registry.wait_for(self.clients if self.asked else 1)
         run = self._run(registry.sizes() if self.asked else self.sizes)
         info = next(iter(registry.infos.values()))
+        if info.secure_aggregation != (self.secure_aggregation is not None):
+            raise FedShuffleError(
+                "the strategy and its clients do not agree on secure aggregation. Give both"
+                " client_app(..., secure_aggregation=True) and"
+                " FedShuffleStrategy(..., secure_aggregation=SecureAggregation(...)), or neither."
+            )
         model = Model(arrays, info)
         state = run.start(model.flat(arrays))
         if self.folder:
@@ -300,6 +318,31 @@ def _check(method: Method, work: LocalWork, drawn: str | Sampling, withheld: boo
         raise FedShuffleError(
             f"{method.name} needs the clients' numbers of steps, which follow from their sizes. Use"
             " fedshuffle (or NAME+fedshuffle), whose clients can scale their steps themselves."
+        )
+
+
+def _check_secure(run: Run, retries: int, response_probability: FloatArray) -> None:
+    """Refuse what needs more than the sum of the updates, or weights that are not known before."""
+    method = run.method
+    if not isinstance(method.averaging.normaliser, averaging.InclusionProbability):
+        raise FedShuffleError(
+            f"{method.name} divides by a sum over the clients that reply, but with secure"
+            " aggregation clients apply their weights before anybody knows who replies. Use"
+            " fedshuffle (or NAME+fedshuffle)."
+        )
+    first = advance(run.round(run.start(torch.zeros(1)), run.cohort(0, np.arange(1))))
+    if not isinstance(first, LocalTraining) or first.sums > 1:
+        raise FedShuffleError(
+            f"{method.name} needs more than the sum of the updates, which is all that secure"
+            " aggregation reveals. Use fedshuffle."
+        )
+    if retries:
+        raise FedShuffleError("Flower's secure aggregation asks every client once: no retries.")
+    if (response_probability < 1).any():
+        raise FedShuffleError(
+            "Flower's secure aggregation loses the whole round if a client drops out before it"
+            " trains, so no response probability describes who is in the sum: leave"
+            " response_probability out."
         )
 
 
