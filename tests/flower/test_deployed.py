@@ -79,6 +79,17 @@ def test_killed_server_resumes(deployment: Deployment, task: Any, tmp_path: Path
     assert [record["round"] for record in RunFolder(out).metrics()] == [1, 2]
 
 
+def test_secure_aggregation(deployment: Deployment, task: Any, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    config = {"secure": True, "rounds": 1, "marks": str(tmp_path), "out": str(out)}
+    assert deployment.run(APP, config) == COMPLETED
+    (record,) = RunFolder(out).metrics()
+    assert (record["replied"], record["missing"]) == (2, {})
+    found = load_file(out / "model.safetensors")
+    for name, value in simulated(task, 1, "fedshuffle").state_dict().items():
+        torch.testing.assert_close(found[name], value, rtol=0, atol=1e-6)
+
+
 @pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="looks into Linux's /proc")
 def test_flowers_simulator_gives_the_same_model(task: Any, tmp_path: Path) -> None:
     out, scripts = tmp_path / "out", Path(sys.executable).parent

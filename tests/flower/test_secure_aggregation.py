@@ -148,6 +148,16 @@ def test_flower_clips_what_is_out_of_range() -> None:
     np.testing.assert_allclose(found, [-8, 0.5, 8], atol=2e-8)
 
 
+def test_flower_overflows_if_steps_times_clients_reach_the_modulus(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Why the modulus is so large; Flower's own would do for fewer than 1024 clients."""
+    monkeypatch.setattr("fedshuffle.flower.secure_aggregation.MODULUS", 4 * LEVELS)
+    secure().start(grid(), start(), 1)
+    with pytest.raises(RuntimeWarning, match="divide by zero"):
+        secure(sampling="full").start(grid(), start(), 1)
+
+
 def test_flower_draws_masks_from_32_bits() -> None:
     """A limit of Flower's masks that docs/deployment.md states: the halves of a seed cancel."""
     rng = np.random.default_rng(0)

@@ -8,7 +8,7 @@ from flwr.app import ArrayRecord, Context
 from flwr.serverapp import Grid, ServerApp
 from safetensors.torch import save_file
 
-from fedshuffle.flower import FedShuffleStrategy
+from fedshuffle.flower import FedShuffleStrategy, SecureAggregation
 
 from .task import SETTINGS, SIZES, model
 
@@ -31,6 +31,7 @@ def main(grid: Grid, context: Context) -> None:
         retries=int(config["retries"]),
         out=out,
         resume=bool(config["resume"]),
+        secure_aggregation=SecureAggregation() if config["secure"] else None,
         **SETTINGS,
     )
     start = ArrayRecord(model().state_dict())
