@@ -37,6 +37,7 @@ class Purpose(enum.IntEnum):
     CONSTANTS = 11
     TRANSFORM = 12
     SERVER_TRANSFORM = 13
+    DOWN_LINK = 14
 
 
 def generator(

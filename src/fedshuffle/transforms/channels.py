@@ -1,0 +1,127 @@
+"""Channels by name: how updates are compressed on their way to the server.
+
+``topk:0.01``, ``randk:0.1``, ``qsgd:4``, ``sign`` and ``float16`` name a compressor; ``+ef``,
+``+ef21`` and ``+diana`` after it name the memory. ``diana`` alone is ``qsgd:4+diana``, and ``none``
+sends updates as they are.
+"""
+
+from collections.abc import Callable
+
+from fedshuffle._arrays import expect
+from fedshuffle.errors import FedShuffleError, check_known
+from fedshuffle.transforms.compression import (
+    EF21,
+    Channel,
+    Compressed,
+    Diana,
+    ErrorFeedback,
+)
+from fedshuffle.transforms.compressor import Compressor
+from fedshuffle.transforms.down_link import DownLink
+from fedshuffle.transforms.quantization import QSGD, Float16, Sign
+from fedshuffle.transforms.sparsification import RandK, TopK
+
+NONE = "none"
+_SHORT = {"diana": "qsgd:4+diana"}
+_MEMORY = ("ef", "ef21", "diana")
+
+
+def channel(text: str) -> Channel | None:
+    """The transform that a text names; None for ``none``.
+
+    >>> str(channel("topk:0.01+ef")), str(channel("diana")), channel("none")
+    ('topk:0.01+ef', 'qsgd:4+diana', None)
+    """
+    if text.strip() == NONE:
+        return None
+    name, *memory = _SHORT.get(text.strip(), text.strip()).split("+")
+    if name == NONE or name in _SHORT:
+        raise FedShuffleError(f"channel {text!r} cannot be read: {name!r} stands alone.")
+    made = compressor(name)
+    if not memory:
+        return Compressed(made)
+    kind, _, argument = memory[0].partition(":")
+    check_known("memory", kind, _MEMORY)
+    if len(memory) > 1:
+        raise FedShuffleError(
+            f"channel {text!r} has {len(memory)} kinds of memory, but a client keeps one vector:"
+            f" write '{name}+{memory[0]}' or '{name}+{memory[1]}'."
+        )
+    if kind == "diana":
+        return Diana(made, _number(argument, text, "+diana:ALPHA") if argument else None)
+    if argument:
+        raise FedShuffleError(
+            f"channel {text!r} has too much after {kind!r}: write '{name}+{kind}'."
+        )
+    return ErrorFeedback(made) if kind == "ef" else EF21(made)
+
+
+def down_link(text: str) -> DownLink | None:
+    """The down-link that a text names; None for ``none``.
+
+    >>> down_link("qsgd:4")
+    DownLink(compressor=QSGD(bits=4))
+    """
+    if text.strip() == NONE:
+        return None
+    name, plus, _ = text.strip().partition("+")
+    if plus or name in _SHORT:
+        raise FedShuffleError(
+            f"the down-link {text!r} names a memory, but what a down-link leaves out is always fed"
+            f" back: write {_SHORT.get(name, name).split('+')[0]!r}."
+        )
+    return DownLink(compressor(name))
+
+
+def compressor(text: str) -> Compressor:
+    """The compressor that a text names.
+
+    >>> compressor("qsgd:4")
+    QSGD(bits=4)
+    """
+    name, _, argument = text.strip().partition(":")
+    check_known("compressor", name, _MAKERS)
+    form, make = _MAKERS[name]
+    if bool(argument) != (":" in form):
+        raise FedShuffleError(f"channel {text!r} is incomplete or has too much: write {form!r}.")
+    made = make(argument)
+    expect(made, Compressor, f"the compressor {name!r}")
+    return made
+
+
+def register(form: str, make: Callable[[str], Compressor]) -> None:
+    """Give a compressor of your own a name: ``form`` is how it is written, ``name`` or
+    ``name:ARGUMENT``, and ``make`` makes it from the argument, empty if there is none.
+
+    >>> register("ternary", lambda _: QSGD(2))
+    >>> channel("ternary+ef")
+    ErrorFeedback(compressor=QSGD(bits=2))
+    """
+    name = form.partition(":")[0]
+    if name in _OWN or name in _SHORT or name == NONE:
+        raise FedShuffleError(f"the name {name!r} is taken: register the compressor under another.")
+    if not name.replace("-", "_").isidentifier():
+        raise FedShuffleError(f"{name!r} cannot be the name of a compressor: use letters and '-'.")
+    _MAKERS[name] = (form, make)
+
+
+def _number(text: str, channel: str, form: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise FedShuffleError(f"channel {channel!r} cannot be read: write {form!r}.") from None
+
+
+def _bits(text: str) -> int:
+    number = _number(text, f"qsgd:{text}", "qsgd:BITS")
+    return int(number) if number.is_integer() else number  # type: ignore[return-value]  # refused
+
+
+_MAKERS: dict[str, tuple[str, Callable[[str], Compressor]]] = {
+    "topk": ("topk:SHARE", lambda text: TopK(_number(text, f"topk:{text}", "topk:SHARE"))),
+    "randk": ("randk:SHARE", lambda text: RandK(_number(text, f"randk:{text}", "randk:SHARE"))),
+    "qsgd": ("qsgd:BITS", lambda text: QSGD(_bits(text))),
+    "sign": ("sign", lambda _: Sign()),
+    "float16": ("float16", lambda _: Float16()),
+}
+_OWN = frozenset(_MAKERS)
