@@ -18,7 +18,8 @@ class LocalGrid(Grid):  # type: ignore[misc]
 
     Faults: ``"raises"`` (the app fails), ``"silent"`` (no reply comes, which Flower reports when
     the message expires), ``"gone"`` (the node is lost: an error of Flower's that does not name
-    it), ``"refused"`` (the SuperLink does not take the message).
+    it), ``"lost"`` (the app runs, and its reply is lost like that node), ``"refused"`` (the
+    SuperLink does not take the message).
     """
 
     def __init__(self, apps: list[ClientApp], fault: Fault | None = None) -> None:
@@ -61,7 +62,8 @@ class LocalGrid(Grid):  # type: ignore[misc]
                 raise RuntimeError("the client failed")
             own = Context(1, client, {"partition-id": client}, RecordDict({}), {})
             context = self.contexts.setdefault(client, own)
-            return self.apps[client](sent(message), context)
+            reply = self.apps[client](sent(message), context)
+            return Message(Error(5, "node lost"), reply_to=message) if fault == "lost" else reply
         except Exception as error:
             return Message(Error(2, str(error)), reply_to=message)
 

@@ -13,6 +13,7 @@ from fedshuffle import losses
 from fedshuffle.errors import FedShuffleError
 from fedshuffle.flower import Client, FedShuffleStrategy, SecureAggregation, protocol
 from fedshuffle.flower.secure_aggregation import LEVELS, MODULUS
+from fedshuffle.transforms import channel
 from tests.flower.grid import Fault, LocalGrid
 from tests.flower.helpers import (
     apps,
@@ -194,6 +195,7 @@ def test_client_sends_nothing_unmasked(kind: str) -> None:
         ({"method": "fedavg"}, "divides by a sum"),
         ({"method": "fedshuffle-mvr"}, "more than the sum"),
         ({"method": "scaffold"}, "scaffold"),
+        ({"transforms": [channel("float16")]}, "float16"),
         ({"retries": 1}, "no retries"),
         ({"response_probability": 0.9}, "loses the whole round"),
         ({"settings": {"num_shares": 2}}, "num_shares"),

@@ -2,9 +2,11 @@
 
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import numpy as np
+import torch
 from flwr.app import Context, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
 from torch import Tensor, nn
@@ -20,11 +22,15 @@ from fedshuffle.evaluation.evaluation import evaluation_mode
 from fedshuffle.federation import Federation
 from fedshuffle.flower import protocol
 from fedshuffle.flower import secure_aggregation as secure
-from fedshuffle.kernel import ClientTask, FullGradient, LocalTraining, StepCoefficients
+from fedshuffle.flower.chain import WireChain
+from fedshuffle.flower.client_memory import ClientMemory
+from fedshuffle.kernel import ClientTask, FullGradient, StepCoefficients
 from fedshuffle.local_work import LocalWork, Minibatches
 
 Data = Any
 """A client's examples: arrays or tensors with a row per example, or a map-style torch dataset."""
+OBSERVED = {"train_loss", "update_norm"}
+"""Metrics that are not those of a transform."""
 _Request = TypeVar("_Request", protocol.TrainRequest, protocol.Query)
 
 
@@ -75,8 +81,10 @@ class Client:
         self.secure_aggregation = secure_aggregation
         self._test, self._metrics = test, metrics
 
-    def handle(self, message: Message) -> Message:
-        """The reply to any message of the strategy."""
+    def handle(self, message: Message, context: Context | None = None) -> Message:
+        """The reply to any message of the strategy. Transforms with state, such as error feedback,
+        keep it in Flower's context.
+        """
         kind = message.metadata.message_type
         handlers = {
             protocol.INFO: self._info,
@@ -86,9 +94,9 @@ class Client:
         }
         if kind not in handlers:
             raise FedShuffleError(f"fedshuffle has no messages of type {kind!r}.")
-        return Message(handlers[kind](message), reply_to=message)
+        return Message(handlers[kind](message, context), reply_to=message)
 
-    def _info(self, message: Message) -> RecordDict:
+    def _info(self, message: Message, context: Context | None) -> RecordDict:
         mine, model = self.problem.parameters, self.problem.model
         first = {id(p): name for name, p in mine.items()}
         every = dict(model.named_parameters(remove_duplicate=False))
@@ -105,7 +113,7 @@ class Client:
         )
         return protocol.content(info)
 
-    def _train(self, message: Message) -> RecordDict:
+    def _train(self, message: Message, context: Context | None) -> RecordDict:
         d = len(self.problem.start)
         request, sent = self._read(message, protocol.TrainRequest, x=[d], v=[d], scale=[d])
         planned, step_size = self._plan(request)
@@ -129,17 +137,41 @@ class Client:
             stream_id=request.client,
             should_stop=out_of_time if self.seconds else None,
         )
-        v, scale = sent.get("v"), sent.get("scale")
-        step = StepCoefficients(request.alpha, request.beta, request.mu, v, scale)
-        task = ClientTask(minibatches, step_size, step, [1.0], request.clip, request.weight_decay)
-        training = LocalTraining(sent["x"], [task], 1)
-        (update,) = SequentialEngine(self.problem).local_training([training])[0]
-        done = done if self.seconds else planned
+        step = StepCoefficients(
+            request.alpha,
+            request.beta,
+            request.mu,
+            sent.get("v"),
+            sent.get("scale"),
+            request.own_gradient,
+        )
+        # Transforms see the aggregation weight; the second sum is what the client sends.
+        weights = [request.weight, 1.0]
+        task = ClientTask(minibatches, step_size, step, weights, request.clip, request.weight_decay)
+        engine, x = SequentialEngine(self.problem), sent["x"]
+        wire, memory = WireChain.from_texts(request.chain), ClientMemory(context, self.number)
+        state = memory.read(request.state_after, x) if wire.chain.keeps_state else None
+        shared = {k: torch.from_numpy(a) for k, a in protocol.raw(message, protocol.SHARED).items()}
+        out = wire.run(engine, x, task, shared, state)
+        done, values = done if self.seconds else planned, out.values
         if request.size is None:  # the server cannot correct for steps that it does not know
-            update, done = update * (planned / done), request.steps
+            if wire.chain and done < planned:
+                raise FedShuffleError(
+                    f"client {self.number} did not finish its steps, and what it sends cannot be"
+                    " corrected after transforms. Leave seconds out, or share its size."
+                )
+            values, done = values * (planned / done), request.steps
+        reply = protocol.Reply(self.number, done, out.metrics)
         if request.clipping_range is not None:
-            update = secure.weighted(update, request.weight, request.clipping_range)
-        return self._reply(done, update=update)
+            values = secure.weighted(values, request.weight, request.clipping_range)
+            own = {name: out.metrics[name] for name in out.metrics.keys() - OBSERVED}
+            reply = replace(reply, metrics=own)  # numbers are not masked
+        if out.state is not None and request.state_after is not None:
+            memory.write({request.state_after: state, request.round + 1: out.state})
+        if out.encoded is not None:
+            return protocol.content(reply, message=protocol.raw_arrays(out.encoded))
+        gradient = engine.own_gradients(x, [task])[0] if request.send_gradient else None
+        return protocol.content(reply, protocol.arrays(update=values, gradient=gradient))
 
     def _plan(self, request: protocol.TrainRequest) -> tuple[int, float]:
         """The number of steps and their size."""
@@ -155,15 +187,15 @@ class Client:
             )
         return request.steps, request.step_size
 
-    def _full_gradient(self, message: Message) -> RecordDict:
+    def _full_gradient(self, message: Message, context: Context | None) -> RecordDict:
         d = len(self.problem.start)
         query, sent = self._read(message, protocol.Query, points=[-1, d])
         points = list(sent["points"])
         request = FullGradient(points, np.zeros(1, np.int64), np.ones((1, 1)), query.round)
-        (gradients,) = SequentialEngine(self.problem).full_gradients([request])[0]
+        (gradients,) = SequentialEngine(self.problem).full_gradients([request])[0].sums
         return self._reply(gradients=gradients)
 
-    def _evaluate(self, message: Message) -> RecordDict:
+    def _evaluate(self, message: Message, context: Context | None) -> RecordDict:
         _, sent = self._read(message, protocol.Query, x=[len(self.problem.start)])
         data = self.problem.federation if self._test is None else _alone(self._test)
         evaluation = Evaluation(data, self._metrics, loss=self.problem.loss, per_client=False)
@@ -232,7 +264,7 @@ def client_app(
             seconds=seconds,
             secure_aggregation=secure_aggregation,
         )
-        return client.handle(message)
+        return client.handle(message, context)
 
     app.query("info")(handle)
     app.train()(handle)

@@ -9,12 +9,15 @@ and no sum of weights is needed. What this protects, and what not: docs/deployme
 """
 
 import json
+import math
 import time
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any, final
 
+import numpy as np
 import torch
 from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, RecordDict
 from flwr.client.mod import secaggplus_mod
@@ -38,8 +41,9 @@ from torch import Tensor
 from fedshuffle._arrays import number
 from fedshuffle.errors import FedShuffleError, error_context
 from fedshuffle.flower import protocol
-from fedshuffle.flower.exchange import POLL_SECONDS, Exchange, Node, Outbox, UpdateBuffer
-from fedshuffle.kernel import LocalTraining, Request
+from fedshuffle.flower.exchange import POLL_SECONDS, Exchange, Node, Outbox
+from fedshuffle.flower.update_buffer import UpdateBuffer
+from fedshuffle.kernel import Answer, LocalTraining
 
 LEVELS = 2**30
 """The number of integers that a coordinate is rounded to."""
@@ -98,14 +102,21 @@ class SecureAggregation:
 class SecureSum:
     """The weighted sum of the updates of the clients that replied."""
 
-    def __init__(self, weights: Mapping[int, float], steps: Mapping[int, int], sum: Tensor) -> None:
+    def __init__(
+        self,
+        weights: Mapping[int, float],
+        steps: Mapping[int, int],
+        metrics: Mapping[int, Mapping[str, float]],
+        sum: Tensor,
+    ) -> None:
         self.steps = dict(steps)
         """The steps that each client did."""
-        self._weights, self._sum = weights, sum
+        self._weights, self._metrics, self._sum = weights, metrics, sum
 
-    def sums(self, request: Request) -> Tensor:
-        """The sum that a request asks for, if its weights are those that clients applied."""
-        assert isinstance(request, LocalTraining)
+    def local_training(self, request: LocalTraining) -> Answer:
+        """The answer to a request, if its weights are those that clients applied."""
+        names = sorted({name for found in self._metrics.values() for name in found})
+        metrics: dict[str, list[float]] = {name: [] for name in names}
         for task in request.tasks:
             client = task.minibatches.client
             if [*task.weights] != [self._weights[client]]:
@@ -113,7 +124,10 @@ class SecureSum:
                     f"the weight of client {client} depends on who replies, but with secure"
                     " aggregation clients apply their weights themselves. Use fedshuffle."
                 )
-        return self._sum[None]
+            for name, values in metrics.items():
+                values.append(self._metrics[client].get(name, math.nan))
+        found = {name: np.array(values) for name, values in metrics.items()}
+        return Answer(self._sum[None], metrics=found)
 
 
 def aggregate(
@@ -121,6 +135,7 @@ def aggregate(
     grid: Grid,
     exchange: Exchange[UpdateBuffer],
     request: LocalTraining,
+    weights: Mapping[int, float],
     nodes: Mapping[int, Node | None],
     timeout: float,
 ) -> tuple[SecureSum, dict[int, str]]:
@@ -129,7 +144,6 @@ def aggregate(
     """
     connected = {client: node for client, node in nodes.items() if node is not None}
     missing = {client: "is not connected" for client in exchange.clients if client not in connected}
-    weights = {task.minibatches.client: float(task.weights[0]) for task in request.tasks}
     steps = {task.minibatches.client: task.minibatches.steps for task in request.tasks}
     link, updates = _Link(grid), _Updates(exchange, connected)
     context = LegacyContext(
@@ -145,7 +159,8 @@ def aggregate(
         missing[client] = link.errors.get(connected[client], lost)
     total = updates.mean * len(updates.replied)
     done = {client: steps[client] for client in updates.replied}
-    return SecureSum(weights, done, total.to(request.start)), missing
+    exchange.bytes.update(link.bytes)
+    return SecureSum(weights, done, updates.metrics, total.to(request.start)), missing
 
 
 @final
@@ -156,6 +171,7 @@ class _Updates:
         self._exchange, self._nodes = exchange, nodes
         self.replied: list[int] = []
         """The clients in the sum; none if Flower's workflow stopped early."""
+        self.metrics: dict[int, Mapping[str, float]] = {}
         self.mean = torch.zeros(())
 
     def num_available(self) -> int:
@@ -170,7 +186,9 @@ class _Updates:
     def aggregate_fit(
         self, round: int, results: list[tuple[SimpleNamespace, FitRes]], failures: object
     ) -> tuple[None, dict[str, float]]:
-        self.replied = sorted(proxy.client for proxy, _ in results)
+        for proxy, fitted in results:
+            self.metrics[proxy.client] = protocol.parse(fitted.metrics, protocol.Reply).metrics
+        self.replied = sorted(self.metrics)
         (mean,) = parameters_to_ndarrays(results[0][1].parameters)
         self.mean = torch.from_numpy(mean)
         return None, {}
@@ -183,12 +201,15 @@ class _Link:
     def __init__(self, grid: Grid) -> None:
         self.errors: dict[Node, str] = {}
         """Of the first stage in which a client failed; it makes others fail in later ones."""
+        self.bytes: Counter[str] = Counter()
+        """Of all messages, ``down`` and ``up``."""
         self._grid = grid
 
     def send_and_receive(self, messages: Iterable[Message], *, timeout: float) -> list[Message]:
         by_node = {message.metadata.dst_node_id: message for message in messages}
         for message in by_node.values():
             message.metadata.ttl = timeout
+            self.bytes["down"] += _size(message.content)
         outbox, end, replies = Outbox[Node](self._grid), time.monotonic() + timeout, []
         refused = outbox.push(list(by_node), by_node.__getitem__)
         errors = dict.fromkeys(refused, "could not be asked: the SuperLink refused the message")
@@ -198,11 +219,20 @@ class _Link:
                     errors[node] = f"failed: {protocol.error_of(reply)}"
                 else:
                     replies.append(reply)
+                    self.bytes["up"] += _size(reply.content)
             if not outbox.waiting or time.monotonic() >= end:
                 late = f"did not reply within {timeout:g} seconds"
                 self.errors = self.errors or errors | dict.fromkeys(outbox.waiting.values(), late)
                 return replies
             time.sleep(POLL_SECONDS)
+
+
+def _size(content: RecordDict) -> int:
+    """The bytes of the arrays, keys and masked vectors of a message of SecAgg+."""
+    arrays = [array.data for record in content.array_records.values() for array in record.values()]
+    values = [value for record in content.config_records.values() for value in record.values()]
+    parts = [part for value in values for part in (value if isinstance(value, list) else [value])]
+    return sum(len(part) for part in [*arrays, *parts] if isinstance(part, bytes))
 
 
 # The client's side: two mods around Flower's own.
@@ -228,10 +258,10 @@ def from_fit(message: Message, context: Context, call_next: ClientAppCallable) -
     fields = dict(fit.config)
     names = json.loads(str(fields.pop("names")))
     arrays = {
-        name: Array("", (), fit.parameters.tensor_type, data)
-        for name, data in zip(names, fit.parameters.tensors, strict=True)
+        (record, name): Array("", (), fit.parameters.tensor_type, data)
+        for (record, name), data in zip(names, fit.parameters.tensors, strict=True)
     }
-    message.content = protocol.join(fields, ArrayRecord(arrays))
+    message.content = protocol.join(fields, arrays)
     reply = call_next(message, context)
     fields, sent = protocol.split(reply.content)
     parameters = Parameters([array.data for array in sent.values()], "numpy.ndarray")

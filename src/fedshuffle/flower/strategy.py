@@ -20,17 +20,20 @@ from fedshuffle import methods, sampling
 from fedshuffle._arrays import FloatArray, count, expect, number, vector
 from fedshuffle.errors import FedShuffleError, unknown
 from fedshuffle.federation import Federation
+from fedshuffle.flower.chain import WireChain
 from fedshuffle.flower.client_registry import ClientRegistry
 from fedshuffle.flower.secure_aggregation import SecureAggregation
 from fedshuffle.flower.session import Model, Session
-from fedshuffle.kernel import LocalTraining
+from fedshuffle.kernel import FullGradient, LocalTraining, Request
 from fedshuffle.local_work import LocalWork
 from fedshuffle.methods import Method, averaging
 from fedshuffle.sampling import Sampling
 from fedshuffle.schedules import Schedule
+from fedshuffle.state import State
 from fedshuffle.training.monitoring import RECORD_KEYS
 from fedshuffle.training.rounds import Run, advance
 from fedshuffle.training.run_folder import RunFolder
+from fedshuffle.transforms import Transform
 
 _log = logging.getLogger("flwr.fedshuffle")
 
@@ -38,7 +41,7 @@ EvaluateOnServer = Callable[[int, ArrayRecord], MetricRecord | None]
 
 
 class FedShuffleStrategy(Strategy):  # type: ignore[misc]  # Flower is untyped here
-    r"""Any method of this library without client state, on Flower's clients.
+    r"""The methods and transforms of this library on Flower's clients.
 
     The server samples clients by number, sends each its task (step size, steps, seed), and
     moves the model by :math:`\sum_i a_i (y_i - x)` over the clients that replied, with the method's
@@ -49,8 +52,8 @@ class FedShuffleStrategy(Strategy):  # type: ignore[misc]  # Flower is untyped h
 
     Args:
         clients: the number of clients; they are numbered from 0.
-        method: as for :func:`fedshuffle.train`; one without client state. By default FedShuffle
-            corrected for unfinished work.
+        method: as for :func:`fedshuffle.train`. By default FedShuffle corrected for unfinished
+            work.
         sampling: as for :func:`fedshuffle.train`.
         work: what a sampled client does.
         step_size: that of the client with the most local steps; of an epoch, if sizes are withheld.
@@ -72,6 +75,8 @@ class FedShuffleStrategy(Strategy):  # type: ignore[misc]  # Flower is untyped h
         record_cohorts: whether records list the clients of the round; they follow from the seed.
         nodes: the client of each of Flower's nodes. By default every node is asked, and believed
             unless another node says the same.
+        transforms: what happens to updates on their way, as for :func:`fedshuffle.train`. The
+            clients' part runs at the clients (see :mod:`fedshuffle.flower.chain`).
         secure_aggregation: settings of secure aggregation, with which the server learns only the
             sum of the updates; the clients need ``client_app(..., secure_aggregation=True)``.
 
@@ -100,6 +105,7 @@ class FedShuffleStrategy(Strategy):  # type: ignore[misc]  # Flower is untyped h
         evaluate_every: int | None = None,
         record_cohorts: bool = False,
         nodes: Mapping[int, int] | None = None,
+        transforms: Sequence[Transform] = (),
         secure_aggregation: SecureAggregation | None = None,
     ) -> None:
         self.clients = _population(clients, sizes)
@@ -127,8 +133,17 @@ class FedShuffleStrategy(Strategy):  # type: ignore[misc]  # Flower is untyped h
         _check_nodes(nodes or {}, self.clients)
         _check(self.method, work, sampling, self.withheld)
         self.secure_aggregation = secure_aggregation
-        self._settings = (self.method, sampling, work, step_size, server_step_size, seed)
+        self._settings = (
+            self.method,
+            sampling,
+            work,
+            step_size,
+            server_step_size,
+            seed,
+            tuple(transforms),
+        )
         run = self._run(self.sizes)  # fails now if the settings are wrong
+        _check_transforms(run, resume)
         if secure_aggregation is not None:
             expect(secure_aggregation, SecureAggregation, "secure_aggregation")
             _check_secure(run, self.retries, self.response_probability)
@@ -264,7 +279,9 @@ class FedShuffleStrategy(Strategy):  # type: ignore[misc]  # Flower is untyped h
                 " FedShuffleStrategy(..., secure_aggregation=SecureAggregation(...)), or neither."
             )
         model = Model(arrays, info)
-        state = run.start(model.flat(arrays))
+        x = model.flat(arrays)
+        store = self.folder.client_store(len(x), x.dtype) if self.folder else None
+        state = run.start(x, store)
         if self.folder:
             rounds_at_start = self.folder.settings()["rounds"] if self.resume else rounds
             settings = {
@@ -292,11 +309,10 @@ def _check(method: Method, work: LocalWork, drawn: str | Sampling, withheld: boo
             "optimal client sampling asks for norms first and updates later, which takes two"
             " exchanges here and saves nothing. Use another sampling."
         )
-    if method.direction.client_state or method.pooled:
-        why = "has all data in one place" if method.pooled else "keeps a vector for every client"
+    if method.pooled:
         raise FedShuffleError(
-            f"{method.name} {why}, which the strategy does not offer. Use fedshuffle-gen, or"
-            " fedshuffle-mvr+fedshuffle-gen."
+            f"{method.name} has all data in one place, which the strategy does not offer. Use"
+            " fedshuffle-gen, or fedshuffle-mvr+fedshuffle-gen."
         )
     if work.interruption is not None:
         raise FedShuffleError(
@@ -321,6 +337,34 @@ def _check(method: Method, work: LocalWork, drawn: str | Sampling, withheld: boo
         )
 
 
+def _first_request(run: Run) -> Request | State:
+    """What the method asks for first, with one client and one parameter."""
+    return advance(run.round(run.start(torch.zeros(1)), run.cohort(0, np.arange(1))))
+
+
+def _check_transforms(run: Run, resume: bool) -> None:
+    """Refuse chains that real clients cannot run."""
+    WireChain(run.chain).texts  # noqa: B018  # fails if clients would not know a transform
+    name, stateful = run.method.name, run.method.direction.client_state
+    first = _first_request(run)
+    if isinstance(first, FullGradient) and first.chain:
+        raise FedShuffleError(
+            f"{name} compresses full gradients, which the strategy does not offer. Use fedlin."
+        )
+    if stateful and run.chain:
+        raise FedShuffleError(
+            f"{name} keeps a vector for each client, which the server computes from the whole"
+            f" update, but after {run.chain.transforms[0]} it does not see that. Leave out"
+            " transforms, or use a method without client state."
+        )
+    if run.chain.keeps_state and resume:
+        memory = next(one for one in run.chain.transforms if one.keeps_state)
+        raise FedShuffleError(
+            f"a run with {memory} cannot be resumed: what clients keep is gone with the Flower run."
+            " Start a new run in another folder."
+        )
+
+
 def _check_secure(run: Run, retries: int, response_probability: FloatArray) -> None:
     """Refuse what needs more than the sum of the updates, or weights that are not known before."""
     method = run.method
@@ -330,11 +374,16 @@ def _check_secure(run: Run, retries: int, response_probability: FloatArray) -> N
             " aggregation clients apply their weights before anybody knows who replies. Use"
             " fedshuffle (or NAME+fedshuffle)."
         )
-    first = advance(run.round(run.start(torch.zeros(1)), run.cohort(0, np.arange(1))))
-    if not isinstance(first, LocalTraining) or first.sums > 1:
+    first = _first_request(run)
+    if not isinstance(first, LocalTraining) or first.sums > 1 or method.direction.client_state:
         raise FedShuffleError(
             f"{method.name} needs more than the sum of the updates, which is all that secure"
             " aggregation reveals. Use fedshuffle."
+        )
+    if (channel := WireChain(run.chain).channel) is not None or run.chain.keeps_state:
+        raise FedShuffleError(
+            f"with secure aggregation clients send masked vectors in full, so that {channel or 'it'}"
+            " saves nothing: leave out the channel, and transforms that keep state."
         )
     if retries:
         raise FedShuffleError("Flower's secure aggregation asks every client once: no retries.")
