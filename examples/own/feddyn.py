@@ -15,17 +15,18 @@ Reference: Acar et al., Federated Learning Based on Dynamic Regularization, 2021
 from dataclasses import dataclass
 
 import numpy as np
+from torch import Tensor
 
 from fedshuffle import FedShuffleError, Method, methods
 from fedshuffle.methods import (
     CohortMoments,
     Direction,
     LocalPlan,
-    MethodState,
     RoundContext,
     StepCoefficients,
     Steps,
 )
+from fedshuffle.transforms import ClientContext, Message, Transform
 
 
 @dataclass(frozen=True)
@@ -35,20 +36,35 @@ class Dynamic(Direction):
     client_state = True
 
     def round(self, context: RoundContext) -> Steps:
-        x, cohort, own = context.x, context.cohort, context.state.per_client
-        assert own is not None  # a row for each client of the cohort
+        x, cohort = context.x, context.cohort
         if not 0 < self.strength <= cohort.planned.min():
             raise FedShuffleError(f"strength = {self.strength}: use a number from 0 to 1.")
-        h = context.state.shared.get("h", x.new_zeros(x.shape))
-        alpha = self.strength / (context.step_sizes * cohort.planned)
-        each = [StepCoefficients(mu=a, v=h - h_i) for a, h_i in zip(alpha.tolist(), own)]
-        updates = yield LocalPlan(each, report=np.eye(len(own)))
-        renewed = own - h - x.new_tensor(alpha)[:, None] * updates
-        return MethodState({"h": h + x.new_tensor(cohort.weight) @ (renewed - own)}, renewed)
+        h = context.state.get("h", x.new_zeros(x.shape))
+        alpha = (self.strength / (context.step_sizes * cohort.planned)).tolist()
+        answer = yield LocalPlan(
+            lambda k, h_i: StepCoefficients(mu=alpha[k], v=h - h_i),
+            keep=Renew(h, dict(zip(cohort.clients.tolist(), alpha))),
+            state_weights=cohort.weight,
+        )
+        return {"h": h + answer.state_change}
 
     def effective_weights(self, moments: CohortMoments) -> np.ndarray:
         """Once the h_i have settled, every client follows the global gradient."""
         return moments.total * moments.weights
+
+
+@dataclass(frozen=True)
+class Renew(Transform):
+    """h_i after the round; the update is sent as it is."""
+
+    h: Tensor
+    alpha: dict[int, float]
+    keeps_state, mean = True, "unchanged"
+
+    def client(self, updates: Tensor, state: Tensor | None, context: ClientContext) -> Message:
+        assert state is not None  # a row for each of the clients
+        alpha = updates.new_tensor([self.alpha[client] for client in context.clients.tolist()])
+        return Message(updates, state - self.h - alpha[:, None] * updates)
 
 
 AVERAGING = methods.get("fedshuffle").averaging

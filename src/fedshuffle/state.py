@@ -8,7 +8,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-    from fedshuffle._arrays import IntArray
+    from fedshuffle._arrays import FloatArray, IntArray
 
 
 class ClientRows(Protocol):
@@ -29,12 +29,17 @@ class State:
 
     x: "Tensor"
     method_state: "Mapping[str, Tensor]" = field(default_factory=dict)
-    """The direction's vectors at the server: ``MethodState.shared``."""
+    """The direction's vectors at the server."""
     optimiser_state: "Mapping[str, Tensor]" = field(default_factory=dict)
     """The tensors of the server optimiser."""
     round: int = 0
     clients: ClientRows | None = None
-    """The direction's vectors at the clients: ``MethodState.per_client`` of all rounds so far."""
+    """The vectors that clients keep, of the method or of a transform."""
+    transform_state: "Mapping[str, Tensor]" = field(default_factory=dict)
+    """What transforms keep at the server."""
     sent: int | None = None
-    """Number of clients that sent an update in the last round, if not the whole cohort; a record
-    that nothing depends on."""
+    """Number of clients that sent an update in the last round, if not the whole cohort. This and
+    the metrics are records; nothing depends on them."""
+    metrics: "Mapping[str, FloatArray]" = field(default_factory=dict)
+    """Numbers of the last round by name, one per client of its cohort: ``train_loss``,
+    ``update_norm``, ``bytes_up``, ``bytes_down`` and those of transforms."""

@@ -18,7 +18,7 @@ from fedshuffle import Method, audit, cli, methods
 from fedshuffle.cli.methods import print_methods
 from fedshuffle.experiments import method_pictures
 from fedshuffle.experiments.method_pictures import PICTURES, Curve, refreshed
-from fedshuffle.methods import Direction, LocalPlan, MethodState, RoundContext, Steps
+from fedshuffle.methods import Direction, LocalPlan, RoundContext, Steps
 from fedshuffle.reports import methods as listing
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -115,7 +115,7 @@ class Sideways(Direction):
         from fedshuffle.kernel import StepCoefficients
 
         yield LocalPlan(StepCoefficients(alpha=0.5))
-        return MethodState()
+        return {}
 
 
 @pytest.mark.slow

@@ -8,7 +8,7 @@ from torch import nn
 
 from fedshuffle import losses, train
 from fedshuffle.engines import Engine, Problem, VectorizedEngine, choose
-from fedshuffle.kernel import LocalTraining
+from fedshuffle.kernel import Answer, LocalTraining
 from fedshuffle.models import CharLSTM
 from fedshuffle.state import State
 from fedshuffle.training import Result
@@ -71,7 +71,7 @@ def test_an_engine_that_fails_or_disagrees_is_not_chosen(monkeypatch: pytest.Mon
     monkeypatch.setattr(
         VectorizedEngine,
         "local_training",
-        lambda self, requests: [torch.ones_like(w.start) for w in requests],
+        lambda self, requests: [Answer(torch.ones_like(w.start)) for w in requests],
     )
     federation = data((6,), 3, SIZES)
     problem = Problem(nn.Linear(6, 3).double(), losses.cross_entropy, federation)

@@ -242,7 +242,7 @@ def test_the_whole_kernel_by_hand(engine: str, clip: float, decay: float) -> Non
             y = y - o.step_size * (1.0 if s.scale is None else s.scale) * direction
         want[0] += o.weights[0] * (y - x)
         want[1] += o.weights[1] * (y - x)
-    (have,) = make(engine, problem).local_training([LocalTraining(x, tasks, 2)])
+    have = make(engine, problem).local_training([LocalTraining(x, tasks, 2)])[0].sums
     torch.testing.assert_close(have, want, rtol=1e-12, atol=1e-14)
 
 
@@ -254,7 +254,7 @@ def test_full_gradients_are_weighted(engine: str) -> None:
     a, b = targets(2, 2, seed=4)
     weights = np.array([[0.3, 0.0, 1.0], [2.0, 1.0, 0.0]])
     request = FullGradient((a, b), np.array([0, 1]), weights, 0, weight_decay=0.7)
-    (have,) = make(engine, problem).full_gradients([request])
+    have = make(engine, problem).full_gradients([request])[0].sums
     means = torch.stack([rows[:3].mean(0), rows[3:].mean(0)])
     want = torch.stack([torch.stack([p - means + 0.7 * p for p in (a, b)])] * 3)
     want = torch.einsum("ik,kpid->kpd", torch.from_numpy(weights), want)
@@ -281,7 +281,8 @@ def test_local_training_with_a_scale_is_a_geometric_series(engine: str) -> None:
         )
         for i in range(4)
     ]
-    (have,) = make(engine, problem).local_training([LocalTraining(torch.from_numpy(x), tasks, 4)])
+    request = LocalTraining(torch.from_numpy(x), tasks, 4)
+    have = make(engine, problem).local_training([request])[0].sums
     rate = 0.1 * scale * (alpha + mu)
     u = (alpha - beta) * (x - b) + v
     want = -u * (1 - (1 - rate) ** tau[:, None]) / (alpha + mu)
@@ -307,6 +308,7 @@ def every_coefficient(problem: Problem, seed: int, own_sums: bool) -> LocalTrain
             mu=[0.0, 0.5][rng.integers(2)],
             v=vector(0.7),
             scale=None if scale is None else scale.exp(),
+            own_gradient=bool(rng.random() < 0.3),
         )
         stream = Minibatches(client, size, int(rng.integers(1, 7)), 2, "reshuffled", seed, 0)
         weights = np.eye(len(sizes))[client] if own_sums else np.zeros(0)
@@ -360,7 +362,8 @@ def test_every_engine_uses_all_coefficients_like_the_reference(case: str) -> Non
     gradients = [asked(problem, *kind) for kind in kinds]
 
     def answers(engine: Engine) -> list[Tensor]:
-        return [*engine.local_training(trainings), *engine.full_gradients(gradients)]
+        found = [*engine.local_training(trainings), *engine.full_gradients(gradients)]
+        return [answer.sums for answer in found]
 
     wanted = answers(ReferenceEngine(problem))
     for name, engine in all_engines(problem).items():
@@ -391,7 +394,7 @@ def test_steps_without_gradients_look_at_no_example(engine: str) -> None:
         dataclasses.replace(o, weights=np.eye(3)[k].tolist(), weight_decay=0.3, clip=0.1)
         for k, o in enumerate(tasks)
     ]
-    (have,) = runner.local_training([LocalTraining(x, tasks, 3)])
+    have = runner.local_training([LocalTraining(x, tasks, 3)])[0].sums
     series = (1 - (1 - 0.12 * 0.5 * scale) ** 7) / 0.5
     want = torch.stack([-5 * 0.1 * v, 3 * 0.11 * scale * v, -series * v])
     torch.testing.assert_close(have, want, rtol=1e-12, atol=1e-14)
@@ -408,7 +411,7 @@ def test_a_gradient_that_does_not_count_is_not_computed(engine: str) -> None:
 
     runner = make(engine, Problem(Point(2), near, federation))
     tasks = [task(k, size, 3, alpha=0.0, beta=1.0, v=far) for k, size in enumerate([2, 4])]
-    (have,) = runner.local_training([LocalTraining(x, tasks, 2)])
+    have = runner.local_training([LocalTraining(x, tasks, 2)])[0].sums
     steps = torch.stack([-0.3 * (far + targets(2, 2)[0]), -0.33 * (far + targets(2, 2)[1])])
     torch.testing.assert_close(have, torch.stack([steps.sum(0), steps[1]]), rtol=1e-12, atol=0.0)
 
@@ -416,7 +419,8 @@ def test_a_gradient_that_does_not_count_is_not_computed(engine: str) -> None:
         return half_squared_distance(model, rows) / (rows.shape[-2] < 4)
 
     runner = make(engine, Problem(Point(2), small, federation))
-    (have,) = runner.full_gradients([FullGradient((x,), np.arange(2), np.array([[2.0], [0.0]]), 0)])
+    request = FullGradient((x,), np.arange(2), np.array([[2.0], [0.0]]), 0)
+    have = runner.full_gradients([request])[0].sums
     torch.testing.assert_close(have[0, 0], -2 * targets(2, 2)[0])
 
 
@@ -435,7 +439,7 @@ def test_full_gradients_visit_the_data_once_per_point(engine: str) -> None:
     calls.clear()
     points = tuple(targets(2, 2, seed=4))
     weights = np.random.default_rng(0).normal(size=(3, 40))
-    (have,) = runner.full_gradients([FullGradient(points, np.arange(3), weights, 0)])
+    have = runner.full_gradients([FullGradient(points, np.arange(3), weights, 0)])[0].sums
     # Vectorized visits the data once for both points; what processes do is not seen from here.
     assert len(calls) == {"vectorized": 3, "sequential:2:processes": 0}.get(engine, 6)
     slopes = torch.stack([point - targets(3, 2) for point in points])

@@ -4,7 +4,6 @@ who are asked only if their update matters, names with options, and every engine
 
 import itertools
 import pickle
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +28,7 @@ from fedshuffle.engines import Engine, Problem, ReferenceEngine, make
 from fedshuffle.kernel import FullGradient
 from fedshuffle.methods import Plain
 from fedshuffle.methods.fedprox import Proximal
+from fedshuffle.methods.round import RoundSettings
 from fedshuffle.methods.scaffold import ControlVariates
 from fedshuffle.methods.servers import Adam
 from fedshuffle.sampling import Independent, Optimal, Uniform, optimal_probabilities
@@ -166,9 +166,11 @@ def test_the_mean_over_selections_is_the_round_of_the_pool(name: str, how: Any) 
     *_, (state,) = simulate(engine, [run], 2)  # so that there is something to remember
     cohort = run.cohort(2)
     assert len(cohort.clients) == 4
-    method_round = partial(
-        run.method.round, state, cohort, run.workload, SEED, step_size=0.05, server_step_size=0.7
-    )
+
+    def method_round(select: Any = None) -> Any:
+        settings = RoundSettings(run.workload, SEED, 0.05, 0.7, select=select)
+        return run.method.round(state, cohort, settings)
+
     pool = finished(engine, method_round()).x - state.x
 
     mean, total, expected = torch.zeros_like(pool), 0.0, 0.0

@@ -18,14 +18,13 @@ from fedshuffle import testing as conformance
 from fedshuffle.cli import app
 from fedshuffle.engines import Problem, ReferenceEngine
 from fedshuffle.federation import Federation
-from fedshuffle.kernel import FullGradient, StepCoefficients
+from fedshuffle.kernel import Answer, FullGradient, StepCoefficients
 from fedshuffle.methods import (
     CohortMoments,
     Custom,
     Direction,
     LocalPlan,
     Method,
-    MethodState,
     RoundContext,
 )
 from fedshuffle.methods.directions import MVR, GlobalMomentum, Steps
@@ -144,7 +143,10 @@ def test_quadratic_clients_answer_as_the_reference_engine_does() -> None:
                     if isinstance(request, FullGradient)
                     else engine.local_training
                 )
-                torch.testing.assert_close(clients(request), answer([request])[0])
+                have, want = clients(request), answer([request])[0]
+                torch.testing.assert_close(have.sums, want.sums)
+                torch.testing.assert_close(have.states, want.states)
+                torch.testing.assert_close(have.state_change, want.state_change)
             state = after
 
 
@@ -168,9 +170,9 @@ class StartsAtTheModel(Direction):
     down = 2
 
     def round(self, context: RoundContext) -> Steps:
-        c = context.state.shared.get("c", context.x)
+        c = context.state.get("c", context.x)
         yield LocalPlan(StepCoefficients(v=c))
-        return MethodState({"c": 0.5 * c})
+        return {"c": 0.5 * c}
 
 
 class AveragesModels(Direction):
@@ -180,7 +182,7 @@ class AveragesModels(Direction):
         a = context.cohort.weight / context.cohort.probability
         walked = (a * context.step_sizes * context.cohort.done).sum()
         yield LocalPlan(StepCoefficients(v=-(a.sum() - 1) / walked * context.x))
-        return MethodState()
+        return {}
 
 
 def test_moving_although_no_client_moves_is_caught() -> None:
@@ -204,7 +206,7 @@ def test_only_the_last_client_counting_is_caught() -> None:
 class TwiceAsFar(Direction):
     def round(self, context: RoundContext) -> Steps:
         yield LocalPlan(StepCoefficients(alpha=2.0))
-        return MethodState()
+        return {}
 
 
 class AtAnotherPoint(Direction):
@@ -215,7 +217,7 @@ class AtAnotherPoint(Direction):
         weights = cohort.weight[:, None] / cohort.weight.sum()
         ((g,),) = yield FullGradient((0.5 * context.x,), cohort.clients, weights, cohort.round)
         yield LocalPlan(StepCoefficients(alpha=0.0, v=g))
-        return MethodState()
+        return {}
 
 
 class Uphill(ServerOptimiser):
@@ -243,11 +245,11 @@ class StateInTheObject(Direction):
         if context.cohort.round == 0:
             self.hidden.clear()
         m = self.hidden.get("m", torch.zeros_like(context.x))
-        update = yield LocalPlan(
+        answer = yield LocalPlan(
             StepCoefficients(alpha=0.5, v=0.5 * m), report=-context.cohort.weight
         )
-        self.hidden["m"] = update
-        return MethodState()
+        self.hidden["m"] = answer.updates
+        return {}
 
 
 def test_state_outside_the_checkpoint_is_caught() -> None:
@@ -263,8 +265,9 @@ def test_an_engine_that_differs_is_caught(monkeypatch: pytest.MonkeyPatch) -> No
             self.problem, self.right = right.problem, right
             self.full_gradients = right.full_gradients
 
-        def local_training(self, walks: Any) -> list[torch.Tensor]:
-            return [sums * (1 + 1e-6) for sums in self.right.local_training(walks)]
+        def local_training(self, requests: Any) -> list[Answer]:
+            right = self.right.local_training(requests)
+            return [dataclasses.replace(one, sums=one.sums * (1 + 1e-6)) for one in right]
 
     for bad, name in {"vectorized": "engines", "sequential:2:processes": "workers"}.items():
 
@@ -282,7 +285,7 @@ class WrongFormula(Direction):
 
     def round(self, context: RoundContext) -> Steps:
         yield LocalPlan(StepCoefficients())
-        return MethodState()
+        return {}
 
     def effective_weights(self, moments: CohortMoments) -> Floats:
         return moments.weights
@@ -304,7 +307,7 @@ class NoFormula(Direction):
 
     def round(self, context: RoundContext) -> Steps:
         yield LocalPlan(StepCoefficients())
-        return MethodState()
+        return {}
 
 
 @final
@@ -316,14 +319,14 @@ class Anchored(Direction):
     """
 
     def round(self, context: RoundContext) -> Steps:
-        kept = context.state.shared
+        kept = context.state
         if not kept:
             cohort = context.cohort
             weights = (cohort.weight / cohort.probability)[:, None]
             ((first,),) = yield FullGradient((context.x,), cohort.clients, weights, cohort.round)
             kept = {"first": first}
         yield LocalPlan(StepCoefficients(alpha=0.0, v=kept["first"]))
-        return MethodState(kept)
+        return kept
 
     def effective_weights(self, moments: CohortMoments) -> Floats:
         return moments.weights
@@ -389,22 +392,22 @@ class DrawsElsewhere(Direction):
         yield LocalPlan(
             StepCoefficients(v=1e-3 * torch.rand(len(context.x), dtype=context.x.dtype))
         )
-        return MethodState()
+        return {}
 
 
 class StaysPut(Direction):
     def round(self, context: RoundContext) -> Steps:
         yield LocalPlan(StepCoefficients(alpha=0.0))
-        return MethodState()
+        return {}
 
 
 class ChangesTheStart(Direction):
     down = 2
 
     def round(self, context: RoundContext) -> Steps:
-        m = context.state.shared.get("m", torch.zeros_like(context.x))
+        m = context.state.get("m", torch.zeros_like(context.x))
         yield LocalPlan(StepCoefficients())
-        return MethodState({"m": m.add_(context.x)})
+        return {"m": m.add_(context.x)}
 
 
 @pytest.mark.parametrize(
@@ -531,13 +534,13 @@ def test_unknown_checks_are_refused() -> None:
 
 OWN = """
 from fedshuffle.kernel import StepCoefficients
-from fedshuffle.methods import Direction, LocalPlan, Method, MethodState
+from fedshuffle.methods import Direction, LocalPlan, Method
 from fedshuffle.methods.fedavg import RULE
 
 class Pushes(Direction):
     def round(self, context):
         yield LocalPlan(StepCoefficients(v=context.x))
-        return MethodState()
+        return {}
 
 METHOD = Method("pushes", "a push along the model", RULE, Pushes())
 """

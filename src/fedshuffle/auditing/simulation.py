@@ -21,7 +21,8 @@ from torch import Tensor
 from fedshuffle._arrays import FloatArray
 from fedshuffle.auditing.estimation import BATCHES, error_of_mean, positive_sum
 from fedshuffle.auditing.subject import Subject
-from fedshuffle.kernel import ClientTask, FullGradient, LocalTraining, Request
+from fedshuffle.engines.base import Gathered, transformed_gradients
+from fedshuffle.kernel import Answer, ClientTask, FullGradient, LocalTraining, Request
 from fedshuffle.methods import Cohort
 from fedshuffle.state import State
 from fedshuffle.training.rounds import Run, drive
@@ -59,23 +60,26 @@ class QuadraticClients:
         gradient[client] = 1.0
         return gradient
 
-    def __call__(self, request: Request) -> Tensor:
+    def __call__(self, request: Request) -> Answer:
         if isinstance(request, FullGradient):
-            members, weights = request.clients.tolist(), torch.from_numpy(request.weights)
-            sums = [weights.T @ self.gradients(x, members) for x in request.points]
-            return torch.stack(sums, dim=1)
-        total = request.start.new_zeros(request.sums, len(request.start))
-        for task in request.tasks:
-            update = self.update(task, request.start)
-            for row, weight in zip(total, task.weights, strict=True):
-                if weight:
-                    row += weight * update
-        return total
+            rows = [self.gradients(x, request.clients.tolist()) for x in request.points]
+            if request.chain:
+                return transformed_gradients(request, rows[0])
+            weights = torch.from_numpy(request.weights).T
+            return Answer(torch.stack([weights @ each for each in rows], dim=1))
+        x = request.start
+        gathered = Gathered(request, lambda tasks: self.gradients(x, _members(tasks)))
+        for k, task in enumerate(request.tasks):
+            update = self.update(task, x)
+            gathered.observe([k], update_norm=float(update.norm()))
+            gathered.add([k], update[None])
+        return gathered.answer()
 
     def update(self, task: ClientTask, x: Tensor) -> Tensor:
         """The update of a client after its local training from x."""
         client, coefficients = task.minibatches.client, task.coefficients
-        direction = (coefficients.alpha - coefficients.beta) * self._gradient(client, x)
+        along = coefficients.alpha - coefficients.beta - coefficients.own_gradient
+        direction = along * self._gradient(client, x)
         if coefficients.v is not None:
             direction += coefficients.v
         # Each step multiplies the distance so far by 1 - lost, and adds the first step again.
@@ -97,7 +101,7 @@ class QuadraticClients:
     ) -> State:
         """The state after the next round, with the drawn cohort unless one is given."""
 
-        def answer(request: Request) -> Tensor:
+        def answer(request: Request) -> Answer:
             if watch is not None:
                 watch(request)
             return self(request)
@@ -110,6 +114,10 @@ class QuadraticClients:
         self.run_round(state, seen.append)
         assert isinstance(seen[-1], LocalTraining)
         return seen[-1]
+
+
+def _members(tasks: Sequence[ClientTask]) -> list[int]:
+    return [task.minibatches.client for task in tasks]
 
 
 def simulated_weights(subject: Subject, seed: int, rounds: int) -> tuple[FloatArray, FloatArray]:

@@ -1,6 +1,7 @@
 """What an engine is: it answers the requests of methods, and does not know the methods."""
 
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Protocol
 
@@ -17,7 +18,8 @@ from fedshuffle.errors import (
     error_context,
     user_error,
 )
-from fedshuffle.kernel import ClientTask, FullGradient, LocalTraining
+from fedshuffle.kernel import Answer, ClientTask, FullGradient, LocalTraining
+from fedshuffle.transforms import ClientContext, Message
 
 
 class Engine(Protocol):
@@ -27,10 +29,10 @@ class Engine(Protocol):
     """The name by which :func:`fedshuffle.engines.make` makes the same engine; runs record it."""
     problem: Problem
 
-    def local_training(self, requests: Sequence[LocalTraining]) -> list[Tensor]:
-        """For every request the weighted sums of the updates, one row per sum."""
+    def local_training(self, requests: Sequence[LocalTraining]) -> list[Answer]:
+        """For every request the weighted sums of what clients send, one row per sum."""
 
-    def full_gradients(self, requests: Sequence[FullGradient]) -> list[Tensor]:
+    def full_gradients(self, requests: Sequence[FullGradient]) -> list[Answer]:
         """For every request the weighted full gradients, one table per sum, a row per point."""
 
     def close(self) -> None:
@@ -46,6 +48,16 @@ class OneWorker(Engine):
 
     def __init__(self, problem: Problem) -> None:
         self.problem = problem
+
+    def own_gradients(self, x: Tensor, tasks: Sequence[ClientTask]) -> Tensor:
+        """The full gradient of each task's client at one point, a row each."""
+        with torch.inference_mode(False):  # local training may be in it
+            rows = x.new_empty(len(tasks), len(x))
+            for row, task in zip(rows, tasks, strict=True):
+                client, round = np.array([task.minibatches.client]), task.minibatches.round
+                request = FullGradient((x,), client, np.ones((1, 1)), round, task.weight_decay)
+                row.copy_(self.full_gradients([request])[0].sums[0, 0])
+        return rows
 
 
 class Stopped(BaseException):
@@ -96,15 +108,104 @@ def gradients(loss: Tensor, parameters: Sequence[Tensor]) -> tuple[Tensor, ...]:
     return tuple(torch.zeros_like(p) if g is None else g for g, p in pairs)
 
 
-def nonzero_weights(weights: Sequence[float] | FloatArray) -> list[tuple[int, float]]:
-    """The sums to which a client contributes, often one of very many, and its weight in each.
+class Gathered:
+    """The answer to a local training, gathered as clients finish: running sums, no list of updates.
 
-    >>> nonzero_weights([0.0, 0.5, 0.0, 2.0])
-    [(1, 0.5), (3, 2.0)]
+    ``own_gradients(tasks)`` computes the clients' full gradients at the global model, for
+    transforms that need them.
     """
-    row = np.asarray(weights)
-    places = np.flatnonzero(row)
-    return list(zip(places.tolist(), row[places].tolist(), strict=True))
+
+    def __init__(
+        self, request: LocalTraining, own_gradients: Callable[[Sequence[ClientTask]], Tensor]
+    ) -> None:
+        x, n = request.start, len(request.tasks)
+        self._request, self._own_gradients = request, own_gradients
+        self.sums = x.new_zeros(request.sums, len(x))
+        self._states = None if request.states is None else torch.empty_like(request.states)
+        self._change = None if request.state_weights is None else torch.zeros_like(x)
+        self._metrics = {"train_loss": np.full(n, math.nan), "update_norm": np.full(n, math.nan)}
+
+    def observe(self, rows: Sequence[int], **metrics: Tensor | FloatArray | float) -> None:
+        """Record numbers of some tasks, by the name of the metric."""
+        for name, values in metrics.items():
+            if isinstance(values, Tensor):
+                values = values.cpu().numpy()
+            known = self._metrics.setdefault(name, np.full(len(self._request.tasks), math.nan))
+            known[rows] = values
+
+    def add(self, rows: Sequence[int], updates: Tensor) -> None:
+        """Add what the clients of some tasks send; their updates, one row each, are overwritten."""
+        request = self._request
+        tasks = [request.tasks[k] for k in rows]
+        if request.chain:
+            updates = self._sent(rows, tasks, updates)
+        if len(tasks) == 1:
+            for total, weight in zip(self.sums, tasks[0].weights, strict=True):
+                total.add_(updates[0], alpha=float(weight))
+        else:
+            weights = np.array([task.weights for task in tasks]).T
+            self.sums.addmm_(self.sums.new_tensor(weights), updates)
+
+    def _sent(self, rows: Sequence[int], tasks: Sequence[ClientTask], updates: Tensor) -> Tensor:
+        """What clients send for their updates, once their states and metrics are stored."""
+        request, places = self._request, list(rows)
+        streams = [task.minibatches for task in tasks]
+        context = ClientContext(
+            seed=streams[0].seed,
+            round=streams[0].round,
+            clients=np.array([s.client if s.stream_id is None else s.stream_id for s in streams]),
+            steps=np.array([stream.steps for stream in streams]),
+            step_sizes=np.array([task.step_size for task in tasks]),
+            weights=np.array([task.weights[0] if len(task.weights) else 0.0 for task in tasks]),
+            shared=request.shared,
+            full_gradients=lambda: self._own_gradients(tasks),
+        )
+        old = None if request.states is None else request.states[places]
+        message = checked(request.chain.client(updates, old, context), updates, old)
+        if old is not None and self._states is not None and message.state is not None:
+            self._states[places] = message.state
+            if self._change is not None and request.state_weights is not None:
+                weights = old.new_tensor(request.state_weights[places])
+                self._change.add_(weights @ (message.state - old))
+        self.observe(places, **message.metrics)
+        return message.values
+
+    def answer(self, restore: Callable[[Tensor], Tensor] | None = None) -> Answer:
+        """All that was gathered; ``restore`` brings the coordinates of the sums into order."""
+        sums = self.sums if restore is None else restore(self.sums)
+        return Answer(sums, self._states, self._change, self._metrics)
+
+
+def norms(updates: Tensor) -> Tensor:
+    """The norm of each row, or of one vector, without overflow in half precision."""
+    wider = torch.float32 if updates.dtype in (torch.float16, torch.bfloat16) else None
+    found: Tensor = torch.linalg.vector_norm(updates, dim=-1, dtype=wider)
+    return found
+
+
+def checked(message: Message, updates: Tensor, states: Tensor | None) -> Message:
+    """A message whose values and states have the shapes they must have, or a clear error."""
+    wanted = {"values": (message.values, updates), "state": (message.state, states)}
+    for what, (found, like) in wanted.items():
+        shapes = [None if one is None else (tuple(one.shape), one.dtype) for one in (found, like)]
+        if shapes[0] != shapes[1]:
+            raise FedShuffleError(
+                f"a transform gives a message with {what} of {shapes[0]}, but it must be"
+                f" {shapes[1]}: a row for each client, as it was given."
+            )
+    return message
+
+
+def transformed_gradients(request: FullGradient, rows: Tensor) -> Answer:
+    """The answer to a request with a chain, from the full gradient of each client."""
+    ones, weights = np.ones(len(rows)), request.weights[:, 0]
+    steps = np.ones(len(rows), dtype=np.int64)
+    context = ClientContext(request.seed, request.round, request.clients, steps, ones, weights)
+    rows = rows + request.weight_decay * request.points[0]
+    message = checked(request.chain.client(rows, request.states, context), rows, request.states)
+    sums = rows.new_tensor(request.weights.T) @ message.values
+    metrics = {name: np.asarray(values) for name, values in message.metrics.items()}
+    return Answer(sums[:, None], message.state, None, metrics)
 
 
 def not_finite(problem: Problem, task: ClientTask) -> DivergedError:
@@ -127,7 +228,7 @@ def add_weight_decay(request: FullGradient, gradients: Tensor) -> Tensor:
     return gradients
 
 
-def finished_gradients(request: FullGradient, gradients: Tensor) -> Tensor:
+def finished_gradients(request: FullGradient, gradients: Tensor) -> Answer:
     """Full gradients with weight decay added; an error where they are not finite."""
     gradients = add_weight_decay(request, gradients)
     if not torch.isfinite(gradients).all():
@@ -137,4 +238,4 @@ def finished_gradients(request: FullGradient, gradients: Tensor) -> Tensor:
             round=request.round,
             stage="full gradient",
         )
-    return gradients
+    return Answer(gradients)

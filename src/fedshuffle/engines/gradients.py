@@ -34,10 +34,20 @@ Tables = list[Tensor]
 """The parameters of many models: one table per parameter, one row per model."""
 
 Batch = tuple[Tensor, ...]
-Descend = Callable[..., None]
+Descend = Callable[..., Tensor]
 """``descend(at, batch, shares, into, keep)``: for every client i (a row everywhere)
 ``into_i <- keep_i into_i + sum_j shares_ij grad f_ij(at_i)`` over the examples j of its minibatch.
+Returns the loss of each minibatch, or by hand what :attr:`ByHand.losses` takes.
 """
+
+
+class ByHand(NamedTuple):
+    """Gradients by hand, and how to read the losses off what each call returns."""
+
+    descend: Descend
+    losses: Callable[[Tensor], Tensor]
+    """The loss of each example, from one number per example."""
+
 
 _Activation = tuple[Callable[[Tensor], Tensor], Callable[[Tensor, Tensor], Tensor]]
 """``forward(z)`` works in place; ``backward(slope, output)`` needs only the output."""
@@ -60,25 +70,25 @@ class _Layer(NamedTuple):
     activation: _Activation = _NONE
 
 
-def by_hand(problem: Problem) -> Descend | None:
+def by_hand(problem: Problem) -> ByHand | None:
     """The gradient of a stack of linear layers; None for any other model.
 
     For one client, ``shares`` and ``keep`` are numbers, and tables are the parameters themselves.
     """
     layers = _layers(problem)
-    slope_of = _slope(problem, layers[-1].width) if layers else None
-    return None if slope_of is None else partial(_descend, layers, slope_of)
+    slope = _slope(problem, layers[-1].width) if layers else None
+    return None if slope is None else ByHand(partial(_descend, layers, slope[0]), slope[1])
 
 
 def _descend(
     layers: Sequence[_Layer],
-    slope_of: Callable[..., Tensor],
+    slope_of: "_SlopeOf",
     at: Sequence[Tensor],
     batch: Batch,
     shares: float | Tensor,
     into: Sequence[Tensor],
     keep: float | Tensor | None = None,
-) -> None:
+) -> Tensor:
     """``into <- keep into + sum_j shares_j grad f_j(at)``; ``into`` may be ``at`` itself."""
     inputs, targets = batch
     many = at[0].ndim == 3
@@ -93,7 +103,7 @@ def _descend(
         else:
             output = torch.addmm(at[layer.bias], output, weight)
         output = layer.activation[0](output)
-    slope, alpha = slope_of(output, targets), 1.0
+    (slope, observed), alpha = slope_of(output, targets), 1.0
     if isinstance(shares, Tensor):
         slope.mul_(shares.unsqueeze(2))
     else:
@@ -117,6 +127,7 @@ def _descend(
                 bias.mul_(of_bias)
             bias.add_(slope.sum(dim=-2), alpha=alpha)
         slope = below
+    return observed
 
 
 def _layers(problem: Problem) -> list[_Layer]:
@@ -157,8 +168,13 @@ def hooked(module: nn.Module) -> bool:
     return everywhere or own or "forward" in vars(module)
 
 
-def _slope(problem: Problem, width: int) -> Callable[..., Tensor] | None:
-    """The derivative of an example's loss by the model's output, where it is known."""
+_SlopeOf = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+"""The derivative of each example's loss by the model's output, and a number per example from which
+its loss follows. That number costs one operation; losses are computed once for many steps."""
+
+
+def _slope(problem: Problem, width: int) -> tuple[_SlopeOf, Callable[[Tensor], Tensor]] | None:
+    """The derivative and the losses, where they are known."""
     if len(problem.fields) != 2 or not problem.fields[0].is_floating_point():
         return None
     if not isinstance(problem.loss, losses.MeanLoss):  # only its equality can be trusted
@@ -166,22 +182,35 @@ def _slope(problem: Problem, width: int) -> Callable[..., Tensor] | None:
     targets = problem.fields[1]
     if problem.loss == losses.squared_error:
         fits = targets.is_floating_point() and targets.shape[1:] == (width,)
-        return torch.sub if fits else None
+        return (_squared_error_slope, lambda norms: 0.5 * norms.square()) if fits else None
     if problem.loss != losses.cross_entropy or targets.dtype != torch.int64 or targets.ndim != 1:
         return None
     parts = torch.split(targets, 1 << 20)  # a negative label means that it does not count
     classes = all(int(part.min()) >= 0 and int(part.max()) < width for part in parts)
-    return _cross_entropy_slope if classes else None
+    return (_cross_entropy_slope, _cross_entropies) if classes else None
 
 
-def _cross_entropy_slope(logits: Tensor, labels: Tensor) -> Tensor:
-    """``softmax(logits) - onehot(labels)``."""
+def _squared_error_slope(outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    """The error of each example, and its norm."""
+    slope = torch.sub(outputs, targets)
+    return slope, torch.linalg.vector_norm(slope, dim=-1)
+
+
+def _cross_entropy_slope(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    """``softmax(logits) - onehot(labels)``, and the probability of each label."""
     if logits.ndim == 2:
         slope = torch.softmax(logits, dim=-1)
     else:  # over a few classes of many clients, torch's softmax is several times slower than this
         slope = logits.sub(logits.amax(dim=-1, keepdim=True)).exp_()
         slope.div_(slope.sum(dim=-1, keepdim=True))
-    return slope.scatter_(-1, labels.unsqueeze(-1), -1.0, reduce="add")
+    labels = labels.unsqueeze(-1)
+    probabilities = slope.gather(-1, labels)
+    return slope.scatter_(-1, labels, -1.0, reduce="add"), probabilities.squeeze(-1)
+
+
+def _cross_entropies(probabilities: Tensor) -> Tensor:
+    """``-log p``; a probability that is zero by rounding counts as the smallest number."""
+    return -probabilities.clamp_min(torch.finfo(probabilities.dtype).tiny).log()
 
 
 def column(values: Tensor, like: Tensor) -> Tensor:
@@ -214,7 +243,7 @@ def by_vmap(problem: Problem) -> Descend:
 
     def descend(
         at: Tables, batch: Batch, shares: Tensor, into: Tables, keep: Tensor | None
-    ) -> None:
+    ) -> Tensor:
         leaves = [table.detach().requires_grad_() for table in at]
         try:
             each = losses(leaves, batch)
@@ -230,6 +259,7 @@ def by_vmap(problem: Problem) -> Descend:
             if keep is not None:
                 table.mul_(column(keep, table))
             table.addcmul_(gradient, column(by, table))
+        return each.detach()
 
     return descend
 

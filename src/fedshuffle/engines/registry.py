@@ -17,6 +17,7 @@ from fedshuffle.engines.reference import ReferenceEngine
 from fedshuffle.engines.workers import ProcessesEngine, ThreadsEngine
 from fedshuffle.errors import FedShuffleError, unknown
 from fedshuffle.kernel import ClientTask, LocalTraining
+from fedshuffle.transforms import NO_TRANSFORMS
 
 _ENGINES: dict[str, type[OneWorker]] = {ReferenceEngine.name: ReferenceEngine, **KINDS}
 _MAX_WORKERS = 256  # on any machine, such as to resume the run of a larger one
@@ -161,8 +162,8 @@ class _Trials:
 
     def _measured(self, engine: Engine) -> float:
         tiny = _shortened(self._request, 4, self._request.tasks[:2])
-        (wanted,) = ReferenceEngine(self._problem).local_training([tiny])
-        (found,) = engine.local_training([tiny])
+        wanted = ReferenceEngine(self._problem).local_training([tiny])[0].sums
+        found = engine.local_training([tiny])[0].sums
         if not (found - wanted).norm() <= tolerance(self._problem.dtype) * wanted.norm() + 1e-12:
             raise ArithmeticError("it does not agree with the reference engine")
         if self._piece is None:  # the first engine decides how much the others are given
@@ -199,4 +200,4 @@ def _shortened(request: LocalTraining, steps: int, tasks: Sequence[ClientTask]) 
         steps -= few
         if steps <= 0:
             break
-    return replace(request, tasks=kept)
+    return replace(request, tasks=kept, chain=NO_TRANSFORMS, states=None, state_weights=None)

@@ -4,19 +4,22 @@ The parameters are views of one flat vector that is updated in place, many minib
 gathered at once, and nothing is allocated per step but what the gradient needs.
 """
 
+import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import lru_cache, partial
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from fedshuffle import kernel
+from fedshuffle._arrays import FloatArray
 from fedshuffle.engines import base
 from fedshuffle.engines.cpu_tuning import flushed_denormals, keep_freed_memory, threads_for
-from fedshuffle.engines.gradients import Batch, Descend, by_hand, fault, hooked
+from fedshuffle.engines.gradients import Batch, ByHand, by_hand, fault, hooked
 from fedshuffle.engines.problem import GRADIENT_ROWS, Problem
-from fedshuffle.kernel import ClientTask, FullGradient, LocalTraining
+from fedshuffle.kernel import Answer, ClientTask, FullGradient, LocalTraining
 from fedshuffle.losses import MeanLoss
 from fedshuffle.randomness import ReusableGenerator
 
@@ -42,15 +45,15 @@ class SequentialEngine(base.OneWorker):
         self._there: Replica | None = None
         self._collected: Replica | None = None
 
-    def local_training(self, requests: Sequence[LocalTraining]) -> list[Tensor]:
+    def local_training(self, requests: Sequence[LocalTraining]) -> list[Answer]:
         with flushed_denormals():
             return [self._train(request) for request in requests]
 
-    def full_gradients(self, requests: Sequence[FullGradient]) -> list[Tensor]:
+    def full_gradients(self, requests: Sequence[FullGradient]) -> list[Answer]:
         with threads_for(self.problem, GRADIENT_ROWS):
             return [self._full_gradient(request) for request in requests]
 
-    def _train(self, request: LocalTraining) -> Tensor:
+    def _train(self, request: LocalTraining) -> Answer:
         layout = self._here.layout
         x = layout.arrange(request.start)
         arrange = lru_cache(maxsize=4)(layout.arrange)  # clients often share their v and scale
@@ -59,32 +62,42 @@ class SequentialEngine(base.OneWorker):
             self._there.flat.copy_(x)
         if any(map(_needs_direction, request.tasks)):  # not in inference mode: others use it, too
             self._collected = self._collected or self._replica()
-        sums = x.new_zeros(request.sums, len(x))
+        gathered = base.Gathered(request, partial(self.own_gradients, request.start))
+        arranged = request.chain.any_layout  # whether updates may be summed as they are
+        losses = _Losses(self._here.by_hand)
         largest = max((task.minibatches.batch_size for task in request.tasks), default=1)
         # Where no autograd is needed, its bookkeeping would only cost.
         by_hand = self._here.by_hand is not None
         with threads_for(self.problem, largest), torch.inference_mode(by_hand):
-            for task in request.tasks:
+            for k, task in enumerate(request.tasks):
                 stream, coefficients = task.minibatches, task.coefficients
                 v = None if coefficients.v is None else arrange(coefficients.v)
                 scale = None if coefficients.scale is None else arrange(coefficients.scale)
+                if coefficients.own_gradient:
+                    own = layout.arrange(self.own_gradients(request.start, [task])[0])
+                    v = -own if v is None else v - own
                 self._here.flat.copy_(x)
                 client, round = stream.client, stream.round
                 with base.client_context(self.problem, client, round, "local training"):
                     if _needs_direction(task):
-                        self._step_by_direction(x, task, v, scale)
+                        self._step_by_direction(x, task, v, scale, losses)
                     elif coefficients.alpha:
-                        self._step(x, task, v)
+                        self._step(x, task, v, losses)
                     else:
                         self._step_without_gradients(x, task, v, scale)
                 update = self._here.flat.sub_(x)
-                if not math.isfinite(update.sum()):
+                norm = float(base.norms(update))
+                if not math.isfinite(norm):
                     raise base.not_finite(self.problem, task)
-                for k, weight in base.nonzero_weights(task.weights):
-                    sums[k].add_(update, alpha=weight)
-        return layout.restore(sums)
+                losses.end(k)
+                gathered.observe([k], update_norm=norm)
+                if request.chain:  # which may compute gradients with this replica
+                    update = update.clone() if arranged else layout.restore(update.clone())
+                gathered.add([k], update[None])
+        gathered.observe(losses.tasks, train_loss=losses.means())
+        return gathered.answer(layout.restore if arranged else None)
 
-    def _step(self, x: Tensor, task: ClientTask, v: Tensor | None) -> None:
+    def _step(self, x: Tensor, task: ClientTask, v: Tensor | None, losses: "_Losses") -> None:
         """The kernel, in place: y <- y - gamma (alpha g(y) - beta g(x) + v + mu (y - x))."""
         coefficients, gamma = task.coefficients, task.step_size
         alpha, beta, mu = coefficients.alpha, coefficients.beta, coefficients.mu
@@ -93,7 +106,7 @@ class SequentialEngine(base.OneWorker):
         anchor = gamma * (mu + beta * task.weight_decay)
         for seed, batch in self._batches(task):
             again = here.spare(batch) if beta else batch
-            here.descend(batch, -gamma * alpha, here, 1 - shrink, task.clip, seed)
+            losses.add(here.descend(batch, -gamma * alpha, here, 1 - shrink, task.clip, seed))
             if beta and there:
                 self._restore(there, x)
                 there.descend(again, gamma * beta, here, 1.0, task.clip, seed)
@@ -103,7 +116,12 @@ class SequentialEngine(base.OneWorker):
                 y.add_(v, alpha=-gamma)
 
     def _step_by_direction(
-        self, x: Tensor, task: ClientTask, v: Tensor | None, scale: Tensor | None
+        self,
+        x: Tensor,
+        task: ClientTask,
+        v: Tensor | None,
+        scale: Tensor | None,
+        losses: "_Losses",
     ) -> None:
         """The kernel with a scale, or without g(y): the whole direction first, then the step."""
         coefficients, gamma = task.coefficients, task.step_size
@@ -119,7 +137,7 @@ class SequentialEngine(base.OneWorker):
             direction.flat.copy_(fixed)
             again = here.spare(batch) if alpha and beta else batch
             if alpha:
-                here.descend(batch, alpha, direction, clip=task.clip, seed=seed)
+                losses.add(here.descend(batch, alpha, direction, clip=task.clip, seed=seed))
             if beta and there:
                 self._restore(there, x)
                 there.descend(again, -beta, direction, clip=task.clip, seed=seed)
@@ -157,23 +175,72 @@ class SequentialEngine(base.OneWorker):
                 yield seed, batch
                 seed += 1
 
-    def _full_gradient(self, request: FullGradient) -> Tensor:
+    def _full_gradient(self, request: FullGradient) -> Answer:
         here, layout = self._here, self._here.layout
         own = self._collected = self._collected or self._replica()
         points = layout.arrange(torch.stack(list(request.points)))
         sums = points.new_zeros(request.weights.shape[1], *points.shape)
+        rows = points.new_empty(len(request.clients) if request.chain else 0, points.shape[1])
         for j, point in enumerate(points):
             here.flat.copy_(point)
-            for client, weights in zip(request.clients.tolist(), request.weights, strict=True):
-                used = base.nonzero_weights(weights)
+            for i, client in enumerate(request.clients.tolist()):
+                weights = request.weights[i]
                 own.flat.zero_()
                 with base.client_context(self.problem, client, request.round, "full gradient"):
-                    for rows, share in self.problem.pieces(client) if used else ():
+                    for some, share in self.problem.pieces(client) if weights.any() else ():
                         self._restore(here, point)
-                        here.descend(here.ready(self.problem.batch(rows)), share, own)
-                for k, weight in used:
-                    sums[k, j].add_(own.flat, alpha=weight)
+                        here.descend(here.ready(self.problem.batch(some)), share, own)
+                if request.chain:
+                    rows[i] = own.flat
+                for total, weight in zip(sums, weights.tolist(), strict=True):
+                    total[j].add_(own.flat, alpha=weight)
+        if request.chain:
+            return base.transformed_gradients(request, layout.restore(rows))
         return base.finished_gradients(request, layout.restore(sums))
+
+
+class _Losses:
+    """The losses of minibatches: kept as steps observe them, and computed for many at once."""
+
+    _MOST = 4096  # steps to keep
+
+    def __init__(self, by_hand: ByHand | None) -> None:
+        self._by_hand = by_hand
+        self._observed: list[Tensor] = []
+        self._computed: list[FloatArray] = []
+        self._steps = 0
+        self.tasks: list[int] = []
+        """The tasks that are done,"""
+        self._ends = [0]
+        """and after how many steps each of them was."""
+
+    def add(self, observed: Tensor) -> None:
+        """Keep what a step observed."""
+        self._observed.append(observed)
+        self._steps += 1
+        if len(self._observed) == self._MOST:
+            self._compute()
+
+    def end(self, task: int) -> None:
+        """The steps since the last task were those of this one."""
+        self.tasks.append(task)
+        self._ends.append(self._steps)
+
+    def means(self) -> FloatArray:
+        """The mean loss over the steps of each task; NaN for one without gradients."""
+        self._compute()
+        losses = np.concatenate([np.zeros(0), *self._computed])
+        parts = (losses[begin:end] for begin, end in itertools.pairwise(self._ends))
+        return np.array([part.mean() if len(part) else math.nan for part in parts])
+
+    def _compute(self) -> None:
+        if self._observed and self._by_hand is None:
+            self._computed.append(torch.stack(self._observed).double().cpu().numpy())
+        elif self._observed and self._by_hand:
+            lengths = np.array([len(one) for one in self._observed])
+            each = self._by_hand.losses(torch.cat(self._observed)).double().cpu().numpy()
+            self._computed.append(np.add.reduceat(each, np.cumsum(lengths) - lengths) / lengths)
+        self._observed.clear()
 
 
 def _needs_direction(task: ClientTask) -> bool:
@@ -233,7 +300,7 @@ class Replica:
     """
 
     def __init__(
-        self, problem: Problem, by_hand: Descend | None = None, channels_last: bool = False
+        self, problem: Problem, by_hand: ByHand | None = None, channels_last: bool = False
     ) -> None:
         self.problem = problem
         self.by_hand = by_hand
@@ -271,26 +338,30 @@ class Replica:
         keep: float = 1.0,
         clip: float = math.inf,
         seed: int = 0,
-    ) -> None:
-        """``into <- keep into + by g``, with g the clipped gradient at these parameters."""
+    ) -> Tensor:
+        """``into <- keep into + by g``, with g the clipped gradient at these parameters.
+
+        Returns what was observed of the loss: the loss itself, or what ``by_hand.losses`` takes.
+        """
         if self.by_hand and clip == math.inf:
-            self.by_hand(self._views, batch, by / len(batch[0]), into._views, keep)
-            return
+            return self.by_hand.descend(self._views, batch, by / len(batch[0]), into._views, keep)
         found: list[Tensor] | tuple[Tensor, ...]
         if self.by_hand:
             found = self._scratch = self._scratch or [torch.empty_like(v) for v in self._views]
             torch._foreach_zero_(found)
-            self.by_hand(self._views, batch, 1 / len(batch[0]), found)
+            observed = self.by_hand.descend(self._views, batch, 1 / len(batch[0]), found)
         else:
             with base.model_randomness(self.problem, seed):
                 loss = self.problem.loss(self._model, *batch)
             found = base.gradients(loss, self._parameters)
+            observed = loss.detach()
         if clip < math.inf:
             norm = float(torch.stack(torch._foreach_norm(found)).norm())
             by *= min(1.0, clip / norm) if norm else 1.0
         if keep != 1:
             into.flat.mul_(keep)
         torch._foreach_add_(into._views, found, alpha=by)
+        return observed
 
 
 def fastest_replica(problem: Problem) -> Callable[[], Replica]:

@@ -27,6 +27,8 @@ from fedshuffle.engines.gradients import check_gradient_norm, gradient_norm
 from fedshuffle.engines.problem import Problem
 from fedshuffle.errors import FedShuffleError, TrainingError, error_context
 from fedshuffle.federation import Federation
+from fedshuffle.kernel import Answer
+from fedshuffle.transforms import Chain, Transform
 
 
 class Flat(NamedTuple):
@@ -141,9 +143,16 @@ class Packed(NamedTuple):
     def unpack(self, shared: Tensors, device: torch.device) -> Any:
         """The requests, with all their tensors on a device."""
         tensors = {k: flat.tensor().to(device) for k, flat in {**shared, **self.own}.items()}
-        unpickler: Any = pickle.Unpickler(io.BytesIO(self.requests))
-        unpickler.persistent_load = tensors.__getitem__
-        return unpickler.load()
+
+        def load(number: int | bytes) -> Any:
+            return unpickled(number) if isinstance(number, bytes) else tensors[number]
+
+        def unpickled(text: bytes) -> Any:
+            unpickler: Any = pickle.Unpickler(io.BytesIO(text))
+            unpickler.persistent_load = load
+            return unpickler.load()
+
+        return unpickled(self.requests)
 
 
 def pack(requests: Sequence[Any]) -> tuple[Tensors, list[Packed]]:
@@ -166,29 +175,53 @@ def pack(requests: Sequence[Any]) -> tuple[Tensors, list[Packed]]:
 
 
 def _without_tensors(request: Any) -> tuple[bytes, dict[int, Tensor]]:
-    """A pickled request in which numbers stand for its tensors, and these."""
+    """A pickled request in which numbers stand for its tensors, and these.
+
+    Transforms may be of the user, so they are pickled with their code where no module has it.
+    """
     tensors: dict[int, Tensor] = {}
 
-    def number(thing: Any) -> int | None:
-        if not isinstance(thing, Tensor):
-            return None
-        tensors[id(thing)] = thing  # referenced, so that its id stays unique
-        return id(thing)
+    def number(thing: Any) -> int | bytes | None:
+        if isinstance(thing, Tensor):
+            tensors[id(thing)] = thing  # referenced, so that its id stays unique
+            return id(thing)
+        if isinstance(thing, Transform) and not isinstance(thing, Chain):
+            return pickled(cloudpickle.Pickler, thing, skip=thing)
+        return None
 
-    buffer = io.BytesIO()
-    pickler: Any = pickle.Pickler(buffer, protocol=5)
-    pickler.persistent_id = number
-    pickler.dump(request)
-    return buffer.getvalue(), tensors
+    def pickled(kind: Any, thing: Any, skip: Any = None) -> bytes:
+        buffer = io.BytesIO()
+        pickler = kind(buffer, protocol=5)
+        pickler.persistent_id = lambda part: None if part is skip else number(part)
+        pickler.dump(thing)
+        return buffer.getvalue()
+
+    return pickled(pickle.Pickler, request), tensors
 
 
 def answer(engine: Engine, what: str, packed: Packed, shared: Tensors) -> tuple[bool, Any]:
     """A worker's answer to its requests: (True, tensors as bytes) or (False, the error)."""
     try:
         answers = getattr(engine, what)(packed.unpack(shared, engine.problem.device))
-        return True, [Flat.of(tensor) for tensor in answers]
+        return True, [_dump_answer(answer) for answer in answers]
     except Exception as error:
         return False, sendable(error)
+
+
+_Dumped = tuple[list[Flat | None], Mapping[str, Any]]
+
+
+def _dump_answer(answer: Answer) -> _Dumped:
+    tensors = answer.sums, answer.states, answer.state_change
+    return [None if one is None else Flat.of(one) for one in tensors], answer.metrics
+
+
+def load_answer(dumped: _Dumped, device: torch.device | str = "cpu") -> Answer:
+    """A worker's answer, with its tensors on a device."""
+    flats, metrics = dumped
+    sums, states, change = [None if one is None else one.tensor().to(device) for one in flats]
+    assert sums is not None
+    return Answer(sums, states, change, metrics)
 
 
 def sendable(error: Exception, where: str = "") -> FedShuffleError:

@@ -7,8 +7,10 @@ result is that of the reference engine.
 import itertools
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -20,13 +22,13 @@ from fedshuffle.engines.cpu_tuning import flushed_denormals, keep_freed_memory, 
 from fedshuffle.engines.gradients import Batch, Descend, Tables, by_hand, by_vmap, column, fault
 from fedshuffle.engines.problem import GRADIENT_ROWS, Problem
 from fedshuffle.errors import FedShuffleError
-from fedshuffle.kernel import ClientTask, FullGradient, LocalTraining
+from fedshuffle.kernel import Answer, ClientTask, FullGradient, LocalTraining
 from fedshuffle.local_work import Minibatches
 from fedshuffle.randomness import ReusableGenerator
+from fedshuffle.transforms import NO_TRANSFORMS
 
 _MAX_NUMBERS = 1 << 22  # parameters of a group, so that memory does not grow with cohorts
 _MAX_EXAMPLES = 1 << 20  # about the most examples that a group of clients visits
-_FEW_SUMS = 16  # with more sums than this, clients may contribute to few of them
 
 
 class VectorizedEngine(base.OneWorker):
@@ -49,14 +51,13 @@ class VectorizedEngine(base.OneWorker):
             )
         self._shapes = [p.shape for p in problem.parameters.values()]
         self._draw = ReusableGenerator()
-        descend = by_hand(problem)
-        way = "differentiated by hand, many clients at once"
+        found, way = by_hand(problem), "differentiated by hand, many clients at once"
+        if found and fault(problem, way, partial(self._gradients, found.descend), warn=True):
+            found = None
         # Without autograd, the examples of a minibatch may have different shares, even none.
-        self._by_hand = descend is not None and not fault(
-            problem, way, partial(self._gradients, descend), warn=True
-        )
-        if descend is not None and self._by_hand:
-            self._descend: Descend = descend
+        self._by_hand = found
+        if found:
+            self._descend: Descend = found.descend
             return
         self._descend = by_vmap(problem)
         wrong = fault(problem, "vectorized", partial(self._gradients, self._descend))
@@ -79,19 +80,44 @@ class VectorizedEngine(base.OneWorker):
         pairs = zip(parts, self._shapes, strict=True)
         return [part.reshape(len(models), *shape) for part, shape in pairs]
 
-    def local_training(self, requests: Sequence[LocalTraining]) -> list[Tensor]:
-        # All sums of all requests are the rows of one table.
+    def local_training(self, requests: Sequence[LocalTraining]) -> list[Answer]:
+        # All sums of all requests are the rows of one table, and so are the numbers of all tasks.
         first = np.cumsum([0, *(request.sums for request in requests)])
+        place = np.cumsum([0, *(len(request.tasks) for request in requests)])
         starts = self._tables(torch.stack([request.start for request in requests]))
         sums = [start.new_zeros(int(first[-1]), start[0].numel()) for start in starts]
-        tasks = [(k, task) for k, request in enumerate(requests) for task in request.tasks]
+        metrics = np.full((2, int(place[-1])), math.nan)
+        gathered = {
+            k: base.Gathered(request, partial(self.own_gradients, request.start))
+            for k, request in enumerate(requests)
+            if request.chain
+        }
+        tasks = [
+            _Owned(k, row, task)
+            for k, request in enumerate(requests)
+            for row, task in enumerate(request.tasks)
+        ]
         # Similar lengths side by side; and apart from others those that need no gradient at y.
-        tasks.sort(key=lambda one: -one[1].minibatches.steps)
+        tasks.sort(key=lambda one: -one.task.minibatches.steps)
         for needed in (True, False):
-            alike = [one for one in tasks if bool(one[1].coefficients.alpha) is needed]
+            alike = [one for one in tasks if bool(one.task.coefficients.alpha) is needed]
             for group in self._groups(alike):
-                self._train_group(group, starts, sums, first)
-        return list(torch.split(torch.cat(sums, dim=1), [request.sums for request in requests]))
+                found = self._train_group(group, starts, sums, first, gathered)
+                metrics[:, [place[one.request] + one.row for one in group]] = found
+        answers = []
+        for k, total in enumerate(torch.split(torch.cat(sums, dim=1), np.diff(first).tolist())):
+            loss, norm = metrics[:, place[k] : place[k + 1]]
+            answer = gathered[k].answer() if k in gathered else Answer(total)
+            own = {"train_loss": loss, "update_norm": norm}
+            answers.append(replace(answer, metrics={**answer.metrics, **own}))
+        return answers
+
+    def own_gradients(self, x: Tensor, tasks: Sequence[ClientTask]) -> Tensor:
+        clients = np.array([task.minibatches.client for task in tasks])
+        request = FullGradient((x,), clients, np.eye(len(tasks)), tasks[0].minibatches.round)
+        with torch.inference_mode(False):  # local training may be in it
+            rows = self.full_gradients([request])[0].sums[:, 0]
+        return rows.addcmul_(x.new_tensor([[task.weight_decay] for task in tasks]), x)
 
     def _groups(self, tasks: "Iterable[_Owned]") -> "Iterator[list[_Owned]]":
         group: list[_Owned] = []
@@ -101,39 +127,54 @@ class VectorizedEngine(base.OneWorker):
                 yield group
                 group, examples = [], 0
             group.append(one)
-            examples += one[1].minibatches.steps * one[1].minibatches.batch_size
+            examples += one.task.minibatches.steps * one.task.minibatches.batch_size
         if group:
             yield group
 
     def _train_group(
-        self, group: "list[_Owned]", starts: Tables, sums: Tables, first: IntArray
-    ) -> None:
-        """Train the clients of a group, and add their weighted updates to the sums."""
-        tasks = [task for _, task in group]
+        self,
+        group: "list[_Owned]",
+        starts: Tables,
+        sums: Tables,
+        first: IntArray,
+        gathered: dict[int, base.Gathered],
+    ) -> FloatArray:
+        """Train the clients of a group, and add what they send to the sums; returns their mean
+        losses and the norms of their updates.
+        """
+        tasks = [one.task for one in group]
         threads = threads_for(self.problem, sum(task.minibatches.batch_size for task in tasks))
         # Where no autograd is needed, its bookkeeping would only cost.
-        with flushed_denormals(), threads, torch.inference_mode(self._by_hand):
-            owner = torch.tensor([k for k, _ in group], device=starts[0].device)
+        with flushed_denormals(), threads, torch.inference_mode(self._by_hand is not None):
+            owner = torch.tensor([one.request for one in group], device=starts[0].device)
             x = [start[owner] for start in starts]
-            y = self._local(x, tasks)
+            y, losses = self._local(x, group, starts)
             weights = np.zeros((int(first[-1]), len(group)))
-            for row, (k, task) in enumerate(group):
-                weights[first[k] : first[k + 1], row] = task.weights
-            add = _adder(starts[0], weights, int(np.diff(first).max()))
-            sizes = starts[0].new_zeros(len(group))
+            for row, one in enumerate(group):
+                if one.request not in gathered:
+                    weights[first[one.request] : first[one.request + 1], row] = one.task.weights
+            dense, norms = starts[0].new_tensor(weights), list[Tensor]()
             for table, end, begin in zip(sums, y, x, strict=True):
                 update = _flat(end.sub_(begin))
-                sizes += update.sum(dim=1)
-                add(update, table)
-            finite = torch.isfinite(sizes)
+                norms.append(base.norms(update))
+                if len(gathered) < len(starts[0]):
+                    table.addmm_(dense, update)
+            norm = torch.linalg.vector_norm(torch.stack(norms), dim=0)
+            finite = torch.isfinite(norm)
             if not finite.all():
                 raise base.not_finite(self.problem, tasks[int((~finite).nonzero()[0])])
+            for k, answer in gathered.items():
+                mine = [row for row, one in enumerate(group) if one.request == k]
+                if mine:
+                    updates = torch.cat([_flat(table[mine]) for table in y], dim=1)
+                    answer.add([group[row].row for row in mine], updates)
+            return torch.stack([losses, norm]).double().cpu().numpy()
 
-    def _local(self, x: Tables, tasks: Sequence[ClientTask]) -> Tables:
+    def _local(self, x: Tables, group: "list[_Owned]", starts: Tables) -> tuple[Tables, Tensor]:
         """The models of a group of clients after their local steps, with a row per client:
-        y <- y - gamma D (alpha g(y) - beta g(x) + v + mu (y - x)).
+        y <- y - gamma D (alpha g(y) - beta g(x) + v + mu (y - x)); and their mean losses.
         """
-        like = x[0]
+        like, tasks = x[0], [one.task for one in group]
         coefficients = [task.coefficients for task in tasks]
         gamma, decay = np.array([(task.step_size, task.weight_decay) for task in tasks]).T
         alpha, beta, mu = np.array([(c.alpha, c.beta, c.mu) for c in coefficients]).T
@@ -141,14 +182,14 @@ class VectorizedEngine(base.OneWorker):
         along, against = like.new_tensor(-gamma * alpha), like.new_tensor(gamma * beta)
         keep, less = like.new_tensor(1 - shrink) if shrink.any() else None, like.new_tensor(-shrink)
         constant = [_scaled(x, like.new_tensor(anchor))] if anchor.any() else []
-        if (v := self._rows([c.v for c in coefficients], 0.0)) is not None:
+        if (v := self._rows(self._constants(group, starts), 0.0)) is not None:
             constant.append(_scaled(v, like.new_tensor(-gamma)))
         scale = self._rows([c.scale for c in coefficients], 1.0)
         clips = any(task.clip < math.inf for task in tasks)
         clip = like.new_tensor([task.clip for task in tasks]) if clips else None
         at_y, at_x = bool(alpha.any()), bool(beta.any())
 
-        y = [table.clone() for table in x]
+        y, losses = [table.clone() for table in x], like.new_zeros(len(tasks))
         for rows, examples, shares in self._packed_steps(tasks):
             if self.stop:
                 raise base.Stopped
@@ -163,7 +204,10 @@ class VectorizedEngine(base.OneWorker):
             if at_y and at_x and not self._by_hand:  # a model may change its inputs
                 again = tuple(field.clone() for field in batch)
             if at_y:
-                self._clipped(here, batch, share, along[rows], into, kept, limit)
+                seen = self._clipped(here, batch, share, along[rows], into, kept, limit)
+                if self._by_hand:
+                    seen = self._by_hand.losses(seen).mul_(share).sum(dim=1)
+                losses[rows] += seen
             elif kept is not None:
                 torch._foreach_mul_(into, [column(kept, table) for table in into])
             if at_x:
@@ -176,7 +220,21 @@ class VectorizedEngine(base.OneWorker):
             if not isinstance(rows, slice):
                 for table, part in zip(y, here, strict=True):
                     table[rows] = part
-        return y
+        steps = like.new_tensor([task.minibatches.steps for task in tasks])
+        return y, losses / steps if at_y else torch.full_like(losses, math.nan)
+
+    def _constants(self, group: "list[_Owned]", starts: Tables) -> list[Tensor | None]:
+        """The vector v of each client, less its own full gradient if that is asked for."""
+        vectors = [one.task.coefficients.v for one in group]
+        own = [row for row, one in enumerate(group) if one.task.coefficients.own_gradient]
+        for k in {group[row].request for row in own}:
+            mine = [row for row in own if group[row].request == k]
+            x = torch.cat([start[k].reshape(-1) for start in starts])
+            gradients = self.own_gradients(x, [group[row].task for row in mine])
+            for row, gradient in zip(mine, gradients, strict=True):
+                v = vectors[row]
+                vectors[row] = -gradient if v is None else v - gradient
+        return vectors
 
     def _rows(self, vectors: Sequence[Tensor | None], default: float) -> Tables | None:
         """A vector per client, which many may share; None if no client has one."""
@@ -198,18 +256,21 @@ class VectorizedEngine(base.OneWorker):
         into: Tables,
         keep: Tensor | None,
         clip: Tensor | None,
-    ) -> None:
-        """``into <- keep into + by g``, with g the clipped gradients at ``at``, row by row."""
+    ) -> Tensor:
+        """``into <- keep into + by g``, with g the clipped gradients at ``at``, row by row.
+
+        Returns what was observed of the losses.
+        """
         if clip is None:
-            self._descend(at, batch, shares * by.unsqueeze(1), into, keep)
-            return
+            return self._descend(at, batch, shares * by.unsqueeze(1), into, keep)
         gradient = [torch.zeros_like(table) for table in at]
-        self._descend(at, batch, shares, gradient, None)
+        observed = self._descend(at, batch, shares, gradient, None)
         norms = torch.stack([_flat(table).norm(dim=1) for table in gradient]).norm(dim=0)
         shorter = (clip / norms.clamp_min(1e-30)).clamp_max(1.0)  # a zero gradient stays zero
         if keep is not None:
             torch._foreach_mul_(into, [column(keep, table) for table in into])
         torch._foreach_add_(into, _scaled(gradient, shorter * by))
+        return observed
 
     def _packed_steps(self, tasks: Sequence[ClientTask]) -> "Iterator[_Step]":
         """The steps of a group, with the longest clients first."""
@@ -218,15 +279,22 @@ class VectorizedEngine(base.OneWorker):
         drawn = {stream: stream.positions(self._draw) for stream in dict.fromkeys(streams)}
         firsts = self.problem.rows(np.array([stream.client for stream in streams]), 0)
         packed = _PackedMinibatches(streams, [drawn[stream] for stream in streams], firsts)
-        padded = packed.full or self._by_hand
+        padded = packed.full or self._by_hand is not None
         return packed.side_by_side() if padded else packed.by_length()
 
-    def full_gradients(self, requests: Sequence[FullGradient]) -> list[Tensor]:
+    def full_gradients(self, requests: Sequence[FullGradient]) -> list[Answer]:
+        answers = self._full_gradients([_each_client(r) if r.chain else r for r in requests])
+        return [
+            base.transformed_gradients(request, answer.sums[:, 0]) if request.chain else answer
+            for request, answer in zip(requests, answers, strict=True)
+        ]
+
+    def _full_gradients(self, requests: Sequence[FullGradient]) -> list[Answer]:
         # All answers are the rows of one table: every sum of a request has a row for every point.
         points = torch.stack([x for request in requests for x in request.points])
         shapes = [(request.weights.shape[1], len(request.points)) for request in requests]
         answers = points.new_zeros(sum(map(math.prod, shapes)), points.shape[1])
-        tables, most = self._tables(points), max(sums for sums, _ in shapes)
+        tables = self._tables(points)
         for length, pieces in self._pieces(requests).items():
             width = max(1, min(self.width, 64 * GRADIENT_ROWS // length))
             for begin in range(0, len(pieces), width):
@@ -240,7 +308,7 @@ class VectorizedEngine(base.OneWorker):
                 for k, (place, row) in enumerate(zip(places, each_weights, strict=True)):
                     weights[place, k] = row
                 flat = torch.cat([_flat(table) for table in found], dim=1)
-                _adder(flat, weights, most)(flat, answers)
+                answers.addmm_(flat.new_tensor(weights), flat)
         parts = torch.split(answers, [math.prod(shape) for shape in shapes])
         return [
             base.finished_gradients(request, part.view(*shape, -1))
@@ -263,8 +331,13 @@ class VectorizedEngine(base.OneWorker):
         return found
 
 
-_Owned = tuple[int, ClientTask]
-"""A task, and the place of its request among all."""
+class _Owned(NamedTuple):
+    """A task, the place of its request among all, and its own place there."""
+
+    request: int
+    row: int
+    task: ClientTask
+
 
 _Piece = tuple[IntArray, int, slice, FloatArray]
 """Add the mean gradient of these rows at this point to these answers, with these weights."""
@@ -337,23 +410,10 @@ def _ranges(lengths: IntArray) -> IntArray:
     return np.arange(lengths.sum()) - np.repeat(np.cumsum(lengths) - lengths, lengths)
 
 
-def _adder(like: Tensor, weights: FloatArray, sums: int) -> Callable[[Tensor, Tensor], object]:
-    """``add(table, into)`` adds ``weights @ table``: a row per sum, a column per client."""
-    entries = np.nonzero(weights) if sums > _FEW_SUMS else None
-    if entries is None or 8 * len(entries[0]) > weights.size:
-        dense = like.new_tensor(weights)
-        return lambda table, into: into.addmm_(dense, table)
-    # When every client has its own sum, nearly all of the product is zeros.
-    rows, columns = (torch.as_tensor(part, device=like.device) for part in entries)
-    sparse = rows, columns, like.new_tensor(weights[entries]).unsqueeze(1)
-
-    def add(table: Tensor, into: Tensor) -> None:
-        # In portions, which use at most the memory of the table once more.
-        parts = (torch.split(part, len(table)) for part in sparse)
-        for rows, columns, some in zip(*parts, strict=True):
-            into.index_add_(0, rows, table[columns].mul_(some))
-
-    return add
+def _each_client(request: FullGradient) -> FullGradient:
+    """The same request for the gradient of each client, before any transform."""
+    weights = np.eye(len(request.clients))
+    return replace(request, chain=NO_TRANSFORMS, weights=weights, weight_decay=0.0)
 
 
 def _flat(table: Tensor) -> Tensor:

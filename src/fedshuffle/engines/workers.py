@@ -7,6 +7,7 @@ alone. So threads, processes and the machines of a cluster give the same bits.
 
 import abc
 import contextlib
+import functools
 import multiprocessing
 import os
 import pickle
@@ -23,14 +24,12 @@ from typing import IO, Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
-from fedshuffle._arrays import FloatArray
 from fedshuffle.engines import serialization
 from fedshuffle.engines.base import Engine, OneWorker, check_model
 from fedshuffle.engines.problem import Problem
 from fedshuffle.errors import FedShuffleError, TrainingError
-from fedshuffle.kernel import FullGradient, LocalTraining, Request
+from fedshuffle.kernel import Answer, FullGradient, LocalTraining, Request
 
 _ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
 _SERVER = {**_ONE_THREAD, "PYTHONSAFEPATH": "1"}  # and no modules from the current folder
@@ -43,53 +42,61 @@ class Workers(Engine, abc.ABC):
     def __init__(self, name: str, problem: Problem, workers: int) -> None:
         self.name, self.problem, self.workers = name, problem, workers
 
-    def local_training(self, requests: Sequence[LocalTraining]) -> list[Tensor]:
+    def local_training(self, requests: Sequence[LocalTraining]) -> list[Answer]:
         return self._divided("local_training", requests)
 
-    def full_gradients(self, requests: Sequence[FullGradient]) -> list[Tensor]:
+    def full_gradients(self, requests: Sequence[FullGradient]) -> list[Answer]:
         return self._divided("full_gradients", requests)
 
-    def _divided(self, what: str, requests: Sequence[Request]) -> list[Tensor]:
-        shares = [self._shares(request) for request in requests]
-        by_worker = [[part for part, _ in mine] for mine in zip(*shares, strict=True)]
+    def _divided(self, what: str, requests: Sequence[Request]) -> list[Answer]:
+        shares = [longest_first(self._loads(request), self.workers) for request in requests]
+        by_worker = [
+            [_part(request, mine[worker]) for request, mine in zip(requests, shares, strict=True)]
+            for worker in range(self.workers)
+        ]
         answers = self._answers(what, by_worker)
-        totals = []
-        for k, request in enumerate(requests):
-            sums = request.sums if isinstance(request, LocalTraining) else request.weights.shape[1]
-            total = answers[0][k].new_zeros(sums, *answers[0][k].shape[1:])
-            for (_, places), answer in zip(shares[k], answers, strict=True):
-                total.index_add_(0, places.to(total.device), answer[k])
-            totals.append(total)
-        return totals
+        return [_together([answer[k] for answer in answers], mine) for k, mine in enumerate(shares)]
 
-    def _shares(self, request: Request) -> list[tuple[Request, Tensor]]:
-        """Each worker's part of a request, and the places of its sums among all sums."""
-        weights: FloatArray
-        if isinstance(request, LocalTraining):
-            streams = [task.minibatches for task in request.tasks]
-            # A step itself costs about as much as eight examples.
-            loads = [stream.examples + 8 * stream.steps for stream in streams]
-            weights = np.array([task.weights for task in request.tasks]).reshape(-1, request.sums)
-        else:
-            loads = self.problem.federation.sizes[request.clients].tolist()
-            weights = request.weights
-        shares: list[tuple[Request, Tensor]] = []
-        for chosen in longest_first(loads, self.workers):
-            places = np.flatnonzero(weights[chosen].any(axis=0))
-            places = places if len(places) else np.zeros(1, np.int64)  # an answer needs a row
-            mine = weights[chosen][:, places]
-            if isinstance(request, FullGradient):
-                part: Request = replace(request, clients=request.clients[chosen], weights=mine)
-            else:
-                pairs = zip(chosen, mine.tolist(), strict=True)
-                tasks = [replace(request.tasks[k], weights=row) for k, row in pairs]
-                part = replace(request, tasks=tasks, sums=len(places))
-            shares.append((part, torch.from_numpy(places)))
-        return shares
+    def _loads(self, request: Request) -> list[int]:
+        """How much work each client of a request is."""
+        if isinstance(request, FullGradient):
+            return [int(size) for size in self.problem.federation.sizes[request.clients]]
+        streams = [task.minibatches for task in request.tasks]
+        # A step itself costs about as much as eight examples.
+        return [stream.examples + 8 * stream.steps for stream in streams]
 
     @abc.abstractmethod
-    def _answers(self, what: str, requests: Sequence[list[Any]]) -> list[list[Tensor]]:
+    def _answers(self, what: str, requests: Sequence[list[Any]]) -> list[list[Answer]]:
         """Each worker's answers to its requests, by the engine's method ``what``."""
+
+
+def _part(request: Request, chosen: list[int]) -> Request:
+    """The part of a request for some of its clients."""
+    states = None if request.states is None else request.states[chosen]
+    if isinstance(request, FullGradient):
+        clients, weights = request.clients[chosen], request.weights[chosen]
+        return replace(request, clients=clients, weights=weights, states=states)
+    tasks = [request.tasks[k] for k in chosen]
+    own = None if request.state_weights is None else request.state_weights[chosen]
+    return replace(request, tasks=tasks, states=states, state_weights=own)
+
+
+def _together(answers: Sequence[Answer], shares: Sequence[list[int]]) -> Answer:
+    """The answers to all parts of a request as one: sums are added in the workers' order."""
+    order = np.argsort([k for share in shares for k in share])
+    states = [answer.states for answer in answers if answer.states is not None]
+    changes = [answer.state_change for answer in answers if answer.state_change is not None]
+    missing = [np.full(len(share), np.nan) for share in shares]
+    metrics = {
+        name: np.concatenate([a.metrics.get(name, none) for a, none in zip(answers, missing)])
+        for name in dict.fromkeys(name for answer in answers for name in answer.metrics)
+    }
+    return Answer(
+        functools.reduce(torch.add, [answer.sums for answer in answers]),
+        torch.cat(states)[torch.from_numpy(order)] if states else None,
+        functools.reduce(torch.add, changes) if changes else None,
+        {name: values[order] for name, values in metrics.items()},
+    )
 
 
 def longest_first(loads: Sequence[int], workers: int) -> list[list[int]]:
@@ -138,7 +145,7 @@ class ThreadsEngine(Workers):
     def close(self) -> None:
         self._threads.shutdown()
 
-    def _answers(self, what: str, requests: Sequence[list[Any]]) -> list[list[Tensor]]:
+    def _answers(self, what: str, requests: Sequence[list[Any]]) -> list[list[Answer]]:
         pairs = zip(self._engines, requests, strict=True)
         futures = [self._threads.submit(getattr(one, what), request) for one, request in pairs]
         try:
@@ -172,7 +179,7 @@ class ProcessesEngine(Workers):
     def close(self) -> None:
         _end(self._running, os.getpid())
 
-    def _answers(self, what: str, requests: Sequence[list[Any]]) -> list[list[Tensor]]:
+    def _answers(self, what: str, requests: Sequence[list[Any]]) -> list[list[Answer]]:
         try:
             if not self._running:
                 self._start()
@@ -184,7 +191,7 @@ class ProcessesEngine(Workers):
         except BaseException:
             self.close()  # the others may be busy: start new ones
             raise
-        return [[flat.tensor() for flat in flats] for flats in found]
+        return [[serialization.load_answer(one) for one in answers] for answers in found]
 
     def _start(self) -> None:
         if self._data is None and self.problem.federation.path is None:

@@ -49,7 +49,7 @@ class NonLocalMVR(Direction):
 
     def round(self, context: RoundContext) -> Steps:
         m = yield from updated_mvr(self.a, context)
-        yield LocalPlan(StepCoefficients(alpha=0.0, v=m.shared["momentum"]))
+        yield LocalPlan(StepCoefficients(alpha=0.0, v=m["momentum"]))
         return m
 
     def effective_weights(self, moments: CohortMoments) -> FloatArray:

@@ -6,46 +6,61 @@ gradient itself and the momenta, directions for any averaging method (:meth:`Met
 """
 
 import abc
-from collections.abc import Generator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Generator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from fedshuffle._arrays import FloatArray, number
+from fedshuffle._arrays import FloatArray, IntArray, number
 from fedshuffle.errors import FedShuffleError
 from fedshuffle.kernel import FullGradient, StepCoefficients
 from fedshuffle.methods.averaging import Cohort, InclusionProbability, Normaliser
+from fedshuffle.transforms import NO_TRANSFORMS, Chain, Transform
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 
-@dataclass(frozen=True, slots=True)
-class MethodState:
-    """What a direction keeps between rounds."""
+MethodState = Mapping[str, "Tensor"]
+"""Named vectors that a direction keeps at the server; empty before the first round."""
 
-    shared: "Mapping[str, Tensor]" = field(default_factory=dict)
-    """Named vectors at the server; empty before the first round."""
-    per_client: "Tensor | None" = None
-    """A row for each client of the cohort, zero for a client that takes part for the first time;
-    None for directions without client state."""
+OfState = Callable[[int, "Tensor"], StepCoefficients]
+"""The coefficients of a client, from its place in the cohort and the vector that it keeps."""
 
 
 @dataclass(frozen=True, slots=True)
 class LocalPlan:
-    """How clients train in a round, and which further sums of their updates the direction wants."""
+    """How clients train in a round, what they keep, and which further sums the direction wants."""
 
-    coefficients: StepCoefficients | Sequence[StepCoefficients]
-    """One for all, or one for each client of the cohort."""
+    coefficients: StepCoefficients | Sequence[StepCoefficients] | OfState
+    """One for all, one for each client of the cohort, or a function of what a client keeps."""
     report: FloatArray | None = None
-    """A weight per client for one more sum, or a row per client and a column per sum; the identity
-    matrix asks for the update of every client."""
+    """A weight per client, for one more sum of what clients send."""
+    keep: Transform | None = None
+    """For directions with client state: makes the vector that a client keeps for the next round
+    from its update and the last vector."""
+    state_weights: FloatArray | None = None
+    """A weight per client, for the sum of the changes of what clients keep."""
 
-    def each(self, n: int) -> Sequence[StepCoefficients]:
-        """The coefficients of each of n clients."""
-        same = isinstance(self.coefficients, StepCoefficients)
-        return [self.coefficients] * n if same else self.coefficients  # type: ignore[list-item,return-value]
+    def each(self, clients: IntArray, states: "Tensor | None") -> list[StepCoefficients]:
+        """The coefficients of some clients, by their places in the cohort."""
+        if isinstance(self.coefficients, StepCoefficients):
+            return [self.coefficients] * len(clients)
+        if not callable(self.coefficients):
+            return [self.coefficients[k] for k in clients]
+        assert states is not None
+        return [self.coefficients(k, own) for k, own in zip(clients.tolist(), states, strict=True)]
+
+
+@dataclass(frozen=True, slots=True)
+class Reported:
+    """The sums that a local plan asked for."""
+
+    updates: "Tensor | None" = None
+    """``sum_i report_i`` times what client i sent."""
+    state_change: "Tensor | None" = None
+    """``sum_i state_weights_i`` times the change of what client i keeps."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,11 +74,13 @@ class RoundContext:
     """The step size of each client of the cohort."""
     normaliser: Normaliser
 
-    def gradient(self, *points: "Tensor") -> FullGradient:
-        """Ask for ``sum_i w_i / p_i grad f_i(point)`` over the cohort, at one point or more."""
+    def gradient(self, *points: "Tensor", through: Chain = NO_TRANSFORMS) -> FullGradient:
+        """Ask for ``sum_i w_i / p_i grad f_i(point)`` over the cohort, at one point or more; at a
+        single point, clients may send their gradients through transforms.
+        """
         cohort = self.cohort
         weights = (cohort.weight / cohort.probability)[:, None]
-        return FullGradient(points, cohort.clients, weights, cohort.round)
+        return FullGradient(points, cohort.clients, weights, cohort.round, chain=through)
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,8 +131,8 @@ class Direction(abc.ABC):
     @abc.abstractmethod
     def round(self, context: RoundContext) -> Steps:
         """Yield any number of :class:`FullGradient`, each answered by a tensor of shape
-        (sums, points, d), and then one :class:`LocalPlan`, answered by the sums it asked for, or
-        None; return the state to keep.
+        (sums, points, d), and then one :class:`LocalPlan`, answered by the sums it asked for
+        (:class:`Reported`); return the state to keep.
         """
 
     def effective_weights(self, moments: CohortMoments) -> FloatArray | None:
@@ -168,7 +185,7 @@ class MVR(Direction):
     def round(self, context: RoundContext) -> Steps:
         m = yield from updated_mvr(self.a, context)
         b = 1 - self.a
-        yield LocalPlan(StepCoefficients(alpha=1.0, beta=b, v=b * m.shared["momentum"]))
+        yield LocalPlan(StepCoefficients(alpha=1.0, beta=b, v=b * m["momentum"]))
         return m
 
     def effective_weights(self, moments: CohortMoments) -> FloatArray:
@@ -180,13 +197,13 @@ class MVR(Direction):
 
 def updated_mvr(a: float, context: RoundContext) -> Steps:
     """The MVR momentum from full gradients of this round, and the model they were taken at."""
-    x, before = context.x, context.state.shared
+    x, before = context.x, context.state
     if not before:
         ((m,),) = yield context.gradient(x)
     else:
         ((now, then),) = yield context.gradient(x, before["previous"])
         m = a * now + (1 - a) * (before["momentum"] + now - then)
-    return MethodState({"momentum": m, "previous": x})
+    return {"momentum": m, "previous": x}
 
 
 @dataclass(frozen=True)
@@ -215,12 +232,13 @@ class GlobalMomentum(Direction):
         check_share(self.a)
 
     def round(self, context: RoundContext) -> Steps:
-        m = context.state.shared.get("momentum", context.x.new_zeros(context.x.shape))
+        m = context.state.get("momentum", context.x.new_zeros(context.x.shape))
         weights = gradient_weights(context.cohort, context.normaliser)
         report = -weights / (context.cohort.done * context.step_sizes)
-        directions = yield LocalPlan(StepCoefficients(alpha=self.a, v=(1 - self.a) * m), report)
+        answer = yield LocalPlan(StepCoefficients(alpha=self.a, v=(1 - self.a) * m), report)
         # The sum of the clients' directions holds (1-a) m as often as the weights sum to.
-        return MethodState({"momentum": directions + (1 - self.a) * (1 - float(weights.sum())) * m})
+        missing = (1 - self.a) * (1 - float(weights.sum())) * m
+        return {"momentum": answer.updates + missing}
 
     def effective_weights(self, moments: CohortMoments) -> FloatArray:
         assert moments.estimate is not None
@@ -258,7 +276,7 @@ def begin_round(
         except StopIteration:
             raise FedShuffleError(f"{name} ends without a LocalPlan: yield one.") from None
         if isinstance(request, LocalPlan):
-            _check_plan(request, context, name)
+            _check_plan(request, context, direction, name)
             return steps, request
         if not isinstance(request, FullGradient):
             raise FedShuffleError(
@@ -266,52 +284,64 @@ def begin_round(
             )
         for point in request.points:
             check_tensor(point, f"{name}: a point", like=context.x)
+        _check_keeps(request.chain, direction, name)
         answer = yield replace(request, weight_decay=weight_decay)
 
 
-def end_round(
-    direction: Direction, context: RoundContext, steps: Steps, reported: "Tensor | None"
-) -> MethodState:
+def end_round(direction: Direction, steps: Steps, reported: Reported) -> MethodState:
     """The state of a direction after local training, checked."""
-    name, shape = f"{type(direction).__name__}.round", (len(context.step_sizes), *context.x.shape)
+    name = f"{type(direction).__name__}.round"
     try:
         steps.send(reported)
     except StopIteration as stop:
         state: MethodState = stop.value
     else:
         raise FedShuffleError(f"{name} yields again after its LocalPlan: let that be the last.")
-    if not isinstance(state, MethodState):
-        raise FedShuffleError(f"{name} returns {shown(state)}: return a MethodState.")
-    check_state(state.shared, f"{name}: the shared state")
-    if state.per_client is not None and not direction.client_state:
-        raise FedShuffleError(
-            f"{name} returns rows for clients to keep: set client_state = True in its class."
-        )
-    if state.per_client is not None and state.per_client.shape != shape:
-        raise FedShuffleError(
-            f"{name} returns {shown(state.per_client)} for clients to keep: give a row for each"
-            f" client of the cohort, shape {shape}."
-        )
+    check_state(state, f"{name}: the state")
     return state
 
 
-def _check_plan(plan: LocalPlan, context: RoundContext, name: str) -> None:
-    n = len(context.cohort.clients)
-    each = plan.each(n)
-    if len(each) != n:
+def _check_plan(plan: LocalPlan, context: RoundContext, direction: Direction, name: str) -> None:
+    n, told = len(context.cohort.clients), plan.coefficients
+    if callable(told):
+        if not direction.client_state:
+            raise FedShuffleError(
+                f"{name} plans by what clients keep: set client_state = True in its class."
+            )
+        told = []
+    elif isinstance(told, StepCoefficients):
+        told = [told]
+    elif len(told) != n:
         raise FedShuffleError(
-            f"{name} gives {len(each)} StepCoefficients for {n} clients: give 1 or {n}."
+            f"{name} gives {len(told)} StepCoefficients for {n} clients: give 1 or {n}."
         )
-    for one in each:
-        if not isinstance(one, StepCoefficients):
-            raise FedShuffleError(f"{name} plans {shown(one)}: give StepCoefficients.")
-        for vector in ("v", "scale"):
-            if (value := getattr(one, vector)) is not None:
-                check_tensor(value, f"{name}: {vector}", like=context.x)
-    if plan.report is not None and (np.ndim(plan.report) not in (1, 2) or len(plan.report) != n):
+    for one in told:
+        check_coefficients(one, context.x, name)
+    for what in ("report", "state_weights"):
+        weights = getattr(plan, what)
+        if weights is not None and np.shape(weights) != (n,):
+            raise FedShuffleError(
+                f"{name} asks for a sum with {what} of shape {np.shape(weights)} from {n} clients:"
+                " give a number for each of them."
+            )
+    if plan.keep is not None:
+        _check_keeps(plan.keep, direction, name)
+
+
+def check_coefficients(one: object, x: "Tensor", name: str) -> StepCoefficients:
+    """The coefficients of a client's step, or a clear error."""
+    if not isinstance(one, StepCoefficients):
+        raise FedShuffleError(f"{name} plans {shown(one)}: give StepCoefficients.")
+    for vector in ("v", "scale"):
+        if (value := getattr(one, vector)) is not None:
+            check_tensor(value, f"{name}: {vector}", like=x)
+    return one
+
+
+def _check_keeps(transform: Transform, direction: Direction, name: str) -> None:
+    if transform.keeps_state and not direction.client_state:
         raise FedShuffleError(
-            f"{name} asks for a report with weights of shape {np.shape(plan.report)} from {n}"
-            " clients: give a number, or a row, for each of them."
+            f"{name} lets clients keep a vector: set client_state = True in its class."
         )
 
 

@@ -17,20 +17,18 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
-import numpy as np
-
 from fedshuffle._arrays import FloatArray, number
-from fedshuffle.kernel import FullGradient, StepCoefficients
+from fedshuffle.kernel import StepCoefficients
 from fedshuffle.methods import fedshuffle
 from fedshuffle.methods.directions import (
     CohortMoments,
     Direction,
     LocalPlan,
-    MethodState,
     RoundContext,
     Steps,
 )
 from fedshuffle.methods.method import Family, Method
+from fedshuffle.transforms import NO_TRANSFORMS, Chain, ClientContext, Message, Transform
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -42,7 +40,7 @@ class GradientExchange(Direction):
 
     keep: float = 1.0
     down, trips = 2, 2  # the model and the gradient
-    full_gradients = 1
+    full_gradients = 2  # the same one twice, rather than to store a vector for every client
     needs_joint = True
 
     def __post_init__(self) -> None:
@@ -58,20 +56,28 @@ class GradientExchange(Direction):
         return self.keep < 1
 
     def round(self, context: RoundContext) -> Steps:
-        x, cohort, owed = context.x, context.cohort, context.state.per_client
-        answer = yield FullGradient((x,), cohort.clients, np.eye(len(cohort.clients)), cohort.round)
-        gradients = answer[:, 0]
-        sent, kept = gradients, None
-        if owed is not None:
-            sent = largest(owed + gradients, self.keep)
-            kept = owed + gradients - sent
-        g = x.new_tensor(cohort.weight / cohort.probability) @ sent
-        yield LocalPlan([StepCoefficients(v=g - gradient) for gradient in gradients])
-        return MethodState(per_client=kept)
+        sparse = Chain((ErrorMemory(self.keep),)) if self.keep < 1 else NO_TRANSFORMS
+        ((g,),) = yield context.gradient(context.x, through=sparse)
+        yield LocalPlan(StepCoefficients(v=g, own_gradient=True))
+        return {}
 
     def effective_weights(self, moments: CohortMoments) -> FloatArray | None:
         """All clients of a cohort follow its estimate of the gradient."""
         return moments.joint
+
+
+@dataclass(frozen=True)
+class ErrorMemory(Transform):
+    """Sends the largest entries of what is owed and new, and keeps the rest."""
+
+    keep: float
+    keeps_state, mean = True, "restored"
+
+    def client(self, updates: "Tensor", state: "Tensor | None", context: ClientContext) -> Message:
+        assert state is not None
+        owed = state + updates
+        sent = largest(owed, self.keep)
+        return Message(sent, owed - sent)
 
 
 def largest(rows: "Tensor", keep: float) -> "Tensor":

@@ -1,43 +1,31 @@
 """A method: an averaging rule, a direction, a server optimiser, and the local work it fixes."""
 
 import dataclasses
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Generator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
-from fedshuffle._arrays import FloatArray, expect
+from fedshuffle._arrays import expect
 from fedshuffle.errors import FedShuffleError, check_known
-from fedshuffle.kernel import ClientTask, LocalTraining, Request
+from fedshuffle.kernel import Answer, Request
 from fedshuffle.local_work import WHOLE_CLIENT, LocalWork, Workload
 from fedshuffle.methods.averaging import Cohort, FedShuffleGen, InclusionProbability
-from fedshuffle.methods.directions import (
-    MVR,
-    Direction,
-    GlobalMomentum,
-    MethodState,
-    Plain,
-    RoundContext,
-    begin_round,
-    check_state,
-    check_tensor,
-    end_round,
-    shown,
-)
+from fedshuffle.methods.directions import MVR, Direction, GlobalMomentum, Plain
 from fedshuffle.methods.options import replaced
+from fedshuffle.methods.round import (
+    MethodRound,
+    RoundSettings,
+    empty_round,
+    needs_every_update,
+)
 from fedshuffle.methods.servers import Average, ServerOptimiser
 from fedshuffle.sampling import Full, Sampling
 from fedshuffle.state import State
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from fedshuffle.federation import Federation
-
-Select = Callable[[FloatArray], tuple[NDArray[np.bool_], FloatArray]]
-"""From the norms of the weighted updates: which are sent, and with which probability each."""
 
 _UNSET: Mapping[str, Any] = {field.name: field.default for field in dataclasses.fields(LocalWork)}
 _MOMENTA: Mapping[type[Direction], str] = {MVR: "mvr", GlobalMomentum: "global"}
@@ -235,79 +223,13 @@ class Method:
                 " as fedshuffle, or this one with its averaging (NAME+fedshuffle)."
             )
         if self.direction.client_state or self.direction.needs_estimate:
-            raise self._needs_every_update()
-
-    def _needs_every_update(self) -> FedShuffleError:
-        return FedShuffleError(
-            f"{self.name} learns from what every client of the cohort sends, and with optimal"
-            " client sampling most send only a norm. Use another sampling, or another method."
-        )
+            raise needs_every_update(self)
 
     def round(
-        self,
-        state: State,
-        cohort: Cohort,
-        workload: Workload,
-        seed: int,
-        step_size: float,
-        server_step_size: float,
-        select: Select | None = None,
-    ) -> Generator[Request, Any, State]:
+        self, state: State, cohort: Cohort, settings: RoundSettings
+    ) -> Generator[Request, Answer, State]:
         """One round as a sequence of requests to an engine; returns the state after it."""
-        x, n = state.x, len(cohort.clients)
-        rows = None if state.clients is None else state.clients.rows(cohort.clients, x.device)
-        kept = MethodState(state.method_state, rows)
-        step_sizes = step_size * self.averaging.step_scale(cohort)
-        context = RoundContext(x, kept, cohort, step_sizes, self.averaging.normaliser)
-
-        clip, decay = workload.work.clip, workload.work.weight_decay
-        steps, plan = yield from begin_round(self.direction, context, decay)
-
-        if select and plan.report is not None:
-            raise self._needs_every_update()
-        weights = np.eye(n) if select else self.averaging.aggregation_weights(cohort)[:, None]
-        report = np.zeros((n, 0)) if plan.report is None else plan.report
-        columns = np.column_stack([weights, report])
-        per_client = (cohort.clients.tolist(), cohort.done.tolist(), step_sizes.tolist())
-        batches, r = workload.minibatches, cohort.round
-        tasks = [
-            ClientTask(batches(i, done, seed, r), size, one, a, clip, decay)
-            for i, done, size, one, a in zip(*per_client, plan.each(n), columns, strict=True)
-        ]
-        sums = yield LocalTraining(x, tasks, columns.shape[1])
-        updates, reported = sums[: weights.shape[1]], sums[weights.shape[1] :]
-
-        sent = None
-        if select:
-            chosen, updates = self._selected(updates, cohort, select)
-            sent = len(chosen.clients)
-        if sent == 0:  # as if nobody took part
-            return dataclasses.replace(state, round=state.round + 1, sent=0)
-        after, optimiser_state = self._server_step(x, updates[0], server_step_size, state)
-        reported = reported if report.ndim > 1 else reported[0]
-        kept = end_round(self.direction, context, steps, reported if reported.numel() else None)
-        clients = state.clients
-        if clients is not None and kept.per_client is not None:
-            clients = clients.updated(cohort.clients, kept.per_client)
-        return State(after, kept.shared, optimiser_state, state.round + 1, clients, sent)
-
-    def _server_step(
-        self, x: "Tensor", update: "Tensor", step_size: float, state: State
-    ) -> "tuple[Tensor, Mapping[str, Tensor]]":
-        name = f"{type(self.server).__name__}.step"
-        step = self.server.step(x, update, step_size, state.optimiser_state)
-        if not (isinstance(step, tuple) and len(step) == 2):
-            raise FedShuffleError(f"{name} gives {shown(step)}: return the next model and state.")
-        check_tensor(step[0], f"{name}: the next model", like=x)
-        check_state(step[1], f"{name}: the next state")
-        return step
-
-    def _selected(
-        self, updates: "Tensor", cohort: Cohort, select: Select
-    ) -> "tuple[Cohort, Tensor]":
-        """The clients that send an update, and their sum, weighed by how likely each was."""
-        norms = updates.norm(dim=1).cpu().numpy().astype(np.float64)
-        asked, probability = select(self.averaging.aggregation_weights(cohort) * norms)
-        chosen = cohort.only(asked, cohort.probability * probability)
-        weights = updates.new_tensor(self.averaging.aggregation_weights(chosen))
-        return chosen, (weights @ updates[np.flatnonzero(asked)])[None]
+        if not len(cohort.clients):
+            return empty_round(self, state, settings)
+        after: State = yield from MethodRound(self, state, cohort, settings).requests()
+        return after

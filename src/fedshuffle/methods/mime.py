@@ -29,7 +29,6 @@ from fedshuffle.methods.directions import (
     CohortMoments,
     Direction,
     LocalPlan,
-    MethodState,
     RoundContext,
     Steps,
 )
@@ -82,7 +81,7 @@ class Mimic(Direction):
         return 1.0 if self.base == "sgd" else 1 - self.b
 
     def round(self, context: RoundContext) -> Steps:
-        x, a, kept = context.x, self.share, context.state.shared
+        x, a, kept = context.x, self.share, context.state
         ((g,),) = yield context.gradient(x)
         m = kept.get("m", x.new_zeros(x.shape))
         s = kept.get("s", g.square())
@@ -95,7 +94,7 @@ class Mimic(Direction):
         after = {"m": a * g + (1 - a) * m} if a < 1 else {}
         if scale is not None:
             after["s"] = (1 - self.b2) * g.square() + self.b2 * s
-        return MethodState(after)
+        return after
 
     def effective_weights(self, moments: CohortMoments) -> FloatArray:
         """The new gradient is the cohort's (Mime) or the client's own (MimeLite), m of others."""

@@ -28,12 +28,11 @@ Lower Communication Complexity, 2019.
 
 from dataclasses import dataclass
 from functools import partial
-
-import numpy as np
+from typing import TYPE_CHECKING
 
 from fedshuffle._arrays import FloatArray
 from fedshuffle.errors import check_known
-from fedshuffle.kernel import FullGradient, StepCoefficients
+from fedshuffle.kernel import StepCoefficients
 from fedshuffle.methods.averaging import (
     FedShuffleGen,
     InclusionProbability,
@@ -44,11 +43,14 @@ from fedshuffle.methods.directions import (
     CohortMoments,
     Direction,
     LocalPlan,
-    MethodState,
     RoundContext,
     Steps,
 )
 from fedshuffle.methods.method import Family, Method
+from fedshuffle.transforms import ClientContext, Message, Transform
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 RULE = FedShuffleGen(steps_of_the_longest, objective_weight, InclusionProbability())
 """One step size for all, and weights w/p."""
@@ -70,23 +72,35 @@ class ControlVariates(Direction):
         return int(self.refresh == "gradient")
 
     def round(self, context: RoundContext) -> Steps:
-        x, cohort, own = context.x, context.cohort, context.state.per_client
-        assert own is not None
-        c = context.state.shared.get("c", x.new_zeros(x.shape))
-        each = np.eye(len(own))
-        if self.refresh == "gradient":
-            gradients = yield FullGradient((x,), cohort.clients, each, cohort.round)
-            yield LocalPlan([StepCoefficients(v=c - c_i) for c_i in own])
-            updated = gradients[:, 0]
-        else:
-            updates = yield LocalPlan([StepCoefficients(v=c - c_i) for c_i in own], report=each)
-            length = x.new_tensor(cohort.done * context.step_sizes)
-            updated = own - c - updates / length[:, None]
-        return MethodState({"c": c + x.new_tensor(cohort.weight) @ (updated - own)}, updated)
+        x = context.x
+        c = context.state.get("c", x.new_zeros(x.shape))
+        answer = yield LocalPlan(
+            lambda _, c_i: StepCoefficients(v=c - c_i),
+            keep=Refresh(c, self.refresh),
+            state_weights=context.cohort.weight,
+        )
+        return {"c": c + answer.state_change}
 
     def effective_weights(self, moments: CohortMoments) -> FloatArray:
         """Every client steps along c - c_i + g_i, which is the whole gradient."""
         return moments.total * moments.weights
+
+
+@dataclass(frozen=True)
+class Refresh(Transform):
+    """A client's next control variate; its update is sent as it is."""
+
+    c: "Tensor"
+    refresh: str
+    keeps_state, mean = True, "unchanged"
+
+    def client(self, updates: "Tensor", state: "Tensor | None", context: ClientContext) -> Message:
+        assert state is not None
+        assert context.full_gradients is not None
+        if self.refresh == "gradient":
+            return Message(updates, context.full_gradients())
+        length = updates.new_tensor(context.steps * context.step_sizes)
+        return Message(updates, state - self.c - updates / length[:, None])
 
 
 _STYLES = {

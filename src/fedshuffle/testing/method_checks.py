@@ -18,9 +18,10 @@ from fedshuffle.auditing import Audit, audit
 from fedshuffle.auditing.simulation import QuadraticClients
 from fedshuffle.engines import ReferenceEngine
 from fedshuffle.federation import Federation
-from fedshuffle.kernel import FullGradient, LocalTraining, Request, StepCoefficients
+from fedshuffle.kernel import Answer, FullGradient, LocalTraining, Request, StepCoefficients
 from fedshuffle.local_work import LocalWork
 from fedshuffle.methods import Method
+from fedshuffle.methods.round import RoundSettings
 from fedshuffle.sampling import Sampling, resolve
 from fedshuffle.state import State
 from fedshuffle.testing.problems import (
@@ -312,9 +313,10 @@ def _requests(
     """The requests of the next round, where answers are this many times the right ones."""
     seen: list[Request] = []
 
-    def answer(request: Request) -> Tensor:
+    def answer(request: Request) -> Answer:
         seen.append(request)
-        return times * clients(request)
+        right = clients(request)
+        return dataclasses.replace(right, sums=times * right.sums)
 
     drive(clients.run.round(state), answer)
     assert isinstance(seen[-1], LocalTraining)
@@ -369,8 +371,8 @@ def _selection_is_unbiased(run: Run) -> None:
             return asked, p
 
         cohort = run.cohort(0, members)
-        requests = run.method.round(start, cohort, run.workload, run.seed, 0.1, 1.0, select)
-        return drive(requests, clients).x
+        settings = RoundSettings(run.workload, run.seed, 0.1, 1.0, select=select)
+        return drive(run.method.round(start, cohort, settings), clients).x
 
     of_pool = after(np.ones(len(members), dtype=np.bool_), np.ones(len(members)))
     _, p = optimal.select(norms[0], run.seed, 0, members)

@@ -2,7 +2,6 @@
 
 import hashlib
 from collections.abc import Callable, Generator, Iterator, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -13,15 +12,17 @@ from torch import Tensor
 from fedshuffle import fingerprint, methods, schedules
 from fedshuffle._arrays import IntArray, expect
 from fedshuffle.federation import Federation
-from fedshuffle.kernel import FullGradient, LocalTraining, Request
+from fedshuffle.kernel import Answer, FullGradient, LocalTraining, Request
 from fedshuffle.local_work import LocalWork, Workload
 from fedshuffle.methods import Cohort, Method
+from fedshuffle.methods.round import RoundSettings
 from fedshuffle.randomness import check_seed
 from fedshuffle.sampling import Sampling, resolve
 from fedshuffle.sampling.base import check_cohort
 from fedshuffle.schedules import Schedule
 from fedshuffle.state import State
 from fedshuffle.training.client_state import ClientState, ClientStateStore
+from fedshuffle.transforms import Chain, Transform
 
 if TYPE_CHECKING:
     from fedshuffle.engines import Engine
@@ -39,6 +40,7 @@ class Run:
         step_size: Schedule = 0.1,
         server_step_size: Schedule = 1.0,
         seed: int = 0,
+        transforms: Sequence[Transform] = (),
     ) -> None:
         expect(federation, Federation, "federation")
         work = LocalWork() if work is None else work
@@ -51,6 +53,8 @@ class Run:
         self.step_size = step_size
         self.server_step_size = server_step_size
         self.seed = check_seed(seed)
+        self.chain = Chain(tuple(transforms))
+        self.chain.check_with_client_state(self.method.name, self.method.direction.client_state)
         schedules.value(step_size, 0, "step size")
         schedules.value(server_step_size, 0, "server step size")
 
@@ -68,6 +72,7 @@ class Run:
             "server": fingerprint.part(self.method.server),
             "sampling": fingerprint.part(self.sampling),
             "work": fingerprint.work(self.workload.work),
+            "transforms": [fingerprint.part(one) for one in self.chain.transforms],
             "step_size": schedules.describe(self.step_size, rounds, "step size"),
             "server_step_size": server,
             "seed": self.seed,
@@ -78,7 +83,7 @@ class Run:
 
     def start(self, x: Tensor, store: ClientStateStore | None = None) -> State:
         """The state before the first round; client state, if any, goes to the store."""
-        if not self.method.direction.client_state:
+        if not (self.method.direction.client_state or self.chain.keeps_state):
             return State(x)
         store = ClientStateStore(len(x), x.dtype) if store is None else store
         return State(x, clients=ClientState.empty(len(self.federation), store))
@@ -106,39 +111,42 @@ class Run:
         request = advance(requests)
         while isinstance(request, FullGradient):
             points = torch.stack(list(request.points))
-            request = advance(requests, points.new_zeros(request.weights.shape[1], *points.shape))
+            zeros = points.new_zeros(request.weights.shape[1], *points.shape)
+            request = advance(requests, Answer(zeros, request.states))
         return request if isinstance(request, LocalTraining) else None
 
     def round(self, state: State, cohort: Cohort | None = None) -> "Requests":
         """The next round as requests, of the drawn cohort unless given; returns the next state."""
         cohort = self.cohort(state.round) if cohort is None else cohort
-        if not len(cohort.clients):
-            return replace(state, round=state.round + 1, sent=None)
         at, select = state.round, None
         if self.sampling.two_phase:
             select = partial(self.sampling.select, seed=self.seed, round=at, clients=cohort.clients)
-        local = schedules.value(self.step_size, at, "step size")
-        server = schedules.value(self.server_step_size, at, "server step size")
-        after: State = yield from self.method.round(
-            state, cohort, self.workload, self.seed, local, server, select
+        settings = RoundSettings(
+            self.workload,
+            self.seed,
+            schedules.value(self.step_size, at, "step size"),
+            schedules.value(self.server_step_size, at, "server step size"),
+            self.chain,
+            select,
         )
+        after: State = yield from self.method.round(state, cohort, settings)
         return after
 
 
-Requests = Generator[Request, Any, State]
+Requests = Generator[Request, Answer, State]
 """A round of a run or of a method: requests, each to be sent its answer; then the next state."""
 
 
-def advance(requests: Requests, answer: Tensor | None = None) -> Request | State:
+def advance(requests: Requests, answer: Answer | None = None) -> Request | State:
     """The next request of a round, given the answer to the one before; at its end, the state."""
     try:
-        return requests.send(answer)
+        return next(requests) if answer is None else requests.send(answer)
     except StopIteration as stop:
         after: State = stop.value
         return after
 
 
-def drive(requests: Requests, answer: Callable[[Request], Tensor]) -> State:
+def drive(requests: Requests, answer: Callable[[Request], Answer]) -> State:
     """The state after a round of which every request is answered by a function."""
     request = advance(requests)
     while not isinstance(request, State):

@@ -351,7 +351,12 @@ def _round_of(path: Path) -> int:
 
 def _write(folder: Path, run: str, state: State, clients: Mapping[str, Tensor]) -> None:
     """Write a checkpoint, each file completely or not at all."""
-    parts = {"direction": state.method_state, "server": state.optimiser_state, "clients": clients}
+    parts = {
+        "direction": state.method_state,
+        "server": state.optimiser_state,
+        "transforms": state.transform_state,
+        "clients": clients,
+    }
     tensors = {f"{part}.{name}": t for part, named in parts.items() for name, t in named.items()}
     tensors["x"] = state.x
     data = save({name: t.detach().cpu().contiguous().clone() for name, t in tensors.items()})
@@ -376,11 +381,13 @@ def _read(path: Path, run: str, device: torch.device | str) -> tuple[State, dict
                 raise ValueError(f"its {name} is {facts[name]!r}, not {value!r}")
         tensors = load(data)
         x = tensors.pop("x").to(device)
-    parts: dict[str, dict[str, Tensor]] = {"direction": {}, "server": {}, "clients": {}}
+    names = "direction", "server", "transforms", "clients"
+    parts: dict[str, dict[str, Tensor]] = {name: {} for name in names}
     for key, tensor in tensors.items():
         part, _, name = key.partition(".")
         parts[part][name] = tensor if part == "clients" else tensor.to(device)
-    return State(x, parts["direction"], parts["server"], _round_of(path)), parts["clients"]
+    state = State(x, parts["direction"], parts["server"], _round_of(path))
+    return replace(state, transform_state=parts["transforms"]), parts["clients"]
 
 
 def _checksum(facts: Mapping[str, Any], data: bytes) -> str:

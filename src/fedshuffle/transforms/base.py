@@ -145,24 +145,35 @@ class Chain(Transform):
         """This chain with more transforms at its end."""
         return Chain((*self.transforms, *transforms))
 
+    def check_with_client_state(self, method: str, client_state: bool) -> None:
+        """Refuse a chain that keeps state with a method that does so as well."""
+        if client_state and self.keeps_state:
+            memory = next(one for one in self.transforms if one.keeps_state)
+            raise FedShuffleError(
+                f"{method} keeps a vector at every client, made from the client's update, and so"
+                f" does {memory}. Use a channel without error feedback, or another method."
+            )
+
     @property
     def keeps_state(self) -> bool:  # type: ignore[override]
         return any(one.keeps_state for one in self.transforms)
 
     @property
     def any_layout(self) -> bool:  # type: ignore[override]
-        return all(one.any_layout for one in self.transforms)
+        return all(one.any_layout for one in self.transforms) and not self.keeps_state
 
     @property
     def every_round(self) -> bool:  # type: ignore[override]
         return any(one.every_round for one in self.transforms)
 
     def client(self, updates: "Tensor", state: "Tensor | None", context: ClientContext) -> Message:
-        kept, metrics = None, dict[str, Tensor | FloatArray]()
+        kept: Tensor | None = None
+        metrics: dict[str, Tensor | FloatArray] = {}
         for part, one in enumerate(self.transforms):
             shared = _part_of(context.shared, part)
             own = state if one.keeps_state else None
-            message = one.client(updates, own, replace(context, shared=shared, part=part))
+            there = replace(context, shared=shared, part=context.part + part)
+            message = one.client(updates, own, there)
             updates, metrics = message.values, {**metrics, **message.metrics}
             kept = message.state if one.keeps_state else kept
         return Message(updates, kept, metrics)
@@ -172,7 +183,7 @@ class Chain(Transform):
     ) -> "tuple[Tensor, Mapping[str, Tensor]]":
         after: dict[str, Tensor] = {}
         for part, one in enumerate(self.transforms):
-            own = replace(context, state=_part_of(context.state, part), part=part)
+            own = replace(context, state=_part_of(context.state, part), part=context.part + part)
             update, state = one.server(update, own)
             after |= {f"{part}.{name}": value for name, value in state.items()}
         return update, after

@@ -16,7 +16,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from fedshuffle._arrays import count, expect, number
 from fedshuffle.engines import serialization
@@ -28,6 +27,7 @@ from fedshuffle.engines.vectorized import VectorizedEngine
 from fedshuffle.engines.workers import Workers, lost_worker
 from fedshuffle.errors import FedShuffleError, check_known
 from fedshuffle.fingerprint import versions
+from fedshuffle.kernel import Answer
 
 MAX_WORKERS = 10_000
 TIMEOUT = 120.0  # seconds to wait for a worker when there is none
@@ -162,7 +162,7 @@ class RayEngine(Workers):
                 " so that workers map them from disk."
             ) from error
 
-    def _answers(self, what: str, requests: Sequence[list[Any]]) -> list[list[Tensor]]:
+    def _answers(self, what: str, requests: Sequence[list[Any]]) -> list[list[Answer]]:
         if not self._close.alive or cluster.current() != self._cluster:
             raise FedShuffleError("the engine's Ray cluster was shut down: make a new engine.")
         if not self._ready and not self._pending:
@@ -181,13 +181,13 @@ class RayEngine(Workers):
         ref = worker.ready.options(max_task_retries=-1).remote()
         self._pending[ref] = worker, None
 
-    def _shared(self, what: str, requests: Sequence[list[Any]]) -> list[list[Tensor]]:
+    def _shared(self, what: str, requests: Sequence[list[Any]]) -> list[list[Answer]]:
         """The answers to all shares, in their order, whoever computes them."""
         shared, packed = serialization.pack(requests)
         inline = sum(flat.bits.nbytes for flat in shared.values()) < INLINE_BYTES
         everywhere = shared if inline else self._put(shared)
         waiting, losses = list(range(len(requests))), [0] * len(requests)
-        found: dict[int, list[Tensor]] = {}
+        found: dict[int, list[Answer]] = {}
         failure = ""
         while len(found) < len(requests):
             for worker in self._idle()[: len(waiting)]:
@@ -223,7 +223,8 @@ class RayEngine(Workers):
             if share is not None:
                 if not ok:
                     raise result
-                found[share] = [flat.tensor().to(self.problem.device) for flat in result]
+                device = self.problem.device
+                found[share] = [serialization.load_answer(one, device) for one in result]
             elif ok:
                 self._ready[worker] = result
             elif self._ready:
