@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 _UNUSED = {
     "quadratic": ["scale", "data", "jobs"],
+    "compression": ["scale", "data", "jobs"],
     "theory": ["rounds", "scale", "data", "jobs"],
     "shakespeare": ["rounds"],
     "cifar100": ["rounds"],
@@ -36,10 +37,13 @@ _UNUSED = {
 def reproduce(
     context: typer.Context,
     experiment: Annotated[
-        str, Argument(help="quadratic (the toy figures), theory, shakespeare or cifar100.")
+        str,
+        Argument(help="quadratic (the toy figures), compression, theory, shakespeare or cifar100."),
     ],
     out: Out,
-    rounds: Annotated[int, Option(help="Rounds of training, for quadratic.")] = 1000,
+    rounds: Annotated[
+        int | None, Option(help="Rounds of training: quadratic (1000), compression (400).")
+    ] = None,
     scale: Annotated[str, Option(help="paper, laptop, smoke: shakespeare, cifar100.")] = "laptop",
     data: DataFolder = None,
     jobs: Jobs = None,
@@ -56,10 +60,15 @@ def reproduce(
         words += ["--data", str(data)] if data else []
         run_comparison(real.load(experiment, scale, out, data), out, jobs, words, as_json)
         return
+    given = {} if rounds is None else {"rounds": rounds}
     if experiment == "quadratic":
         from fedshuffle.experiments import quadratic
 
-        claims = quadratic.reproduce(out, rounds, progress=not as_json)
+        claims = quadratic.reproduce(out, **given, progress=not as_json)
+    elif experiment == "compression":
+        from fedshuffle.experiments import compression
+
+        claims = compression.reproduce(out, **given, progress=not as_json)
     else:
         from fedshuffle.experiments.theory import report as theory
 

@@ -126,6 +126,16 @@ def many() -> Quadratics:
     return Quadratics(sizes, np.ones((sum(sizes), 1)), optima, start=away / np.linalg.norm(away))
 
 
+def equal() -> Quadratics:
+    """Ten clients with eight examples each, which differ in all optima and curvatures."""
+    draw = generator(0, Purpose.START, round=8)
+    curvatures = draw.uniform(0.25, 1.0, size=(80, _DIMENSIONS))
+    optima = np.repeat(_normal((10, _DIMENSIONS), 9), 8, axis=0) + _normal((80, _DIMENSIONS), 10)
+    optima -= (curvatures * optima).sum(axis=0) / curvatures.sum(axis=0)
+    away = _normal((_DIMENSIONS,), 6)
+    return Quadratics((8,) * 10, curvatures, optima, start=away / np.linalg.norm(away))
+
+
 def similar(delta: float) -> Quadratics:
     """Three clients whose Hessians differ by delta, with curvatures from 1 down to 1/256.
 

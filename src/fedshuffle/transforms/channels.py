@@ -6,6 +6,7 @@ sends updates as they are.
 """
 
 from collections.abc import Callable
+from typing import Any
 
 from fedshuffle._arrays import expect
 from fedshuffle.errors import FedShuffleError, check_known
@@ -48,7 +49,9 @@ def channel(text: str) -> Channel | None:
             f" write '{name}+{memory[0]}' or '{name}+{memory[1]}'."
         )
     if kind == "diana":
-        return Diana(made, _number(argument, text, "+diana:ALPHA") if argument else None)
+        return Diana(
+            made, _read(float, argument, text, f"{name}+diana:ALPHA") if argument else None
+        )
     if argument:
         raise FedShuffleError(
             f"channel {text!r} has too much after {kind!r}: write '{name}+{kind}'."
@@ -84,7 +87,7 @@ def compressor(text: str) -> Compressor:
     form, make = _MAKERS[name]
     if bool(argument) != (":" in form):
         raise FedShuffleError(f"channel {text!r} is incomplete or has too much: write {form!r}.")
-    made = make(argument)
+    made: Compressor = _read(make, argument, text, form)
     expect(made, Compressor, f"the compressor {name!r}")
     return made
 
@@ -105,22 +108,20 @@ def register(form: str, make: Callable[[str], Compressor]) -> None:
     _MAKERS[name] = (form, make)
 
 
-def _number(text: str, channel: str, form: str) -> float:
+def _read(make: Callable[[str], Any], argument: str, text: str, form: str) -> Any:
+    """What is made of an argument, or an error that says how to write it."""
     try:
-        return float(text)
-    except ValueError:
-        raise FedShuffleError(f"channel {channel!r} cannot be read: write {form!r}.") from None
-
-
-def _bits(text: str) -> int:
-    number = _number(text, f"qsgd:{text}", "qsgd:BITS")
-    return int(number) if number.is_integer() else number  # type: ignore[return-value]  # refused
+        return make(argument)
+    except FedShuffleError:
+        raise
+    except ValueError as error:
+        raise FedShuffleError(f"channel {text!r} cannot be read: write {form!r}.") from error
 
 
 _MAKERS: dict[str, tuple[str, Callable[[str], Compressor]]] = {
-    "topk": ("topk:SHARE", lambda text: TopK(_number(text, f"topk:{text}", "topk:SHARE"))),
-    "randk": ("randk:SHARE", lambda text: RandK(_number(text, f"randk:{text}", "randk:SHARE"))),
-    "qsgd": ("qsgd:BITS", lambda text: QSGD(_bits(text))),
+    "topk": ("topk:SHARE", lambda share: TopK(float(share))),
+    "randk": ("randk:SHARE", lambda share: RandK(float(share))),
+    "qsgd": ("qsgd:BITS", lambda bits: QSGD(int(bits))),
     "sign": ("sign", lambda _: Sign()),
     "float16": ("float16", lambda _: Float16()),
 }

@@ -47,6 +47,9 @@ class Compressor(abc.ABC):
     """Whether the result does not depend on the order of the coordinates."""
 
     @abc.abstractmethod
+    def __str__(self) -> str: ...
+
+    @abc.abstractmethod
     def encode(self, vector: "Tensor", drawn: Drawn) -> Arrays:
         """The arrays that are sent."""
 
@@ -82,3 +85,13 @@ class Compressor(abc.ABC):
         literature. No such code is used: what is sent are the bytes of the arrays.
         """
         return 8.0 * sum(array.nbytes for array in arrays.values())
+
+
+def drawn_table(drawn: Iterable[Drawn], rows: int, columns: int, dtype: "torch.dtype") -> "Tensor":
+    """What was drawn for each row, as one table."""
+    import torch
+
+    table = torch.empty(rows, columns, dtype=dtype)
+    for row, own in zip(table.numpy(), drawn, strict=False):
+        row[:] = own
+    return table

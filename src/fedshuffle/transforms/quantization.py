@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from fedshuffle._arrays import IntArray, count
 from fedshuffle.errors import FedShuffleError
 from fedshuffle.transforms import wire
-from fedshuffle.transforms.compressor import Compressor, Drawn
+from fedshuffle.transforms.compressor import Compressor, Drawn, drawn_table
 from fedshuffle.transforms.wire import Arrays, Layout
 
 if TYPE_CHECKING:
@@ -88,8 +88,8 @@ class QSGD(Compressor):
         sizes = rows.abs().to(norms.dtype) / norms.where(norms > 0, 1)
         sizes = (sizes * self.levels).clamp_max_(self.levels)  # rounding may exceed it
         levels = sizes.floor()
-        for i, thresholds in zip(range(len(rows)), drawn, strict=False):
-            levels[i] += torch.from_numpy(thresholds).to(rows.device) < sizes[i] - levels[i]
+        thresholds = drawn_table(drawn, len(rows), rows.shape[1], torch.float64).to(rows.device)
+        levels += thresholds < sizes - levels
         return norms, levels.copysign_(rows).add_(0.0)  # on the wire there is no -0
 
     def _unpacked(self, arrays: Arrays, d: int) -> NDArray[np.int64]:

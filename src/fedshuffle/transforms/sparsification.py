@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from fedshuffle._arrays import IntArray, number
 from fedshuffle.errors import FedShuffleError
 from fedshuffle.transforms import wire
-from fedshuffle.transforms.compressor import Compressor, Drawn
+from fedshuffle.transforms.compressor import Compressor, Drawn, drawn_table
 from fedshuffle.transforms.wire import Arrays, Layout
 
 if TYPE_CHECKING:
@@ -122,11 +122,10 @@ class RandK(Compressor):
     def compress(self, rows: "Tensor", drawn: Iterable[Drawn]) -> "tuple[Tensor, IntArray]":
         import torch
 
-        out, d = torch.zeros_like(rows), rows.shape[1]
-        factor = d / kept(self.share, d)
-        for row, to, places in zip(rows, out, drawn, strict=False):
-            at = torch.from_numpy(places).to(rows.device)
-            to[at] = row[at] * factor
+        d = rows.shape[1]
+        k = kept(self.share, d)
+        places = drawn_table(drawn, len(rows), k, torch.int64).to(rows.device)
+        out = torch.zeros_like(rows).scatter_(1, places, rows.gather(1, places) * (d / k))
         return out, wire.sizes(len(rows), self._layout(d, rows.dtype))
 
     def encode(self, vector: "Tensor", drawn: Drawn) -> Arrays:
