@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from flwr.app import Array, ArrayRecord, Message
+from flwr.clientapp import ClientApp
 from torch import Tensor
 
 from fedshuffle import losses
@@ -24,6 +25,7 @@ from tests.flower.grid import Fault, LocalGrid
 from tests.flower.helpers import (
     FEDERATION,
     WORK,
+    Shorten,
     apps,
     model,
     own,
@@ -34,22 +36,6 @@ from tests.flower.helpers import (
 )
 
 pytestmark = pytest.mark.usefixtures("server_process")
-
-
-@register
-@dataclass(frozen=True)
-class Shorten(Transform):
-    """Scales updates to a largest norm, as clipping does."""
-
-    most: float
-    any_layout = True
-
-    def client(self, updates: Tensor, state: Tensor | None, context: ClientContext) -> Sent:
-        norms = updates.norm(dim=1)
-        return Sent(
-            updates.mul_((self.most / norms).clamp_max(1.0)[:, None]),
-            metrics={"clipped": (norms > self.most).to(norms.dtype)},
-        )
 
 
 @register
@@ -205,8 +191,6 @@ def test_lost_state_is_an_error(log: pytest.LogCaptureFixture) -> None:
 
 
 def test_client_with_state_needs_a_context(log: pytest.LogCaptureFixture) -> None:
-    from flwr.clientapp import ClientApp
-
     app = ClientApp()
     for kind in (app.query("info"), app.train()):
         kind(
@@ -235,7 +219,11 @@ def test_client_with_state_needs_a_context(log: pytest.LogCaptureFixture) -> Non
     ],
 )
 def test_invalid_message_is_refused(
-    name: str, change: Any, said: str, log: pytest.LogCaptureFixture
+    name: str,
+    change: Any,
+    said: str,
+    log: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     grid = LocalGrid(apps())
     pull = grid.pull_messages
@@ -249,7 +237,7 @@ def test_invalid_message_is_refused(
                 record[name] = Array(np.ascontiguousarray(change(before.numpy().copy())))
         return replies
 
-    grid.pull_messages = tampered  # type: ignore[method-assign]
+    monkeypatch.setattr(grid, "pull_messages", tampered)
     result = strategy(transforms=[link("topk:0.2")]).start(grid, start(), 1)
     assert result.train_metrics_clientapp[1]["replied"] == 0
     assert said in warnings(log)

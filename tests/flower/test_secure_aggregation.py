@@ -1,5 +1,7 @@
 """Secure aggregation with Flower's SecAgg+: sums, precision, ranges, clients that drop out."""
 
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -8,14 +10,18 @@ import torch
 from flwr.app import Array, ArrayRecord, Context, Message, RecordDict
 from flwr.common.secure_aggregation.quantization import dequantize, quantize
 from flwr.common.secure_aggregation.secaggplus_utils import pseudo_rand_gen
+from torch import Tensor
 
 from fedshuffle import losses
 from fedshuffle.errors import FedShuffleError
 from fedshuffle.flower import Client, FedShuffleStrategy, SecureAggregation, protocol
+from fedshuffle.flower.chain import register
 from fedshuffle.flower.secure_aggregation import LEVELS, MODULUS
-from fedshuffle.transforms import channel
+from fedshuffle.transforms import ClientContext, ServerContext, Transform, channel
+from fedshuffle.transforms import Message as Sent
 from tests.flower.grid import Fault, LocalGrid
 from tests.flower.helpers import (
+    Shorten,
     apps,
     model,
     own,
@@ -27,6 +33,20 @@ from tests.flower.helpers import (
 )
 
 pytestmark = pytest.mark.usefixtures("server_process")
+
+
+@register
+@dataclass(frozen=True)
+class Counted(Transform):
+    """Counts shortened updates at the server."""
+
+    def client(self, updates: Tensor, state: Tensor | None, context: ClientContext) -> Sent:
+        return Sent(updates)
+
+    def server(self, update: Tensor, context: ServerContext) -> tuple[Tensor, Mapping[str, Tensor]]:
+        before = context.state.get("clipped", torch.zeros(()))
+        return update, {"clipped": before + float(context.metrics["clipped"].sum())}
+
 
 STAGES = ["setup", "share_keys", "collect_masked_vectors", "unmask"]
 
@@ -65,6 +85,18 @@ def test_sum_is_that_of_plain_aggregation(options: dict[str, Any]) -> None:
     assert masked.train_metrics_clientapp[1]["replied"] == 3
     assert difference(masked.arrays, plain.arrays) < 1e-6
     assert difference(plain.arrays, start()) > 1e-3
+
+
+def test_transforms_of_the_clients_come_before_the_masks() -> None:
+    """Also their numbers reach the server's part, here the count of shortened updates."""
+    transforms = [Shorten(0.05), Counted()]
+    plain = strategy(sampling="uniform:3", transforms=transforms)
+    expected = plain.start(LocalGrid(apps()), start(), 2)
+    ours = secure(transforms=transforms)
+    assert difference(ours.start(grid(), start(), 2).arrays, expected.arrays) < 1e-6
+    assert ours._session is not None
+    assert ours._session.state.transform_state["1.clipped"] == 2 * 3
+    assert "train_loss" not in ours._session.state.metrics
 
 
 def test_rounds_follow_the_simulator_to_rounding() -> None:

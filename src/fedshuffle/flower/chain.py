@@ -1,9 +1,9 @@
 """The chain of transforms between real clients and the server.
 
-Clients are sent the transforms as text, such as ``"topk:0.01+ef"`` or ``'Clip {"threshold": 1.0}'``,
-and make them from a list of known classes; no object travels. A client runs the chain up to the
-channel and sends the channel's arrays. The server decodes them, and runs what follows the channel,
-such as the clipping of differential privacy. Without a channel the client runs the whole chain.
+Clients are sent the transforms as text, such as ``topk:0.01+ef`` or ``Halve {}``, and make them
+from a list of known classes; no object travels. A client runs the chain up to the channel and sends
+the channel's arrays. The server decodes them, and runs what follows the channel, such as the
+clipping of differential privacy. Without a channel the client runs the whole chain.
 """
 
 import dataclasses
@@ -206,7 +206,7 @@ class _First(Transform):
     """The first transforms of a chain, in the layout in which the whole chain would run."""
 
     chain: Chain
-    any_layout: bool  # type: ignore[misc]
+    any_layout: bool
 
     @property
     def keeps_state(self) -> bool:  # type: ignore[override]

@@ -1,8 +1,7 @@
 """The client's side: a site that replies to the server with its own model and data."""
 
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import numpy as np
@@ -29,8 +28,7 @@ from fedshuffle.local_work import LocalWork, Minibatches
 
 Data = Any
 """A client's examples: arrays or tensors with a row per example, or a map-style torch dataset."""
-OBSERVED = {"train_loss", "update_norm"}
-"""Metrics that are not those of a transform."""
+_OBSERVED = ("train_loss", "update_norm")  # metrics that are not those of a transform
 _Request = TypeVar("_Request", protocol.TrainRequest, protocol.Query)
 
 
@@ -116,26 +114,47 @@ class Client:
     def _train(self, message: Message, context: Context | None) -> RecordDict:
         d = len(self.problem.start)
         request, sent = self._read(message, protocol.TrainRequest, x=[d], v=[d], scale=[d])
-        planned, step_size = self._plan(request)
-        end, done = time.monotonic() + (self.seconds or 0.0), 0
+        task, clock = self._task(request, sent)
+        planned, x, engine = task.minibatches.steps, sent["x"], SequentialEngine(self.problem)
+        wire, memory = WireChain.from_texts(request.chain), ClientMemory(context, self.number)
+        state = memory.read(request.state_after, x) if wire.chain.keeps_state else None
+        shared = {k: torch.from_numpy(a) for k, a in protocol.raw(message, protocol.SHARED).items()}
+        out = wire.run(engine, x, task, shared, state)
+        done, values, metrics = clock.steps if self.seconds else planned, out.values, out.metrics
+        if request.size is None:  # the server cannot correct for steps that it does not know
+            if wire.chain and done < planned:
+                raise FedShuffleError(
+                    f"client {self.number} did not finish its steps, and what it sends cannot be"
+                    " corrected after transforms. Leave seconds out, or share its size."
+                )
+            values, done = values * (planned / done), request.steps
+        if request.clipping_range is not None:
+            values = secure.weighted(values, request.weight, request.clipping_range)
+            metrics = {k: v for k, v in metrics.items() if k not in _OBSERVED}  # nobody masks them
+        reply = protocol.Reply(self.number, done, metrics)
+        if state is not None and out.state is not None and request.state_after is not None:
+            memory.write({request.state_after: state, request.round + 1: out.state})
+        if out.encoded is not None:
+            return protocol.content(reply, message=protocol.raw_arrays(out.encoded))
+        gradient = engine.own_gradients(x, [task])[0] if request.send_gradient else None
+        return protocol.content(reply, protocol.arrays(update=values, gradient=gradient))
 
-        def out_of_time() -> bool:
-            nonlocal done
-            if done and time.monotonic() >= end:  # the first step is always done
-                return True
-            done += 1
-            return False
-
+    def _task(
+        self, request: protocol.TrainRequest, sent: Mapping[str, Tensor]
+    ) -> "tuple[ClientTask, _Clock]":
+        """What to do, and a clock that counts the steps done if time is limited."""
+        steps, step_size = self._plan(request)
+        clock = _Clock(self.seconds or 0.0)
         minibatches = Minibatches(
             client=0,
             size=self.size,
-            steps=planned,
+            steps=steps,
             batch_size=min(request.batch_size, self.size),
             order=LocalWork(order=request.order).order,  # type: ignore[arg-type]  # it checks
             seed=int(request.seed),
             round=request.round,
             stream_id=request.client,
-            should_stop=out_of_time if self.seconds else None,
+            should_stop=clock.out_of_time if self.seconds else None,
         )
         step = StepCoefficients(
             request.alpha,
@@ -148,30 +167,7 @@ class Client:
         # Transforms see the aggregation weight; the second sum is what the client sends.
         weights = [request.weight, 1.0]
         task = ClientTask(minibatches, step_size, step, weights, request.clip, request.weight_decay)
-        engine, x = SequentialEngine(self.problem), sent["x"]
-        wire, memory = WireChain.from_texts(request.chain), ClientMemory(context, self.number)
-        state = memory.read(request.state_after, x) if wire.chain.keeps_state else None
-        shared = {k: torch.from_numpy(a) for k, a in protocol.raw(message, protocol.SHARED).items()}
-        out = wire.run(engine, x, task, shared, state)
-        done, values = done if self.seconds else planned, out.values
-        if request.size is None:  # the server cannot correct for steps that it does not know
-            if wire.chain and done < planned:
-                raise FedShuffleError(
-                    f"client {self.number} did not finish its steps, and what it sends cannot be"
-                    " corrected after transforms. Leave seconds out, or share its size."
-                )
-            values, done = values * (planned / done), request.steps
-        reply = protocol.Reply(self.number, done, out.metrics)
-        if request.clipping_range is not None:
-            values = secure.weighted(values, request.weight, request.clipping_range)
-            own = {name: out.metrics[name] for name in out.metrics.keys() - OBSERVED}
-            reply = replace(reply, metrics=own)  # numbers are not masked
-        if out.state is not None and request.state_after is not None:
-            memory.write({request.state_after: state, request.round + 1: out.state})
-        if out.encoded is not None:
-            return protocol.content(reply, message=protocol.raw_arrays(out.encoded))
-        gradient = engine.own_gradients(x, [task])[0] if request.send_gradient else None
-        return protocol.content(reply, protocol.arrays(update=values, gradient=gradient))
+        return task, clock
 
     def _plan(self, request: protocol.TrainRequest) -> tuple[int, float]:
         """The number of steps and their size."""
@@ -220,6 +216,21 @@ class Client:
 
     def _reply(self, steps: int = 0, **arrays: Tensor) -> RecordDict:
         return protocol.content(protocol.Reply(self.number, steps), protocol.arrays(**arrays))
+
+
+class _Clock:
+    """Counts steps until time is up."""
+
+    def __init__(self, seconds: float) -> None:
+        self._end = time.monotonic() + seconds
+        self.steps = 0
+
+    def out_of_time(self) -> bool:
+        """Whether the next step is one too many; the first is always done."""
+        if self.steps and time.monotonic() >= self._end:
+            return True
+        self.steps += 1
+        return False
 
 
 def client_app(

@@ -85,10 +85,10 @@ class ClientRound:
         """One request for the whole cohort: clients with state come in portions, whose tasks do
         not depend on the answers.
         """
-        tasks, portion = [*first.tasks], first
+        tasks = [*first.tasks]
+        nothing = Answer(first.start.new_zeros(first.sums, len(first.start)))
         while len(tasks) < len(self.cohort.clients):
-            nothing = Answer(first.start.new_zeros(first.sums, len(first.start)))
-            following = advance(requests, nothing)
-            assert isinstance(following, LocalTraining)
-            tasks += (portion := following).tasks
+            portion = advance(requests, nothing)
+            assert isinstance(portion, LocalTraining)
+            tasks += portion.tasks
         return replace(first, tasks=tasks, states=None, state_weights=None)

@@ -40,4 +40,4 @@ def answer(message: Message, context: Context) -> Message:
             time.sleep(1)
     secure = bool(context.run_config["secure"])
     client = Client(number, model(), own(number), losses.cross_entropy, secure_aggregation=secure)
-    return client.handle(message)
+    return client.handle(message, context)
