@@ -130,12 +130,13 @@ class MethodRound:
                 answer = (yield request).sums
 
     def _in_portions(self, request: FullGradient) -> Generator[Request, Answer, Answer]:
-        total = Answer(request.points[0].new_zeros(request.weights.shape[1], 1, len(self.x)))
+        total: Answer | None = None
         for places in self._portions(np.arange(len(request.clients)), keeps=True):
             clients, weights = request.clients[places], request.weights[places]
             states = self._rows(clients)
             part = replace(request, clients=clients, weights=weights, states=states)
             total = self._added(total, (yield part), clients)
+        assert total is not None
         return total
 
     def _selected(
@@ -163,7 +164,7 @@ class MethodRound:
         if plan.keep is not None:  # the method's own bookkeeping sees the update first
             shared = {f"1.{name}": value for name, value in shared.items()}
             chain = Chain((plan.keep, chain))
-        total = Answer(self.x.new_zeros(columns.shape[1], len(self.x)))
+        total: Answer | None = None
         for some in self._portions(np.arange(len(places)), chain.keeps_state):
             clients = self.cohort.clients[places[some]]
             states = self._rows(clients) if chain.keeps_state else None
@@ -171,6 +172,7 @@ class MethodRound:
             wanted = None if plan.state_weights is None else plan.state_weights[places[some]]
             request = LocalTraining(self.x, tasks, columns.shape[1], chain, shared, states, wanted)
             total = self._added(total, (yield request), clients)
+        assert total is not None
         return total
 
     def _portions(self, places: IntArray, keeps: bool) -> Iterator[IntArray]:
@@ -183,19 +185,21 @@ class MethodRound:
         assert self.clients is not None
         return self.clients.rows(clients, self.x.device)
 
-    def _added(self, total: Answer, answer: Answer, clients: IntArray) -> Answer:
+    def _added(self, total: Answer | None, answer: Answer, clients: IntArray) -> Answer:
         """The sums and metrics of one more portion; what its clients keep goes to the store."""
         if answer.states is not None:
             assert self.clients is not None
             self.clients = self.clients.updated(clients, answer.states)
+        if total is None:
+            return replace(answer, states=None)
         change = answer.state_change
         if total.state_change is not None and change is not None:
             change = total.state_change + change
-        metrics = answer.metrics
-        if total.metrics:
-            metrics = {k: np.concatenate([total.metrics[k], v]) for k, v in metrics.items()}
-        sums = total.sums + answer.sums if total.metrics else answer.sums
-        return Answer(sums, None, change, metrics)
+        metrics = {
+            name: np.concatenate([total.metrics[name], values])
+            for name, values in answer.metrics.items()
+        }
+        return Answer(total.sums + answer.sums, None, change, metrics)
 
     def _tasks(
         self, plan: LocalPlan, places: IntArray, columns: FloatArray, states: "Tensor | None"

@@ -1,4 +1,4 @@
-"""The conformance suite: what every method and every sampling must do, yours as well.
+"""The conformance suite: what methods, samplings and transforms must do, yours as well.
 
 >>> from fedshuffle import testing as conformance
 >>> report = conformance.check("fedshuffle", checks=["order", "descent"])
@@ -15,8 +15,9 @@ from fedshuffle.errors import check_known
 from fedshuffle.federation import Federation
 from fedshuffle.methods import Method
 from fedshuffle.sampling import Listed, Sampling, resolve
-from fedshuffle.testing import method_checks, sampling_checks
+from fedshuffle.testing import method_checks, sampling_checks, transform_checks
 from fedshuffle.testing.problems import SIZES, ConformanceError, DoesNotApplyError
+from fedshuffle.transforms import Transform
 
 __all__ = [
     "CHECKS",
@@ -26,6 +27,7 @@ __all__ = [
     "Report",
     "check",
     "check_sampling",
+    "check_transform",
 ]
 
 SAMPLINGS: tuple[str | Sampling, ...] = (
@@ -69,7 +71,7 @@ class CheckResult(NamedTuple):
 
 @dataclass(frozen=True)
 class Report:
-    """The results of all checks of a method or a sampling.
+    """The results of all checks of a method, a sampling or a transform.
 
     >>> rest, cost = CheckResult("rest", "passed", ""), CheckResult("cost", "failed", "2, 1")
     >>> report = Report("mine", (rest, cost))
@@ -134,6 +136,12 @@ def check_sampling(given: Sampling) -> Report:
     True
     """
     results = [_run(name, run, given) for name, run in sampling_checks.CHECKS.items()]
+    return Report(repr(given), tuple(results))
+
+
+def check_transform(given: Transform) -> Report:
+    """Make all checks of a transform, in a run with few clients on every engine."""
+    results = [_run(name, run, given) for name, run in transform_checks.CHECKS.items()]
     return Report(repr(given), tuple(results))
 
 

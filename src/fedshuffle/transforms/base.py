@@ -174,6 +174,11 @@ class Chain(Transform):
             own = state if one.keeps_state else None
             there = replace(context, shared=shared, part=context.part + part)
             message = one.client(updates, own, there)
+            if (message.state is None) == one.keeps_state:
+                found = "gives no state" if one.keeps_state else "gives a state for clients to keep"
+                raise FedShuffleError(
+                    f"the transform {one!r} {found}, but its keeps_state is {one.keeps_state}."
+                )
             updates, metrics = message.values, {**metrics, **message.metrics}
             kept = message.state if one.keeps_state else kept
         return Message(updates, kept, metrics)
