@@ -87,7 +87,7 @@ class UpdateBuffer:
             if states is not None and self._wire.shares_memory:
                 states[k] = rows[1]
             gathered.observe([k], **self._metrics[client])
-            gathered.add([k], rows[:1].clone())
+            gathered.add([k], rows[:1].clone() if of_method else rows[:1])  # a chain overwrites
         answer = gathered.answer()
         return answer if of_method else replace(answer, states=states)
 
