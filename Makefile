@@ -2,7 +2,7 @@
 PYTHON ?= python3
 VENV := $(or $(FEDSHUFFLE_VENV),.venv)
 BIN := $(VENV)/bin
-# What .venv holds: the package alone, with the tools of `make test`, and with Ray and Flower too.
+# What .venv holds: the package alone, with the tools of `make test`, and with Ray, Flower and trackers too.
 INSTALLED := $(VENV)/.installed
 TOOLS := $(VENV)/.tools
 CLUSTERS := $(VENV)/.clusters
@@ -65,7 +65,7 @@ $(TOOLS): pyproject.toml constraints.txt | $(BIN)/pip
 	touch $(INSTALLED) $@
 
 $(CLUSTERS): pyproject.toml constraints.txt | $(BIN)/pip
-	$(install) '.[dev,flower,ray]'
+	$(install) '.[dev,flower,mlflow,ray,wandb]'
 	touch $(INSTALLED) $(TOOLS) $@
 
 clean:

@@ -8,6 +8,8 @@ peak memory: absolute speeds drift, ratios hardly.
 
     make bench
     python benchmarks/engines.py --works "small cnn" --engines sequential sequential:2 --rounds 20
+
+An engine may be followed by a transform: ``sequential@clip:0.1``, ``sequential@topk:0.01+ef``.
 """
 
 import argparse
@@ -19,7 +21,7 @@ import resource
 import statistics
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -30,8 +32,9 @@ from works import STEP_SIZE, WORKS
 
 from fedshuffle.engines import Problem, make
 from fedshuffle.errors import FedShuffleError, unknown
-from fedshuffle.state import State
+from fedshuffle.privacy import Clip
 from fedshuffle.training.rounds import Run, run_round
+from fedshuffle.transforms import Transform, channel
 
 ENGINES = ("sequential", "vectorized")
 
@@ -64,14 +67,27 @@ def bare_round(problem: Problem, run: Run, round: int) -> None:
                 t.add_(p - x)
 
 
+def transforms(text: str) -> list[Transform]:
+    """The transforms that a text names."""
+    if not text:
+        return []
+    name, _, threshold = text.partition(":")
+    if name == "clip":
+        return [Clip(float(threshold))]
+    found = channel(text)
+    return [] if found is None else [found]
+
+
 def contestant(connection: Connection, work: str, engine: str) -> None:
     """A process that plays the rounds it is told to, and says how long each took."""
     torch.set_num_threads(1)
     sys.stderr = open(os.devnull, "w")  # noqa: SIM115
-    problem, runs = WORKS[work].build()
+    engine, _, transform = engine.partition("@")
+    problem, runs = WORKS[work].build(transforms(transform))
     runner = None if engine == "bare" else make(engine, problem)
+    states = [run.start(problem.start) for run in runs]
     if runner is not None:  # a model that it cannot run is found out here
-        run_round(runner, runs, [State(problem.start, {}, {}, 0) for _ in runs])
+        run_round(runner, runs, states)
     connection.send("ready")
     while True:
         round = connection.recv()
@@ -82,7 +98,8 @@ def contestant(connection: Connection, work: str, engine: str) -> None:
             for run in runs:
                 bare_round(problem, run, round)
         else:
-            run_round(runner, runs, [State(problem.start, round=round) for _ in runs])
+            now = [replace(state, x=problem.start, round=round) for state in states]
+            states = run_round(runner, runs, now)
         seconds = time.perf_counter() - begun
         steps = sum(int(run.cohort(round).done.sum()) for run in runs)
         connection.send((steps, seconds, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024))
@@ -157,7 +174,8 @@ def main() -> None:
     if options.rounds < 1:
         raise FedShuffleError("give a number of rounds of at least 1.")
     results = {}
-    print(f"{'work':22}{'bare steps/s':>13}" + "".join(f"{e:>18}" for e in options.engines))
+    width = max(18, *(len(engine) + 2 for engine in options.engines))
+    print(f"{'work':22}{'bare steps/s':>13}" + "".join(f"{e:>{width}}" for e in options.engines))
     for work in options.works:
         found = results[work] = contest(work, options.engines, options.rounds)
         cells = (
@@ -166,7 +184,7 @@ def main() -> None:
             else "-"
             for e in options.engines
         )
-        print(f"{work:22}{found['bare steps/s']:13.0f}" + "".join(f"{c:>18}" for c in cells))
+        print(f"{work:22}{found['bare steps/s']:13.0f}" + "".join(f"{c:>{width}}" for c in cells))
     if options.json:
         options.json.write_text(json.dumps(results, indent=2))
 

@@ -1,7 +1,7 @@
-"""The black-box audit of the strategies that ship with Flower, as a table.
+"""The black-box audit of the strategies that ship with Flower, and of their privacy, as tables.
 
-    python benchmarks/flower_strategies.py            # print it
-    python benchmarks/flower_strategies.py --write    # put it in docs/audit-others.md
+    python benchmarks/flower_strategies.py            # print them
+    python benchmarks/flower_strategies.py --write    # put them in docs/audit-others.md
 
 Needs Flower: ``pip install 'fedshuffle[flower]'``.
 """
@@ -15,11 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from fedshuffle import Federation, FedShuffleError, LocalWork
-from fedshuffle.auditing import Audit, audit_server
+from fedshuffle.auditing import Audit, audit_privacy, audit_server
 from fedshuffle.auditing.adapters import FlowerAggregator
 
 PAGE = Path(__file__).parent.parent / "docs" / "audit-others.md"
-BEGIN, END = "<!-- begin: flower -->", "<!-- end: flower -->"
 
 SIZES = [1, 2, 3, 4, 5, 6]
 SETTINGS = {
@@ -123,22 +122,70 @@ def _more(results: list[Audit]) -> str:
     return ", ".join(more)
 
 
+PRIVATE = {"1, 2, 6": [1, 2, 6], "2, 2, 2": [2, 2, 2], "20 of 1": [1] * 20}
+"""Sizes of the clients of private strategies; adaptive ones need many."""
+
+
+def privacy_table() -> str:
+    """One line per wrapper and federation."""
+    head = ["wrapper", "clients", "noise multiplier", "if one is missing", "threshold", "claim"]
+    lines = [
+        f"Measured with Flower {version('flwr')}.",
+        "",
+        _line(head),
+        _line(["---"] * len(head)),
+    ]
+    for side in ("server", "client"):
+        lines += [privacy_row(side, "fixed", sizes) for sizes in ("1, 2, 6", "2, 2, 2")]
+        lines.append(privacy_row(side, "adaptive", "20 of 1"))
+    return "\n".join(lines)
+
+
+def privacy_row(side: str, clipping: str, sizes: str) -> str:
+    """The line of one wrapper around FedAvg."""
+    found = importlib.import_module("flwr.serverapp.strategy")
+    name = f"DifferentialPrivacy{side.title()}Side{clipping.title()}Clipping"
+    n, clip = len(PRIVATE[sizes]), 0.1
+    claims = (1.0, clip, n) if clipping == "fixed" else (1.0, n, clip)
+    server = FlowerAggregator(lambda: getattr(found, name)(found.FedAvg(), *claims), n)
+    federation = Federation.from_sizes(PRIVATE[sizes])
+    result = audit_privacy(server, federation, clip=clip, noise_multiplier=1)
+    (low, high), threshold, missing = result.interval, "fixed", result.sensitivity["remove"]
+    if (adapts := result.threshold) is not None:
+        threshold = (
+            f"{adapts.values[0]:.2g} to {adapts.values[-1]:.1g} in {len(adapts.values)} rounds"
+        )
+        threshold += ", runs away" if adapts.runs_away else ""
+    return _line(
+        [
+            f"clipping on the {side}, {clipping}",
+            sizes,
+            f"{result.noise_multiplier:.3f} ({low:.3f} to {high:.3f})",
+            f"{result.noise / missing:.3f}" if missing else "?",
+            threshold,
+            result.conclusion[0],
+        ]
+    )
+
+
 def _line(cells: list[str]) -> str:
     return f"| {' | '.join(cells)} |"
 
 
 def main() -> None:
-    """Print the table, or write it."""
+    """Print the tables, or write them."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--write", action="store_true", help="put it in docs/audit-others.md")
-    made = table()
-    if not parser.parse_args().write:
-        print(made)
-        return
-    text = PAGE.read_text(encoding="utf-8")
-    before, _, rest = text.partition(BEGIN)
-    _, _, after = rest.partition(END)
-    PAGE.write_text(f"{before}{BEGIN}\n{made}\n{END}{after}", encoding="utf-8")
+    parser.add_argument("--write", action="store_true", help="put them in docs/audit-others.md")
+    write = parser.parse_args().write
+    for name, make in {"flower": table, "flower privacy": privacy_table}.items():
+        made = make()
+        if not write:
+            print(made, end="\n\n")
+            continue
+        begin, end = f"<!-- begin: {name} -->", f"<!-- end: {name} -->"
+        before, _, rest = PAGE.read_text(encoding="utf-8").partition(begin)
+        _, _, after = rest.partition(end)
+        PAGE.write_text(f"{before}{begin}\n{made}\n{end}{after}", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ import multiprocessing
 import statistics
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import NamedTuple
@@ -24,7 +25,6 @@ from works import STEP_SIZE, mlp
 from fedshuffle import Federation, LocalWork, losses
 from fedshuffle.engines import Problem, make
 from fedshuffle.errors import unknown
-from fedshuffle.state import State
 from fedshuffle.training.rounds import Run, run_round
 
 
@@ -37,6 +37,11 @@ class Case(NamedTuple):
     hidden: int = 64
     imbalance: float = 0.0
     """Standard deviation of the logarithm of the clients' sizes; their mean stays 64."""
+    mean: int = 64
+    """Examples of a client."""
+    sampling: str = "full"
+    method: str = "fedshuffle"
+    features: int = 784
 
 
 def cohort() -> Iterator[Case]:
@@ -60,7 +65,23 @@ def model() -> Iterator[Case]:
             yield Case(f"{hidden * 847 + 62:,} parameters, {engine}", engine, 64, hidden)
 
 
-TABLES = {"cohort": cohort, "imbalance": imbalance, "model": model}
+def client_state() -> Iterator[Case]:
+    """SCAFFOLD, which keeps a vector for every client: 10,000 parameters, 200,000 clients."""
+    for cohort in (200, 2000):
+        for engine in ("sequential", "vectorized"):
+            yield Case(
+                f"{cohort:,} clients, {engine}",
+                engine,
+                200_000,
+                hidden=88,
+                mean=4,
+                sampling=f"uniform:{cohort}",
+                method="scaffold",
+                features=50,
+            )
+
+
+TABLES = {"cohort": cohort, "imbalance": imbalance, "model": model, "client_state": client_state}
 
 
 def measure(connection: Connection, case: Case, rounds: int) -> None:
@@ -68,18 +89,20 @@ def measure(connection: Connection, case: Case, rounds: int) -> None:
     torch.set_num_threads(1)
     rng = np.random.default_rng(0)
     draws = rng.lognormal(-(case.imbalance**2) / 2, case.imbalance, case.clients)
-    sizes = np.maximum(1, (64 * draws / draws.mean()).astype(np.int64))
+    sizes = np.maximum(1, (case.mean * draws / draws.mean()).astype(np.int64))
     n = int(sizes.sum())
-    rows = rng.normal(size=(n, 784)).astype(np.float32)
+    rows = rng.normal(size=(n, case.features)).astype(np.float32)
     federation = Federation.from_arrays(rows, rng.integers(62, size=n), sizes=sizes)
-    problem = Problem(mlp(case.hidden), losses.cross_entropy, federation)
+    del rows
+    problem = Problem(mlp(case.hidden, case.features), losses.cross_entropy, federation)
     before = fresh_peak()
-    run = Run(federation, "fedshuffle", "full", LocalWork(epochs=1, batch_size=32), STEP_SIZE)
-    engine = make(case.engine, problem)
+    work = LocalWork(epochs=1, batch_size=32)
+    run = Run(federation, case.method, case.sampling, work, STEP_SIZE)
+    engine, state = make(case.engine, problem), run.start(problem.start)
     speeds = []
     for round in range(rounds + 1):
         begun = time.perf_counter()
-        run_round(engine, [run], [State(problem.start, round=round)])
+        (state,) = run_round(engine, [run], [replace(state, x=problem.start, round=round)])
         speeds.append(run.cohort(round).done.sum() / (time.perf_counter() - begun))
     connection.send((statistics.median(speeds[1:]), peak() - before))
 

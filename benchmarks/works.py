@@ -1,7 +1,7 @@
 """The works that the benchmarks measure: a model, its clients, and how they train."""
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -12,6 +12,7 @@ from fedshuffle import Federation, LocalWork, losses
 from fedshuffle.engines import Loss, Problem
 from fedshuffle.models import CharLSTM, ResNet
 from fedshuffle.training.rounds import Run
+from fedshuffle.transforms import Transform
 
 STEP_SIZE = 0.05
 
@@ -28,12 +29,13 @@ class Work:
     runs: int = 1
     """Number of runs in lockstep, as in a comparison over seeds."""
 
-    def build(self) -> tuple[Problem, list[Run]]:
+    def build(self, transforms: Sequence[Transform] = ()) -> tuple[Problem, list[Run]]:
         torch.manual_seed(0)
         problem = Problem(self.model(), self.loss, self.clients())
         work = LocalWork(epochs=2, batch_size=self.batch_size)
+        settings = "fedavg-rr", self.sampling, work, STEP_SIZE
         runs = [
-            Run(problem.federation, "fedavg-rr", self.sampling, work, STEP_SIZE, seed=seed)
+            Run(problem.federation, *settings, seed=seed, transforms=transforms)
             for seed in range(self.runs)
         ]
         return problem, runs
@@ -95,8 +97,8 @@ def cnn() -> nn.Module:
     )
 
 
-def mlp(hidden: int = 200) -> nn.Module:
-    return nn.Sequential(nn.Linear(784, hidden), nn.ReLU(), nn.Linear(hidden, 62))
+def mlp(hidden: int = 200, features: int = 784) -> nn.Module:
+    return nn.Sequential(nn.Linear(features, hidden), nn.ReLU(), nn.Linear(hidden, 62))
 
 
 flat = functools.partial(images, (784,), 62, 200, 64)

@@ -36,8 +36,11 @@ if TYPE_CHECKING:
     from fedshuffle.methods import FedShuffleGen as FedShuffleGen
     from fedshuffle.methods import GlobalMomentum as GlobalMomentum
     from fedshuffle.methods import Method as Method
+    from fedshuffle.privacy import Privacy as Privacy
     from fedshuffle.sampling import Sampling as Sampling
     from fedshuffle.training import Result as Result
+    from fedshuffle.training import Simulation as Simulation
+    from fedshuffle.training import callbacks as callbacks
     from fedshuffle.training import train as train
 
     __all__: list[str]

@@ -38,6 +38,7 @@ class Purpose(enum.IntEnum):
     TRANSFORM = 12
     SERVER_TRANSFORM = 13
     DOWN_LINK = 14
+    PRIVACY = 15
 
 
 def generator(

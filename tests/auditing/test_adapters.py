@@ -202,9 +202,8 @@ def test_unsuitable_flower_strategies_are_refused(flower: Any) -> None:
         FlowerAggregator(3, 3)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["FedAvg", "FedAdam", "FedMedian", "FedTrimmedAvg, 0.2"])
-def test_the_flower_table_of_the_docs_is_what_is_measured(flower: Any, name: str) -> None:
+@pytest.fixture
+def script() -> Any:
     spec = importlib.util.spec_from_file_location(
         "flower_strategies", ROOT / "benchmarks" / "flower_strategies.py"
     )
@@ -212,5 +211,18 @@ def test_the_flower_table_of_the_docs_is_what_is_measured(flower: Any, name: str
     assert spec.loader is not None
     script = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(script)
+    return script
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["FedAvg", "FedAdam", "FedMedian", "FedTrimmedAvg, 0.2"])
+def test_the_flower_table_of_the_docs_is_what_is_measured(script: Any, name: str) -> None:
     line = script.row(name, script.strategies()[name])
+    assert line in (ROOT / "docs" / "audit-others.md").read_text(encoding="utf-8").splitlines()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("row", [("server", "fixed", "1, 2, 6"), ("client", "adaptive", "20 of 1")])
+def test_the_privacy_table_of_the_docs_is_what_is_measured(script: Any, row: Any) -> None:
+    line = script.privacy_row(*row)
     assert line in (ROOT / "docs" / "audit-others.md").read_text(encoding="utf-8").splitlines()

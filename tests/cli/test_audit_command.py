@@ -193,3 +193,57 @@ def test_a_flower_strategy_is_audited(monkeypatch: Monkey, capsys: Printed) -> N
     assert run(monkeypatch, "audit", *words, "--json") == 0
     told = json.loads(capsys.readouterr().out)
     np.testing.assert_allclose(told["effective_weights"], np.array([1, 4, 9]) / 14)
+
+
+SERVER = """
+import numpy as np
+def server(clients, sizes, updates):
+    updates = updates / np.maximum(1, np.linalg.norm(updates, axis=1, keepdims=True))
+    return sizes / sizes.sum() @ updates + np.random.normal(0, 1 / 3, updates.shape[1])
+"""
+
+
+@pytest.mark.parametrize(("sizes", "code"), [("1,2,6", 1), ("2,2,2", 0)])
+def test_the_privacy_of_a_server(
+    sizes: str, code: int, tmp_path: Path, monkeypatch: Monkey, capsys: Printed
+) -> None:
+    (tmp_path / "private_server.py").write_text(SERVER)
+    monkeypatch.chdir(tmp_path)
+    words = ["audit", "--privacy", "--callable", "private_server:server", "--sizes", sizes]
+    words += ["--clip", "1", "--noise-multiplier", "1", "--check"]
+    assert run(monkeypatch, *words) == code
+    shown = capsys.readouterr().out
+    assert ("does not hold" in shown) == bool(code)
+    assert run(monkeypatch, *words[:-1], "--json") == 0
+    assert json.loads(capsys.readouterr().out)["holds"] is not bool(code)
+
+
+def test_whose_weight_was_cut_in_a_run(store: Path, monkeypatch: Monkey, capsys: Printed) -> None:
+    folder = store.parent
+    rows = {"client": [0, 1, 2], "update_norm": [1.0, 1.0, 2.0]}
+    (folder / "metrics.jsonl").write_text(json.dumps({"round": 1, "per_client": rows}))
+    words = ["audit", "--clipping", str(folder), "--clip", "1", "--json"]
+    assert run(monkeypatch, *words, "--sizes", "1,1,1") == 0
+    assert json.loads(capsys.readouterr().out)["effective_weights"] == [0.4, 0.4, 0.2]
+    (folder / "run.toml").rename(folder / "config.toml")
+    monkeypatch.chdir(folder)
+    assert run(monkeypatch, *words) == 0  # the clients are those of the run's config
+    assert json.loads(capsys.readouterr().out)["client_ids"] == ["<b>zoe</b>", "ann", "bob"]
+
+
+@pytest.mark.parametrize(
+    ("words", "error"),
+    [
+        (["--privacy", "--sizes", "1,2", "--clip", "1"], "give --flower or --callable"),
+        (["--privacy", "--callable", "a:b", "--sizes", "1,2"], "give --clip"),
+        (["--clip", "1", "--sizes", "1,2"], "--clip changes nothing"),
+        (["--noise-multiplier", "1", "--sizes", "1,2"], "--noise-multiplier changes nothing"),
+        (["--clipping", "run", "--clip", "1", "--method", "fedavg"], "--method changes nothing"),
+        (["--clipping", "run", "--sizes", "1"], "give --clip"),
+    ],
+)
+def test_options_of_privacy_that_do_not_fit(
+    words: list[str], error: str, monkeypatch: Monkey, capsys: Printed
+) -> None:
+    assert run(monkeypatch, "audit", *words) == 2
+    assert error in capsys.readouterr().err

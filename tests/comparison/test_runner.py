@@ -91,9 +91,10 @@ def test_results(done: tuple[Path, Results]) -> None:
     assert curve["clip"] is None  # infinite
     assert curve["audit"]["consistent"] is True
     assert curve["audit"]["effective_weights"] == pytest.approx([0.25] * 4)
+    free = ("total_bytes_down", "total_bytes_up", "train_loss", "update_norm", "update_norm_max")
     for run in curve["runs"]:
         assert (out / run["folder"] / "model.safetensors").exists()
-        assert run["history"][0].keys() == {"round", "loss", "train_loss"}
+        assert run["history"][0].keys() == {"round", "loss", "training_loss", *free}
 
 
 def test_printed_table(done: tuple[Path, Results], capsys: pytest.CaptureFixture[str]) -> None:

@@ -277,6 +277,6 @@ def test_an_experiment_at_smoke_scale(
     assert len(results["curves"]) == 8
     for curve in results["curves"]:
         assert [run["diverged"] for run in curve["runs"]] == [False]
-        assert curve["runs"][0]["history"][-1].keys() >= {"accuracy", "loss", "train_loss"}
+        assert curve["runs"][0]["history"][-1].keys() >= {"accuracy", "loss", "training_loss"}
     assert (out / "report.html").exists()
     assert "FedShuffle" in capsys.readouterr().out

@@ -91,6 +91,7 @@ BASE = Config(
         ("device", "cuda:1", {"device": "cuda:1"}),
         ("tensorboard", True, {"tensorboard": True}),
         ("record_cohorts", True, {"record_cohorts": True}),
+        ("record_clients", True, {"record_clients": True}),
         ("out", "there", {"out": ROOT / "there"}),
         ("model", "x.y:z", {"model": ImportSpec("x.y:z")}),
         ("model.width", 4, {"model": ImportSpec("a:b", {"width": 4})}),

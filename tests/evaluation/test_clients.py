@@ -92,7 +92,7 @@ def test_a_long_table_is_cut_and_has_no_control_characters() -> None:
 def test_a_run_returns_the_table(tmp_path: Path) -> None:
     data = federation()
     main = Evaluation(data, ["accuracy"])
-    extra = Evaluation(data, ["loss"], per_client=False, prefix="train_")
+    extra = Evaluation(data, ["loss"], per_client=False, prefix="training_")
     for evaluate in (main, Evaluations(extra, main)):
         out = tmp_path / type(evaluate).__name__
         result = train(

@@ -437,12 +437,12 @@ def test_a_client_without_a_target_that_counts_is_named() -> None:
 def test_several_evaluations() -> None:
     data = Federation.from_arrays(torch.eye(2), torch.tensor([0, 0]), sizes=[1, 1])
     accuracy = Evaluation(data, ["accuracy"])
-    trained = Evaluation(data, ["loss"], prefix="train_", per_client=False)
+    trained = Evaluation(data, ["loss"], prefix="training_", per_client=False)
     both = Evaluations(accuracy, trained).with_loss(losses.cross_entropy)
     found = both(torch.nn.Identity())
     assert found["accuracy"] == 0.5
-    assert found["train_loss"] == pytest.approx(math.log(1 + math.e) - 0.5)
-    assert list(found) == both.names == [*accuracy.names, "train_loss"]
-    assert both.higher_is_better == dict.fromkeys(accuracy.names, True) | {"train_loss": False}
+    assert found["training_loss"] == pytest.approx(math.log(1 + math.e) - 0.5)
+    assert list(found) == both.names == [*accuracy.names, "training_loss"]
+    assert both.higher_is_better == dict.fromkeys(accuracy.names, True) | {"training_loss": False}
     with pytest.raises(FedShuffleError, match="'accuracy'"):
         Evaluations(accuracy, accuracy)

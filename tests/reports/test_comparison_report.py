@@ -36,7 +36,7 @@ def run(seed: int, *values: float | None, rounds: int = ROUNDS, **facts: Any) ->
     history: list[dict[str, Any]] = [{"round": k} for k in range(1, rounds + 1)]
     for record, value in zip(history[rounds - len(values) :], values, strict=True):
         loss = None if value is None else 2 - value
-        record.update(accuracy=value, loss=loss, train_loss=loss and loss - 0.25)
+        record.update(accuracy=value, loss=loss, training_loss=loss and loss - 0.25)
     return {"seed": seed, "folder": f"runs/{seed}", "diverged": False, "history": history, **facts}
 
 
@@ -661,7 +661,7 @@ def test_final_values_equal_those_of_the_table(opened: Browser) -> None:
         ("#methods=fedshuffle,fedavg&group=common:0.1", ["fedavg", "fedshuffle"]),
         ("#methods=", []),
         ("#methods=%zz&metric=no&group=%00&momentum=&scale=log", []),
-        ("#metric=train_loss&momentum=global%3A0.1", METHODS),
+        ("#metric=training_loss&momentum=global%3A0.1", METHODS),
     ],
 )
 def test_the_address_selects_what_is_shown(
@@ -670,7 +670,7 @@ def test_the_address_selects_what_is_shown(
     browser.open(page, fragment)
     assert drawn(browser) == drawn(browser, "#weights") == methods
     assert browser.complaints() == []
-    title = "train loss" if "train_loss" in fragment else "test accuracy"
+    title = "train loss" if "training_loss" in fragment else "test accuracy"
     assert title in browser.run("document.getElementById('chart').textContent")
     crosses = browser.run("document.querySelectorAll('#chart .cross').length")
     assert crosses == ("global" in fragment)

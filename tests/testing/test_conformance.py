@@ -380,10 +380,11 @@ def test_a_wrong_cost_is_caught(
 
 
 def test_a_history_with_other_bytes_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    from fedshuffle.training import loop as training
+    from fedshuffle.training.simulation import _traffic
 
-    costs = training._costs
-    monkeypatch.setattr(training, "_costs", lambda *given: costs(*given) | {"bytes_up": 1})
+    monkeypatch.setattr(
+        "fedshuffle.training.simulation._traffic", lambda m: _traffic(m) | {"bytes_up": 1}
+    )
     assert "bytes sent up" in failures(methods.get("fedavg"), "messages")[""]
 
 

@@ -405,7 +405,7 @@ def test_the_repr_of_a_result_is_short() -> None:
     assert "<td>0.25</td>" in page
     assert "a&lt;b" in page
     assert "300 rounds" in repr(trained())
-    assert "<table" not in trained()._repr_html_()
+    assert "<table" not in Result(Point(2), [{"round": 1}])._repr_html_()
 
 
 def test_a_result_is_plotted() -> None:
@@ -428,8 +428,10 @@ def test_a_result_is_plotted() -> None:
     pyplot.close("all")
     with pytest.raises(FedShuffleError, match="other"):
         result.plot("othr")
+    assert trained().plot().get_ylabel() == "train_loss"  # if nothing is evaluated
+    pyplot.close("all")
     with pytest.raises(FedShuffleError, match="Evaluation"):
-        trained().plot()
+        Result(Point(2), [{"round": 1}]).plot()
 
 
 @pytest.mark.parametrize(
@@ -483,5 +485,5 @@ def test_step_scales_are_those_of_the_smallest_and_the_largest_client() -> None:
 
 
 def test_the_training_loss_shows_divergence_before_the_other() -> None:
-    assert monitored_loss(["accuracy", "loss", "train_loss"]) == "train_loss"
+    assert monitored_loss(["accuracy", "loss", "training_loss"]) == "training_loss"
     assert monitored_loss(["accuracy"]) is None

@@ -3,7 +3,21 @@
 from fedshuffle.auditing.audit import audit, contributions
 from fedshuffle.auditing.blackbox import audit_server
 from fedshuffle.auditing.findings import Finding
+from fedshuffle.auditing.privacy import PrivacyAudit, audit_privacy
 from fedshuffle.auditing.quadrature import expected_ratio
 from fedshuffle.auditing.result import Audit
+from fedshuffle.auditing.transforms import ClippingReport, clipping_report, measured_clipping
 
-__all__ = ["Audit", "Finding", "audit", "audit_server", "contributions", "expected_ratio"]
+__all__ = [
+    "Audit",
+    "ClippingReport",
+    "Finding",
+    "PrivacyAudit",
+    "audit",
+    "audit_privacy",
+    "audit_server",
+    "clipping_report",
+    "contributions",
+    "expected_ratio",
+    "measured_clipping",
+]

@@ -113,7 +113,8 @@ class FlowerAggregator(Aggregator):
     """A strategy of Flower's message API, or what makes one when called without arguments.
 
     ``nodes`` is the number of clients of the federation, which the strategy sees as nodes. Clients
-    reply with their model under the strategy's key, their number of examples, and a loss of one.
+    reply with their model under the strategy's key, their number of examples, and a loss of one;
+    if the strategy sends a clipping norm, they clip, as with Flower's own client modifiers.
     A round runs as in ``Strategy.start``, without a network. Which nodes the strategy would have
     picked is ignored: the audit's sampling decides who replies.
     """
@@ -159,12 +160,15 @@ class FlowerAggregator(Aggregator):
         app, strategy = self._flwr, self._strategy
         model = np.zeros(replies.updates.shape[1]) if self._model is None else self._model
         grid, round = _Grid(self._nodes), replies.round + 1
-        models, clients, sizes = model + replies.updates, replies.clients, replies.sizes
         with _quiet():
-            # A list, as it may be a generator.
-            list(strategy.configure_train(round, self._arrays(model), app.ConfigRecord({}), grid))
-            clients_replies = zip(clients.tolist(), models, sizes.tolist(), strict=True)
-            answers = [self._reply(*reply) for reply in clients_replies]
+            config = app.ConfigRecord({})
+            asked = list(strategy.configure_train(round, self._arrays(model), config, grid))
+            answers = [
+                self._reply(client, model, update, size, _clipping_norm(asked))
+                for client, update, size in zip(
+                    replies.clients.tolist(), replies.updates, replies.sizes.tolist(), strict=True
+                )
+            ]
             aggregate = strategy.aggregate_train
             if self._averages:
                 plain = _flower("serverapp.strategy").FedAvg.aggregate_train
@@ -179,12 +183,18 @@ class FlowerAggregator(Aggregator):
     def _arrays(self, model: FloatArray) -> Any:
         return self._flwr.ArrayRecord({"x": self._flwr.Array(model.copy())})
 
-    def _reply(self, client: int, model: FloatArray, size: int) -> Any:
-        app = self._flwr
+    def _reply(
+        self, client: int, model: FloatArray, update: FloatArray, size: int, clip: float | None
+    ) -> Any:
+        app, more = self._flwr, {}
+        if clip is not None:  # as fixedclipping_mod and adaptiveclipping_mod do
+            kept = min(1.0, clip / max(float(np.linalg.norm(update)), 1e-300))
+            update, more = kept * update, {"norm_bit": int(kept < 1)}
         weight, loss = ("weighted_by_key", "num-examples"), ("train_loss_key", "train_loss")
-        numbers: dict[str, float] = {self._key(*weight): size, self._key(*loss): 1.0}
+        numbers: dict[str, float] = {self._key(*weight): size, self._key(*loss): 1.0, **more}
         key = self._key("arrayrecord_key", "arrays")
-        content = app.RecordDict({key: self._arrays(model), "metrics": app.MetricRecord(numbers)})
+        arrays = self._arrays(model + update)
+        content = app.RecordDict({key: arrays, "metrics": app.MetricRecord(numbers)})
         asked = app.Message(app.RecordDict({}), dst_node_id=client + 1, message_type="train")
         return app.Message(content, reply_to=asked)
 
@@ -196,6 +206,13 @@ class FlowerAggregator(Aggregator):
                 return str(getattr(strategy, name))
             strategy = getattr(strategy, "strategy", None)
         return default
+
+
+def _clipping_norm(messages: list[Any]) -> float | None:
+    """The norm to which the strategy asks clients to clip their updates, if it does."""
+    records = [record for message in messages for record in message.content.config_records.values()]
+    norms = [float(record["clipping_norm"]) for record in records if "clipping_norm" in record]
+    return norms[0] if norms else None
 
 
 class _Grid:

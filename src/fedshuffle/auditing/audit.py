@@ -11,7 +11,7 @@ and it is *consistent* if that is the objective you meant, :math:`\hat w = w`. W
 other directions change is derived in docs/audit.md.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -24,6 +24,7 @@ from fedshuffle.auditing.findings import TOLERANCE, method_findings
 from fedshuffle.auditing.quadrature import expected_ratio, nonempty_probability
 from fedshuffle.auditing.result import Audit
 from fedshuffle.auditing.subject import ROUNDS, Subject
+from fedshuffle.auditing.transforms import transform_effects
 from fedshuffle.errors import FedShuffleError
 from fedshuffle.federation import Federation
 from fedshuffle.local_work import LocalWork
@@ -33,6 +34,7 @@ from fedshuffle.methods.directions import gradient_weights
 from fedshuffle.randomness import Purpose, check_seed, generator
 from fedshuffle.sampling import One, Sampling, resolve
 from fedshuffle.sampling.base import MAX_COHORTS, EqualPairCorrelation
+from fedshuffle.transforms import Transform
 
 _LEVELS = 200  # largest number of distinct step counts for the level-by-level formula
 _Moments = tuple[FloatArray, FloatArray | None, FloatArray | None]  # contribution, joint, estimate
@@ -52,12 +54,15 @@ def audit(
     sampling: str | Sampling = "full",
     work: LocalWork | None = None,
     *,
+    transforms: Sequence[Transform] = (),
     seed: int = 0,
     draws: int = 32_000,
     rounds: int = ROUNDS,
 ) -> Audit:
     """The objective that a method really minimises on this federation.
 
+    ``transforms`` are those of the run, among them its compression and its clipping: each says
+    what it does to the mean update.
     ``seed`` and ``draws`` matter only if no exact result is known and the audit has to sample;
     ``rounds`` only if a rule or an interruption of yours depends on the round: the weights are
     then the mean over that many rounds.
@@ -81,7 +86,8 @@ def audit(
     # Five standard errors, so that among a thousand clients chance alone hardly ever accuses one.
     slack = TOLERANCE * objective if errors is None else 5 * errors + 1e-12
     biased = bool((np.abs(effective - objective) > slack).any())
-    certain = True if errors is None and averaged is None else None
+    effects, notes, keeps = transform_effects(subject, transforms)
+    certain = True if errors is None and averaged is None and keeps else None
     momentum = "" if method.momentum == "none" else f", momentum {method.momentum}"
     return Audit(
         name=f"{method.name}{momentum}",
@@ -93,12 +99,14 @@ def audit(
         objective_weights=objective,
         effective_weights=effective,
         inclusion_probabilities=sampling.p,
-        consistent=False if biased else certain,
+        consistent=False if biased or keeps is False else certain,
         exact=errors is None,
         how=how,
         rounds=averaged,
         standard_errors=errors,
-        findings=tuple(method_findings(subject, effective, biased, averaged)),
+        findings=(*method_findings(subject, effective, biased, averaged), *effects),
+        notes=tuple(notes),
+        keeps_mean=keeps,
     )
 
 

@@ -79,6 +79,43 @@ response to small differences between clients that move alike.
     "ignored": """{ignored_rounds} of {rounds} rounds ignored all their clients.
         Clients that are mostly sampled in such rounds count too little.
         Let every cohort move the model.""",
+    "biased transform": """{transform} changes the mean update, and nothing makes up for it.
+        What it leaves out is lost in every round, so the model settles where no weighted sum of \
+the clients' objectives is smallest.
+        Let clients remember what was left out and send it later: add +ef to the channel.""",
+    "model-dependent": """What {transform} does to an update depends on the update.
+        A client whose updates are long counts less than you meant; {longest}.
+        Measure it along a run: train with record_clients=True, then fedshuffle audit --clipping \
+FOLDER --clip C.""",
+    "not clipped": """An update counts in full, however long it is.
+        One client can move the model as far as it likes, and no noise hides that.
+        Clip each client's update to a norm before it is summed.""",
+    "no noise": """No noise is added, or the same in every round.
+        Whoever sees two models can tell what a client sent.
+        Add Gaussian noise from a new stream of random numbers in every round.""",
+    "noise by number": """The noise is made for {number} clients that count alike.
+        Client {client} counts {weight:.3g}, not 1/{number}, so the real noise multiplier is \
+{multiplier:.3g}, not {claim:.4g}.
+        Scale the noise to the clipping norm times the largest weight, or weigh clients alike, or \
+clip each update after it is weighted.""",
+    "noise too small": """The noise is too small for what one client can do.
+        Client {client} can move the model by {distance:.3g}, the noise has a standard deviation \
+of {noise:.3g}: the real noise multiplier is {multiplier:.3g}, not {claim:.4g}.
+        Scale the noise to the sensitivity: multiplier times clipping norm times largest weight.""",
+    "inverted threshold": """The threshold falls when updates are clipped, and rises when none is.
+        The rule wants the share of updates within the threshold, and gets the share of clipped \
+ones: from {first:.3g} it runs to {last:.3g} while the norms do not \
+change.
+        Count the updates whose norm is at most the threshold.""",
+    "runaway threshold": """The threshold runs away from the norms of the updates.
+        From {first:.3g} it runs to {last:.3g} while the norms do \
+not change: in the end all updates are clipped, or none is.
+        Lower the threshold by the share of updates within it beyond the target quantile.""",
+    "removal": """The weights are normalised over the replies.
+        A client that does not reply makes the others count more, so that its absence moves the \
+model {farther:.3g} times as far as an update of zero.
+        Divide by a fixed number, such as the inclusion probability, or state that neighbours \
+differ by a zeroed update.""",
 }
 
 

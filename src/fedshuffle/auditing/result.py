@@ -23,7 +23,8 @@ if TYPE_CHECKING:
 _ROUNDING = 1e-8  # the smallest relative width of an interval: servers and expectations round
 _SURE = 5.0  # standard errors needed to call a weight wrong; corrects for testing many clients
 _ROWS = 24  # larger federations are shown in ten groups of clients instead of client by client
-_COLOURS = {"consistent": "green", "not consistent": "red"}
+_COLOURS = dict.fromkeys(("consistent", "holds"), "green")
+_COLOURS |= dict.fromkeys(("not consistent", "does not hold"), "red")
 _Row = tuple[str, str, str, str, str, float]
 
 
@@ -56,6 +57,12 @@ class Audit:
     confidence: float | None = None  # of each interval
     properties: ServerProperties = ServerProperties()  # noqa: RUF009
     """How a server or the system of a log behaves; all unknown for a method."""
+    notes: tuple[str, ...] = ()  # what transforms do without harm
+    keeps_mean: bool | None = True  # whether transforms keep the mean update; None if it depends
+
+    def facts(self) -> list[str]:
+        """What is no fault, as sentences."""
+        return [*self.properties.facts(), *self.notes]
 
     @property
     def total_variation(self) -> float:
@@ -99,9 +106,13 @@ class Audit:
         if self.consistent:
             return "consistent", "it minimises the objective you meant."
         if self.consistent is None:
+            if self.keeps_mean is None:
+                return "undecided", "a transform may cut the weight of clients with long updates."
             if self.standard_errors is None:
                 return "undecided", f"no bias was seen ({self.how}), but rounds differ."
             return "undecided", "no bias larger than the sampling error was seen."
+        if self.keeps_mean is False and self.total_variation <= TOLERANCE:
+            return "not consistent", "a transform changes the mean update."
         i = int(self._factors.argmax())
         return "not consistent", (
             f"{self.total_variation:.2%} of the objective is in the wrong place; client"
@@ -122,7 +133,7 @@ class Audit:
         marks = [("▸" if ratio > 1 else "◂") * _length(ratio) for *_, ratio in rows]
         cells = [(*row[:-1], f"{row[-1]:.3f}", mark) for row, mark in zip(rows, marks, strict=True)]
         word, sentence = self.conclusion
-        items = [safe(fact) for fact in self.properties.facts()]
+        items = [safe(fact) for fact in self.facts()]
         for finding in self.findings:
             what, why, fix = map(safe, (finding.what, finding.why, finding.fix))
             items.append(f"<b>{what}</b> {why} <i>Fix:</i> {fix}")
@@ -162,7 +173,7 @@ class Audit:
         names = (
             *("objective_weights", "effective_weights", "inclusion_probabilities"),
             *("total_variation", "largest_ratio", "consistent", "exact", "how"),
-            *("standard_errors", "gaining", "losing"),
+            *("standard_errors", "gaining", "losing", "notes", "keeps_mean"),
         )
         data = {
             **audited,
@@ -177,7 +188,6 @@ class Audit:
 def print_audit(console: "Console", audit: Audit) -> None:
     """Print how much each client counts, the conclusion, and what to change."""
     from rich.markup import escape
-    from rich.padding import Padding
 
     from fedshuffle._terminal import plain_table
 
@@ -188,13 +198,27 @@ def print_audit(console: "Console", audit: Audit) -> None:
     for *cells, ratio in rows:
         table.add_row(*map(escape, cells), _bar(ratio))
     console.print(table)
-    word, sentence = audit.conclusion
+    print_conclusion(console, _how(audit), audit.conclusion, audit.facts(), audit.findings)
+
+
+def print_conclusion(
+    console: "Console",
+    how: str,
+    conclusion: tuple[str, str],
+    facts: Sequence[str],
+    findings: Sequence[Finding],
+) -> None:
+    """Print how an audit was made, what it concludes, and what is wrong."""
+    from rich.markup import escape
+    from rich.padding import Padding
+
+    word, sentence = conclusion
     style = f"bold {_COLOURS.get(word, '')}".strip()
-    console.print(f"\n[dim]{_how(audit)}[/]", highlight=False)
+    console.print(f"\n[dim]{escape(how)}[/]", highlight=False)
     console.print(f"[{style}]{word}[/]: {escape(sentence)}", highlight=False)
-    for fact in audit.properties.facts():
+    for fact in facts:
         console.print(f"[dim]-[/] {escape(fact)}", highlight=False)
-    for finding in audit.findings:
+    for finding in findings:
         console.print(f"\n[bold yellow]![/] {escape(finding.what)}", highlight=False)
         text = f"{escape(finding.why)}\n[green]Fix:[/] {escape(finding.fix)}"
         console.print(Padding(text, (0, 0, 0, 2)))

@@ -16,8 +16,15 @@ from fedshuffle.cli.shared import AsJson, Settings, alone, console, emit, overri
 
 if TYPE_CHECKING:
     from fedshuffle.config.schema import Config
+    from fedshuffle.privacy.advice import PrivacyAdvice
     from fedshuffle.theory.advice import Advice, StepSizeSearch
     from fedshuffle.theory.problem import AdvisedRun
+
+_AMPLIFICATION = {
+    "poisson": "amplified by sampling: every client is drawn independently, and secretly",
+    "uniform": "amplified by a secret sample of fixed size; independent draws cost less",
+    "none": "not amplified by sampling: every client counts as if it were in every round",
+}
 
 
 def advise(
@@ -175,6 +182,20 @@ def _print_sampling(advice: "Advice") -> None:
     _section(title, sources, columns, rows, notes)
 
 
+def _print_privacy(advice: "PrivacyAdvice") -> None:
+    console.print("\n[bold]Privacy of one client[/]  [dim]docs/privacy.md[/]")
+    console.print(
+        f"  {advice.rounds} rounds cost epsilon {advice.epsilon:.3g} at delta {advice.delta:.3g}"
+        f" for the worst client, {advice.median_epsilon:.3g} for the median one. The noise"
+        f" multiplier is {advice.noise:.3g}, the sensitivity {advice.sensitivity:.3g}, the standard"
+        f" deviation of the noise {advice.noise_std:.3g}."
+    )
+    notes = [_AMPLIFICATION[advice.amplification]]
+    after, noise = advice.epsilon_after.items(), advice.noise_for.items()
+    _table("after rounds|epsilon", after)
+    _table(f"epsilon of {advice.rounds} rounds|noise multiplier", noise, notes)
+
+
 def _section(
     title: str,
     sources: str,
@@ -187,6 +208,11 @@ def _section(
 
     anchors = ", ".join(SOURCES[part][0] for part in sources.split())
     console.print(f"\n[bold]{escape(title)}[/]  [dim]{anchors}[/]")
+    _table(columns, rows, notes)
+
+
+def _table(columns: str, rows: Iterable[Sequence[Any]], notes: Iterable[str] = ()) -> None:
+    """A table unless it is empty, and notes."""
     names = columns.split("|")
     align = "".join("r" if k and name else "l" for k, name in enumerate(names))
     table = plain_table(*names, align=align, overflow="fold")

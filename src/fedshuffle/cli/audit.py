@@ -2,7 +2,7 @@
 
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import numpy as np
 import typer
@@ -23,9 +23,6 @@ from fedshuffle.cli.shared import (
 from fedshuffle.errors import FedShuffleError, error_context
 from fedshuffle.federation import Federation
 from fedshuffle.local_work import LocalWork
-
-if TYPE_CHECKING:
-    pass
 
 _SAMPLINGS = (
     "full, uniform:B, importance:B, independent:p1,p2,..., one, ais:B, stratified:B:K, optimal:B,"
@@ -59,20 +56,54 @@ def audit(
     ] = None,
     step_sizes: Annotated[str, Option(help="For --flower, --callable: equal or scaled.")] = "equal",
     confidence: Annotated[float, Option(help="Of intervals: --flower, --callable, --log.")] = 0.95,
+    privacy: Annotated[
+        bool, Option("--privacy", help="Of --flower or --callable: how private is it really?")
+    ] = False,
+    clipping: Annotated[
+        File, Option(help="Whose weight was cut by --clip in the run in this folder?")
+    ] = None,
+    clip: Annotated[
+        float | None, Option(help="For --privacy, --clipping: the norm to which updates are cut.")
+    ] = None,
+    noise_multiplier: Annotated[
+        float | None, Option(help="For --privacy: the one that the server claims.")
+    ] = None,
+    neighbours: Annotated[
+        str, Option(help="For --privacy, what one client may do: zero-out, remove or replace.")
+    ] = "zero-out",
     seed: Annotated[int, Option(help="For audits that have to sample.")] = 0,
     draws: Annotated[Count, Option(help="To sample, if needed: 32000, others' code 2000.")] = None,
     rounds: Annotated[
         Count, Option(help="For rules that depend on the round: how many to average over, 100.")
     ] = None,
-    check: Annotated[bool, Option("--check", help="Exit with 1 if not consistent.")] = False,
+    check: Annotated[
+        bool, Option("--check", help="Exit with 1 if not consistent, or not as private as claimed.")
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
     """Say which objective a method, or other people's code, really minimises."""
     from fedshuffle.auditing.adapters import Aggregator, FlowerAggregator, read_log
+    from fedshuffle.auditing.privacy import print_privacy
     from fedshuffle.auditing.result import print_audit
     from fedshuffle.config import imports, loader
 
+    result: auditing.Audit | auditing.PrivacyAudit
     server = flower if flower is not None else function
+    private = ["noise_multiplier", "neighbours"]
+    if clip is None and (privacy or clipping is not None):
+        raise FedShuffleError("give --clip and the norm to which updates are cut.")
+    if clipping is not None:
+        known = ["clipping", "clip", "sizes", "data", "weights", "as_json"]
+        refuse_unused(context, [name for name in context.params if name not in known], "--clipping")
+        _clipping(clipping, sizes, data, weights, clip, as_json)
+        return
+    if not privacy:
+        refuse_unused(context, [*private, "clip"], "an audit without --privacy")
+    elif server is None:
+        raise FedShuffleError("--privacy probes a server: give --flower or --callable.")
+    else:
+        unused = ["weights", "epochs", "batch_size", "step_sizes", "draws"]
+        refuse_unused(context, unused, "--privacy")
     if sum(one is not None for one in (flower, function, log)) > 1:
         raise FedShuffleError("give one of --flower, --callable and --log.")
     rules = ["method", "momentum", "rounds"]
@@ -115,11 +146,46 @@ def audit(
                 found = imports.find(server, here)
                 if flower is not None and not isinstance(found, Aggregator):
                     found = FlowerAggregator(found, len(federation))
-                given |= {"step_sizes": step_sizes, "confidence": confidence, "seed": seed}
-                result = auditing.audit_server(found, federation, drawn, work, **given)
-    emit(as_json, result.to_dict(), partial(print_audit, console, result))
-    if check and result.consistent is False:
+                given |= {"confidence": confidence, "seed": seed}
+                if privacy:
+                    given |= {"clip": clip, "noise_multiplier": noise_multiplier}
+                    given["neighbours"] = neighbours
+                    result = auditing.audit_privacy(found, federation, drawn, **given)
+                else:
+                    given["step_sizes"] = step_sizes
+                    result = auditing.audit_server(found, federation, drawn, work, **given)
+    if isinstance(result, auditing.PrivacyAudit):
+        show, right = partial(print_privacy, console, result), result.holds
+    else:
+        show, right = partial(print_audit, console, result), result.consistent
+    emit(as_json, result.to_dict(), show)
+    if check and right is False:
         raise typer.Exit(1)
+
+
+def _clipping(
+    folder: Path,
+    sizes: str | None,
+    data: Path | None,
+    weights: str | None,
+    clip: float | None,
+    as_json: bool,
+) -> None:
+    """Print whose weight clipping cut in a run; its config names the clients, unless given."""
+    from fedshuffle.auditing.transforms import print_clipping
+
+    config = folder / "config.toml"
+    if sizes is None and data is None and config.exists():
+        from fedshuffle.config import loader, runner
+
+        chosen = loader.load(config, {})
+        with chosen.importable():
+            federation = runner.federation(chosen)
+    else:
+        objective = None if weights is None else _numbers(weights, "--weights")
+        federation = _clients(sizes, data, objective)
+    report = auditing.clipping_report(folder, federation, number(clip, "--clip"))
+    emit(as_json, report.to_dict(), partial(print_clipping, console, report))
 
 
 def _clients(sizes: str | None, data: Path | None, weights: Any) -> Federation:

@@ -27,7 +27,7 @@ from fedshuffle.comparison.spec import Comparison, Criterion, GridPoint, Pair, T
 from fedshuffle.comparison.workers import OUTCOME, Answer, WorkerPool, write_outcome
 from fedshuffle.config import loader
 from fedshuffle.errors import FedShuffleError
-from fedshuffle.training.monitoring import RECORD_KEYS
+from fedshuffle.training.monitoring import RECORD_KEYS, evaluated
 from fedshuffle.training.run_folder import RunFolder
 
 TICK = 0.5  # seconds between updates of the progress display
@@ -263,10 +263,16 @@ class Study:
 
 
 def _history(folder: Path, rounds: int) -> list[dict[str, Any]]:
+    """The metrics in the rounds that were evaluated, and the bytes sent until then."""
     facts = set(RECORD_KEYS) - {"round"}
     records = RunFolder(folder).metrics() if (folder / "run.json").exists() else []
-    kept = [{k: v for k, v in record.items() if k not in facts} for record in records]
-    return [record for record in kept if len(record) > 1 and record["round"] <= rounds]
+    sent, kept = dict.fromkeys(("bytes_down", "bytes_up"), 0), []
+    for record in records:
+        sent = {name: total + record.get(name, 0) for name, total in sent.items()}
+        if evaluated(record) and record["round"] <= rounds:
+            metrics = {name: value for name, value in record.items() if name not in facts}
+            kept.append(metrics | {f"total_{name}": total for name, total in sent.items()})
+    return kept
 
 
 def _work(study: Study, jobs: int, progress: bool, update: Callable[[], Results]) -> Results:
@@ -323,7 +329,8 @@ class Progress:
         if not self._visible:
             return
         last = trial.history[-1] if trial.history else {}
-        found = ", ".join(f"{k} {v:.4g}" for k, v in last.items() if k != "round")
+        metrics = {k: v for k, v in evaluated(last).items() if not k.startswith("total_bytes_")}
+        found = ", ".join(f"{name} {value:.4g}" for name, value in metrics.items())
         text = found if trial.outcome == "finished" else f"{trial.outcome}: {trial.reason}"
         line = Text(f"{self._count()} {trial.name}: {text}")
         self.bar.console.print(line, highlight=False, soft_wrap=True)
@@ -362,7 +369,7 @@ def tail(folder: Path) -> tuple[int, str]:
             with suppress(ValueError):  # the first may be cut off
                 record = json.loads(line)
                 round = record["round"]
-                for name in ("loss", "train_loss"):
+                for name in ("train_loss", "training_loss", "loss"):
                     if record.get(name) is not None:
                         text = f"{name} {record[name]:.4g}"
     return round, text

@@ -139,6 +139,7 @@ def _train(
             resume=folder is not None and folder.begun,
             checkpoint_every=config.checkpoints.every,
             record_cohorts=config.record_cohorts,
+            record_clients=config.record_clients,
             tensorboard=config.tensorboard,
             progress=progress,
         )
@@ -297,7 +298,7 @@ def _evaluate(config: Config, train_data: Federation, loss: Loss) -> Evaluate | 
         if spec.training is None:
             return main
         part = train_data.sample(spec.training)
-        trained = make(part, ["loss"], per_client=False, prefix="train_")
+        trained = make(part, ["loss"], per_client=False, prefix="training_")
         return Evaluations(main, trained)
 
 

@@ -85,7 +85,7 @@ class EvaluationSpec:
     clients: Count | None = None
     """The number of clients to evaluate, drawn once; by default all."""
     training: Count | None = None
-    """Also evaluate ``train_loss`` on the training data of this many clients, drawn once."""
+    """Also evaluate ``training_loss`` on the training data of this many clients, drawn once."""
 
 
 @dataclass(frozen=True)
@@ -128,6 +128,7 @@ class Config:
     checkpoints: Checkpoints = field(default_factory=Checkpoints)
     tensorboard: bool = False
     record_cohorts: bool = False
+    record_clients: bool = False
     out: Path | None = None
     folder: Path = field(default_factory=Path.cwd)
     """The root of import paths and relative paths."""

@@ -12,10 +12,8 @@ Reference: Mitra et al., Linear Convergence in Federated Learning: Tackling Clie
 Sparse Gradients, 2021.
 """
 
-import math
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING
 
 from fedshuffle._arrays import FloatArray, number
 from fedshuffle.kernel import StepCoefficients
@@ -28,10 +26,7 @@ from fedshuffle.methods.directions import (
     Steps,
 )
 from fedshuffle.methods.method import Family, Method
-from fedshuffle.transforms import NO_TRANSFORMS, Chain, ClientContext, Message, Transform
-
-if TYPE_CHECKING:
-    from torch import Tensor
+from fedshuffle.transforms import Chain, ErrorFeedback, TopK
 
 
 @dataclass(frozen=True)
@@ -56,42 +51,14 @@ class GradientExchange(Direction):
         return self.keep < 1
 
     def round(self, context: RoundContext) -> Steps:
-        sparse = Chain((ErrorMemory(self.keep),)) if self.keep < 1 else NO_TRANSFORMS
-        ((g,),) = yield context.gradient(context.x, through=sparse)
+        sparse = (ErrorFeedback(TopK(self.keep)),) if self.keep < 1 else ()
+        ((g,),) = yield context.gradient(context.x, through=Chain(sparse))
         yield LocalPlan(StepCoefficients(v=g, own_gradient=True))
         return {}
 
     def effective_weights(self, moments: CohortMoments) -> FloatArray | None:
         """All clients of a cohort follow its estimate of the gradient."""
         return moments.joint
-
-
-@dataclass(frozen=True)
-class ErrorMemory(Transform):
-    """Sends the largest entries of what is owed and new, and keeps the rest."""
-
-    keep: float
-    keeps_state, mean = True, "restored"
-
-    def client(self, updates: "Tensor", state: "Tensor | None", context: ClientContext) -> Message:
-        assert state is not None
-        owed = state + updates
-        sent = largest(owed, self.keep)
-        return Message(sent, owed - sent)
-
-
-def largest(rows: "Tensor", keep: float) -> "Tensor":
-    """Only that share of the entries of each row, the largest, at least one.
-
-    >>> import torch
-    >>> largest(torch.tensor([[3.0, -4.0, 1.0, 0.0]]), keep=0.5)
-    tensor([[ 3., -4.,  0.,  0.]])
-    """
-    import torch
-
-    count = max(1, math.ceil(keep * rows.shape[1]))
-    places = rows.abs().topk(count, dim=1).indices
-    return torch.zeros_like(rows).scatter(1, places, rows.gather(1, places))
 
 
 _STYLES = {"fedlin": ("FedLin", "#0072B2"), "fedlin-sparse": ("FedLin, sparse", "#E69F00")}

@@ -42,7 +42,7 @@ Select = Callable[[FloatArray], tuple[NDArray[np.bool_], FloatArray]]
 
 Requests = Generator[Request, Answer, Any]
 
-_PORTION = 32 * 2**20  # bytes of the clients' vectors in memory at a time
+_PORTION = 16 * 2**20  # bytes of the clients' vectors in memory at a time
 _FEWEST = 16  # clients in a portion, so that workers have something to share
 
 
@@ -75,6 +75,8 @@ class MethodRound:
     def requests(self) -> Requests:
         """All requests of the round; returns the state after it."""
         steps, plan = yield from self._plan()
+        if plan.report is not None or plan.state_weights is not None:
+            self._refuse_if_private("asks for a further sum of what clients send")
         n, places, cohort = (
             len(self.cohort.clients),
             np.arange(len(self.cohort.clients)),
@@ -123,11 +125,19 @@ class MethodRound:
             except StopIteration as stop:
                 found: tuple[Steps, LocalPlan] = stop.value
                 return found
+            self._refuse_if_private(f"asks for {type(request).__name__}")
             request = replace(request, seed=self.settings.seed)
             if request.chain.keeps_state:
                 answer = (yield from self._in_portions(request)).sums
             else:
                 answer = (yield request).sums
+
+    def _refuse_if_private(self, what: str) -> None:
+        if self.settings.chain.private:
+            raise FedShuffleError(
+                f"{type(self.method.direction).__name__} {what}, which would leave without noise."
+                " Use a method that needs the sum of updates only, such as fedshuffle."
+            )
 
     def _in_portions(self, request: FullGradient) -> Generator[Request, Answer, Answer]:
         total: Answer | None = None

@@ -1,119 +1,42 @@
-"""What a run shows while it trains: a progress bar, scalars for TensorBoard, and divergence."""
+"""The names in a record, and whether a run diverges."""
 
 import math
-import time
 import warnings
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
-from html import escape
-from pathlib import Path
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from rich.progress import Progress, TimeElapsedColumn, TimeRemainingColumn
-from rich.table import Column
-
-from fedshuffle._terminal import Console, progress_bar
-
 Record = Mapping[str, Any]
-Show = Callable[[Record], None]
+"""What is known of a round, by name."""
 
-_COSTS = ("clients", "steps", "bytes_down", "bytes_up")
-RECORD_KEYS = ("round", *_COSTS, "cohort", "seconds", "evaluation_seconds")
+RECORD_KEYS = (
+    *("round", "clients", "steps", "bytes_down", "bytes_up"),
+    *("cohort", "per_client", "step_factor", "seconds", "evaluation_seconds"),
+)
 """Keys of a record that are not metrics."""
+TRAINING_METRICS = ("train_loss", "update_norm", "update_norm_max", "clipped")
+"""Metrics that training gives for nothing: of the local steps and of the clients' updates."""
 
 
 def metrics_of(record: Record) -> dict[str, Any]:
-    """The metrics in a record."""
-    return {name: value for name, value in record.items() if name not in RECORD_KEYS}
+    """The metrics in a record: those that were evaluated, then those of the training.
 
-
-@contextmanager
-def training_progress(visible: bool, rounds: int, history: Sequence[Record]) -> Iterator[Show]:
-    """A bar with rounds done, the last known loss, local steps per second, and times.
-
-    Gives a function that shows another round. In a notebook it is a bar below the cell. Where the
-    error stream is neither a notebook nor a terminal, it is one line at the end.
+    >>> metrics_of({"round": 1, "train_loss": 0.5, "seconds": 0.1, "accuracy": 0.9})
+    {'accuracy': 0.9, 'train_loss': 0.5}
     """
-    bar: Progress | _NotebookBar
-    if visible and Console(stderr=True).is_jupyter:
-        bar = _NotebookBar()
-    else:
-        whole = Column(no_wrap=True)
-        columns = TimeElapsedColumn(whole), "+", TimeRemainingColumn(table_column=whole)
-        bar = progress_bar(visible, "{task.fields[note]}", *columns, wide=True)
-    done = len(history)
-    task = bar.add_task(f"{done}/{rounds} rounds", total=rounds, completed=done, note="")
-    known = next(filter(None, map(metrics_of, reversed(history))), {})
-    steps, seconds = 0, 0.0
-
-    def show(record: Record) -> None:
-        nonlocal known, steps, seconds
-        known = metrics_of(record) or known
-        steps += record["steps"]
-        seconds += record["seconds"]
-        name = "loss" if "loss" in known else next(iter(known), None)
-        metric = "" if name is None else f"{name} {known[name]:.4g}  "
-        note = f"{metric}{steps / max(seconds, 1e-9):,.0f} steps/s"
-        done = record["round"]
-        bar.update(task, completed=done, description=f"{done}/{rounds} rounds", note=note)
-
-    bar.start()
-    try:
-        yield show
-    finally:
-        bar.stop()
+    training = {name: record[name] for name in TRAINING_METRICS if name in record}
+    return evaluated(record) | training
 
 
-class _NotebookBar:
-    """The part of rich's ``Progress`` used here, as HTML: rich itself would need ipywidgets."""
-
-    def add_task(self, description: str, **shown: Any) -> Any:
-        self._shown = {"description": description, **shown}
-        self._begun = self._updated = time.monotonic()
-
-    def start(self) -> None:
-        from IPython.display import display
-
-        self._handle: Any = display(self._html(), display_id=True)
-
-    def update(self, task: Any, **shown: Any) -> None:
-        self._shown |= shown
-        if time.monotonic() - self._updated > 0.2:  # a notebook stores every message
-            self.stop()
-
-    def stop(self) -> None:
-        self._updated = time.monotonic()
-        self._handle.update(self._html())
-
-    def _html(self) -> Any:
-        from IPython.display import HTML
-
-        shown, seconds = self._shown, time.monotonic() - self._begun
-        text = escape(f"{shown['description']}  {shown['note']}  {seconds:.0f} s")
-        bar = '<progress value="{completed}" max="{total}"></progress>'.format(**shown)
-        return HTML(f"{bar} {text}")
+def evaluated(record: Record) -> dict[str, Any]:
+    """The metrics in a record that were evaluated, with a transform's own."""
+    ours = {*RECORD_KEYS, *TRAINING_METRICS}
+    return {name: value for name, value in record.items() if name not in ours}
 
 
-@contextmanager
-def tensorboard_log(writer_type: Any, folder: Path, history: Sequence[Record]) -> Iterator[Show]:
-    """A function that writes a record as scalars to a folder, with torch's ``SummaryWriter``.
-
-    A resumed run writes the folder again from its metrics, so that no round is there twice.
-    """
-    for old in folder.glob("events.out.tfevents.*"):
-        old.unlink()
-    # With purge_step a running TensorBoard forgets what it has read.
-    writer = writer_type(str(folder), purge_step=0)
-
-    def add(record: Record) -> None:
-        for name, value in record.items():
-            if name not in ("round", "cohort"):
-                writer.add_scalar(name, value, record["round"])
-
-    with closing(writer):
-        for record in history:
-            add(record)
-        yield add
+def scalars(record: Record) -> dict[str, float]:
+    """The numbers in a record, without its round, for logs."""
+    left_out = ("round", "cohort", "per_client")
+    return {name: value for name, value in record.items() if name not in left_out}
 
 
 def has_diverged(loss: float, start: float) -> bool:
@@ -125,8 +48,8 @@ def has_diverged(loss: float, start: float) -> bool:
 
 
 def monitored_loss(names: Collection[str]) -> str | None:
-    """The metric that shows divergence: the loss on training data, or else the loss."""
-    return next((name for name in ("train_loss", "loss") if name in names), None)
+    """The metric that shows divergence: the loss evaluated on training data, or else the loss."""
+    return next((name for name in ("training_loss", "loss") if name in names), None)
 
 
 class DivergenceMonitor:
@@ -139,11 +62,13 @@ class DivergenceMonitor:
         self.name: str | None
         self.name, self._first = start or (None, math.nan)
         self._when = "at the start"
+        self._train_loss = math.nan
         self._warned = True  # of the rounds before a run was resumed
         self.diverged: str | None = None
         """Why the run counts as diverged; None otherwise."""
         for record in history:
             self.add(record)
+            self.suspects(record)
         self._warned = False
 
     def add(self, record: Record) -> None:
@@ -151,13 +76,32 @@ class DivergenceMonitor:
         name = self.name or monitored_loss(record)
         if name is None or name not in record:
             return
-        loss, when = record[name], f"after round {record['round']}"
         if self.name is None:
-            self.name, self._first, self._when = name, loss, when
+            self.name, self._first = name, record[name]
+            self._when = f"after round {record['round']}"
+        self._check(name, record[name], self._first, record["round"])
+
+    def suspects(self, record: Record) -> bool:
+        """Whether to measure a loss, as none is evaluated and the training loss has grown tenfold
+        since it was last suspect. That alone proves nothing: cohorts differ.
+        """
+        if self.name is not None or "train_loss" not in record:
+            return False
+        loss, known = record["train_loss"], math.isfinite(self._train_loss)
+        grown = known and has_diverged(loss, self._train_loss)
+        if grown or not known:
+            self._train_loss = loss
+        return grown
+
+    def measured(self, loss: float, start: float, round: int) -> None:
+        """Check a loss that was measured after a round, and before training."""
+        self._check("loss", loss, start, round)
+
+    def _check(self, name: str, loss: float, first: float, round: int) -> None:
         self.diverged = None
-        if has_diverged(loss, self._first):
-            was = f"was {self._first:.4g} {self._when}"
-            self.diverged = f"the {name} is {loss:.4g} {when}, and {was}"
+        if has_diverged(loss, first):
+            was = f"was {first:.4g} {self._when}"
+            self.diverged = f"the {name} is {loss:.4g} after round {round}, and {was}"
         if self.diverged and not self._warned:
-            warnings.warn(f"training diverges: {self.diverged}. Lower the step size.", stacklevel=3)
+            warnings.warn(f"training diverges: {self.diverged}. Lower the step size.", stacklevel=4)
             self._warned = True

@@ -1,7 +1,8 @@
 """The rounds of a run: sample a cohort, plan its steps, train, aggregate."""
 
 import hashlib
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -16,16 +17,20 @@ from fedshuffle.kernel import Answer, FullGradient, LocalTraining, Request
 from fedshuffle.local_work import LocalWork, Workload
 from fedshuffle.methods import Cohort, Method
 from fedshuffle.methods.round import RoundSettings
+from fedshuffle.privacy import Mechanism, Privacy, bind
 from fedshuffle.randomness import check_seed
 from fedshuffle.sampling import Sampling, resolve
 from fedshuffle.sampling.base import check_cohort
 from fedshuffle.schedules import Schedule
 from fedshuffle.state import State
 from fedshuffle.training.client_state import ClientState, ClientStateStore
-from fedshuffle.transforms import Chain, Transform
+from fedshuffle.transforms import Chain, DownLink, Transform
 
 if TYPE_CHECKING:
     from fedshuffle.engines import Engine
+
+
+_LINK = "down."  # in the names of the down-link's state
 
 
 class Run:
@@ -41,6 +46,9 @@ class Run:
         server_step_size: Schedule = 1.0,
         seed: int = 0,
         transforms: Sequence[Transform] = (),
+        down_link: DownLink | None = None,
+        privacy: Privacy | None = None,
+        rounds: int | None = None,
     ) -> None:
         expect(federation, Federation, "federation")
         work = LocalWork() if work is None else work
@@ -53,7 +61,14 @@ class Run:
         self.step_size = step_size
         self.server_step_size = server_step_size
         self.seed = check_seed(seed)
-        self.chain = Chain(tuple(transforms))
+        self.mechanism: Mechanism | None = None
+        """What makes the run private; its noise may depend on the number of rounds."""
+        if privacy is not None:
+            clients = self.federation, self.sampling, self.workload
+            self.mechanism = bind(privacy, self.method, *clients, rounds, transforms)
+        last = self.mechanism.transforms if self.mechanism else ()
+        self.chain = Chain((*transforms, *last))
+        self.down_link = down_link
         self.chain.check_with_client_state(self.method.name, self.method.direction.client_state)
         schedules.value(step_size, 0, "step size")
         schedules.value(server_step_size, 0, "server step size")
@@ -73,6 +88,8 @@ class Run:
             "sampling": fingerprint.part(self.sampling),
             "work": fingerprint.work(self.workload.work),
             "transforms": [fingerprint.part(one) for one in self.chain.transforms],
+            "down_link": fingerprint.part(self.down_link),
+            **(self.mechanism.describe() if self.mechanism else {}),
             "step_size": schedules.describe(self.step_size, rounds, "step size"),
             "server_step_size": server,
             "seed": self.seed,
@@ -129,8 +146,26 @@ class Run:
             self.chain,
             select,
         )
-        after: State = yield from self.method.round(state, cohort, settings)
-        return after
+        if self.down_link is None or not len(cohort.clients):
+            after: State = yield from self.method.round(state, cohort, settings)
+            return after
+        link, kept = self._link_state(state)
+        known, received, link = self.down_link.send(state.x, link, cohort.clients, self.seed, at)
+        settings, state = replace(settings, start=known), replace(state, transform_state=kept)
+        after = yield from self.method.round(state, cohort, settings)
+        linked = {_LINK + name: value for name, value in link.items()}
+        extra = (self.method.direction.down - 1) * state.x.nbytes  # vectors besides the model
+        metrics = {**after.metrics, "bytes_down": received + extra}
+        kept = {**after.transform_state, **linked}
+        return replace(after, transform_state=kept, metrics=metrics)
+
+    def _link_state(self, state: State) -> tuple[Mapping[str, Tensor], Mapping[str, Tensor]]:
+        """The state of the down-link, and that of the other transforms."""
+        parts: tuple[dict[str, Tensor], dict[str, Tensor]] = {}, {}
+        for name, value in state.transform_state.items():
+            parts[not name.startswith(_LINK)][name.removeprefix(_LINK)] = value
+        assert self.down_link is not None
+        return parts[0] or self.down_link.init(state.x, len(self.federation)), parts[1]
 
 
 Requests = Generator[Request, Answer, State]

@@ -103,6 +103,8 @@ class Transform(abc.ABC):
     """What it does to the mean update; the audit reports it."""
     every_round: bool = False
     """Whether the server part also runs in a round without clients, as noise must."""
+    private: bool = False
+    """Whether nothing but the aggregated update may leave: any other sum would have no noise."""
 
     @abc.abstractmethod
     def client(self, updates: "Tensor", state: "Tensor | None", context: ClientContext) -> Message:
@@ -165,6 +167,10 @@ class Chain(Transform):
     @property
     def every_round(self) -> bool:  # type: ignore[override]
         return any(one.every_round for one in self.transforms)
+
+    @property
+    def private(self) -> bool:  # type: ignore[override]
+        return any(one.private for one in self.transforms)
 
     def client(self, updates: "Tensor", state: "Tensor | None", context: ClientContext) -> Message:
         kept: Tensor | None = None

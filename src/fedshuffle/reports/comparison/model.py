@@ -154,7 +154,7 @@ class Compared:
         self.momenta = sorted(momenta, key=lambda momentum: momentum != "none")
         records = [r for curve in curves for run in curve["runs"] for r in run["history"]]
         seen = dict.fromkeys(k for record in records for k, v in record.items() if v is not None)
-        losses = [name for name in ("train_loss", "loss") if name in seen]
+        losses = [name for name in ("training_loss", "loss") if name in seen]
         self.pair = list(dict.fromkeys([self.metric, *losses[:1]]))  # of the paper's figure
         seen.pop("round", None)
         self.metrics = list(dict.fromkeys([self.metric, *losses, *seen]))
@@ -183,7 +183,7 @@ class Compared:
 
     def title(self, metric: str) -> str:
         """A metric in words."""
-        return metric_title(metric, any(name.startswith("train_") for name in self.metrics))
+        return metric_title(metric, any(name.startswith("training_") for name in self.metrics))
 
     def _limits(self, group: str, metric: str) -> tuple[float, float]:
         """The ends of a group's axis; what lies further out than the bulk is wide is cut off."""
@@ -265,11 +265,26 @@ def group_title(group: str) -> str:
     return "own best step size" if kind == "own" else f"common step size {size}"
 
 
+_TITLES = {
+    "train_loss": "loss along the local steps",
+    "update_norm": "norm of updates, mean of clients",
+    "update_norm_max": "largest norm of an update",
+    "clipped": "share of clipped updates",
+    "total_bytes_down": "bytes received by clients so far",
+    "total_bytes_up": "bytes sent by clients so far",
+}
+"""Metrics that training itself gives."""
+
+
 def metric_title(metric: str, trained: bool) -> str:
-    """A metric in words; it is on test data if others are on training data (``train_``)."""
+    """A metric in words; an evaluated one is on test data if others are on training data
+    (``training_``).
+    """
+    if metric in _TITLES:
+        return _TITLES[metric]
     words = re.sub("_worst_decile$", ", worst tenth of the clients", metric)
-    words = re.sub("^train_", "train ", re.sub("_mean$", ", mean of clients", words))
-    return f"test {words}" if trained and not metric.startswith("train_") else words
+    words = re.sub("^training_", "train ", re.sub("_mean$", ", mean of clients", words))
+    return f"test {words}" if trained and not metric.startswith("training_") else words
 
 
 def is_share(metric: str) -> bool:
