@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,8 +18,10 @@ from fedshuffle.engines.sequential import SequentialEngine
 from fedshuffle.errors import FedShuffleError
 from fedshuffle.flower import Client, protocol
 from fedshuffle.flower.chain import WireChain, from_text, register, to_text
+from fedshuffle.privacy import AdaptiveClip, Clip, GaussianNoise, TreeNoise
 from fedshuffle.state import State
 from fedshuffle.training.rounds import Run, simulate
+from fedshuffle.training.run_folder import RunFolder
 from fedshuffle.transforms import ClientContext, ServerContext, Transform, channel
 from fedshuffle.transforms import Message as Sent
 from tests.flower.grid import Fault, LocalGrid
@@ -90,6 +93,13 @@ CHAINS: dict[str, list[Transform]] = {
     "clip, then channel": [Shorten(0.05), link("topk:0.2+ef")],
     "channel, then clip": [link("qsgd:4+diana"), Shorten(0.05)],
     "server state": [Learned(0.5)],
+    "privacy": [Clip(0.05), GaussianNoise(0.001)],
+    "privacy after a channel": [
+        link("qsgd:4+diana"),
+        Clip(0.05, weighted=True),
+        TreeNoise(0.001, 3),
+    ],
+    "private threshold": [AdaptiveClip(0.05, 0.01, 1.0, 2.0, count_noise=0.1)],
     "server state after the channel": [link("randk:0.3"), Learned(0.5)],
 }
 
@@ -139,6 +149,25 @@ def test_metrics_are_those_of_the_simulator() -> None:
     assert {"train_loss", "update_norm", "clipped"} <= set(found)
     for metric, values in expected.items():
         np.testing.assert_array_equal(found[metric], values, metric)
+
+
+def test_privacy_counts_on_all_steps(log: pytest.LogCaptureFixture) -> None:
+    """The weight of a client that does less would grow beyond its bound."""
+    transforms = CHAINS["privacy"]
+    ours = strategy(method="fedshuffle-gen", transforms=transforms, sampling="full")
+    result = ours.start(LocalGrid(apps(seconds=1e-9)), start(), 1)
+    assert result.train_metrics_clientapp[1]["replied"] == 0
+    assert "privacy counts on all" in warnings(log)
+
+
+def test_records_have_the_means_of_metrics(tmp_path: Path) -> None:
+    ours = strategy(transforms=CHAINS["clip"], out=tmp_path / "run")
+    ours.start(LocalGrid(apps()), start(), 1)
+    (record,) = RunFolder(tmp_path / "run").metrics()
+    norms = state_of(CHAINS["clip"], rounds=1).metrics["update_norm"]
+    assert record["update_norm"] == pytest.approx(norms.mean())
+    assert record["update_norm_max"] == norms.max()
+    assert record["clipped"] == (norms > 0.05).mean()
 
 
 # Lost replies

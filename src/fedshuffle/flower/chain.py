@@ -20,6 +20,7 @@ from torch import Tensor
 from fedshuffle.engines.base import OneWorker
 from fedshuffle.errors import FedShuffleError, check_known, error_context
 from fedshuffle.kernel import ClientTask, LocalTraining
+from fedshuffle.privacy import AdaptiveClip, Clip, GaussianNoise, TreeNoise
 from fedshuffle.transforms import NO_TRANSFORMS, Chain, Channel, ClientContext, Message, Transform
 from fedshuffle.transforms import channel as channel_of
 
@@ -81,6 +82,10 @@ def from_text(text: str) -> Transform:
 
 def _fields(transform: Any) -> dict[str, Any]:
     return {field.name: getattr(transform, field.name) for field in dataclasses.fields(transform)}
+
+
+for _ours in (Clip, AdaptiveClip, GaussianNoise, TreeNoise):
+    register(_ours)
 
 
 @dataclass(frozen=True)

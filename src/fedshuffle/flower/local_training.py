@@ -38,6 +38,9 @@ class TrainingOptions:
     """What the server knows of the clients' states."""
     send_gradient: bool = False
     """Whether the method also needs each client's full gradient."""
+    must_finish: bool = False
+    """Whether all steps must be done: weights that grow with unfinished work would exceed those
+    that privacy counts on."""
 
 
 def local_training(request: LocalTraining, options: TrainingOptions) -> Exchange[UpdateBuffer]:
@@ -80,6 +83,11 @@ def local_training(request: LocalTraining, options: TrainingOptions) -> Exchange
         planned = task.minibatches.steps
         if not 1 <= fields.steps <= planned:
             raise FedShuffleError(f"it says that it did {fields.steps} of {planned} steps.")
+        if options.must_finish and fields.steps < planned:
+            raise FedShuffleError(
+                f"it did {fields.steps} of {planned} steps, and privacy counts on all. Leave out"
+                " seconds."
+            )
         if wire.channel is not None:
             weight = [options.weights[fields.client]]
             return decode(fields, reply, replace(task, weights=weight))

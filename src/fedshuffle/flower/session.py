@@ -28,6 +28,7 @@ from fedshuffle.kernel import FullGradient, LocalTraining
 from fedshuffle.methods import Cohort
 from fedshuffle.state import State
 from fedshuffle.training.rounds import Run
+from fedshuffle.training.simulation import reduced
 
 if TYPE_CHECKING:
     from fedshuffle.flower.strategy import FedShuffleStrategy
@@ -202,6 +203,7 @@ class Session:
                 self._state_after,
                 self.state.clients,
                 send_gradient=direction.client_state and direction.full_gradients > 0,
+                must_finish=self.run.chain.private,
             ),
         )
 
@@ -236,7 +238,9 @@ class Session:
         self.state = after
         self._state_after |= dict.fromkeys(cohort.clients.tolist(), after.round)
         record = {"cohort": asked.clients.tolist()} if self.strategy.record_cohorts else {}
-        return record | {
+        return {
+            **reduced(after.metrics, cohort),
+            **record,
             "round": after.round,
             "clients": len(asked.clients),
             "replied": len(cohort.clients),
