@@ -10,6 +10,7 @@ import pytest
 import torch
 from flwr.app import Array, ArrayRecord, Message
 from flwr.clientapp import ClientApp
+from flwr.serverapp.strategy import Strategy
 from torch import Tensor
 
 from fedshuffle import losses
@@ -18,7 +19,14 @@ from fedshuffle.engines.sequential import SequentialEngine
 from fedshuffle.errors import FedShuffleError
 from fedshuffle.flower import Client, protocol
 from fedshuffle.flower.chain import WireChain, from_text, register, to_text
-from fedshuffle.privacy import AdaptiveClip, Clip, GaussianNoise, TreeNoise
+from fedshuffle.privacy import (
+    AdaptiveClip,
+    AdaptiveClipping,
+    Clip,
+    GaussianNoise,
+    Privacy,
+    TreeNoise,
+)
 from fedshuffle.state import State
 from fedshuffle.training.rounds import Run, simulate
 from fedshuffle.training.run_folder import RunFolder
@@ -151,6 +159,40 @@ def test_metrics_are_those_of_the_simulator() -> None:
         np.testing.assert_array_equal(found[metric], values, metric)
 
 
+def test_private_run_is_that_of_the_simulator(log: pytest.LogCaptureFixture) -> None:
+    privacy = Privacy(clip=0.05, noise=0.5)
+    ours = strategy(privacy=privacy, channel="qsgd:4+diana")
+    result = ours.start(LocalGrid(apps()), start(), 3)
+    settings: Any = {"transforms": [link("qsgd:4+diana")], "privacy": privacy, "rounds": 3}
+    run = Run(FEDERATION, "fedshuffle", "uniform:2", WORK, 0.05, seed=3, **settings)
+    engine = SequentialEngine(Problem(model(), losses.cross_entropy, FEDERATION))
+    *_, (last,) = simulate(engine, [run], 3)
+    assert torch.equal(flat(result.arrays), last.x)
+    assert run.mechanism is not None
+    assert f"3 rounds cost epsilon {run.mechanism.budget.spent(3):.3g}" in log.text
+
+
+def test_budget_is_not_exceeded(tmp_path: Path) -> None:
+    privacy = Privacy(clip=0.05, epsilon=3.0, delta=0.01)
+    strategy(privacy=privacy, out=tmp_path / "run").start(LocalGrid(apps()), start(), 2)
+    more = strategy(privacy=privacy, out=tmp_path / "run", resume=True)
+    with pytest.raises(FedShuffleError, match=r"3 may be spent. Run at most 2 rounds"):
+        more.start(LocalGrid(apps()), start(), 4)
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"weighted": True, "adaptive": AdaptiveClipping(count_noise=1.0)}]
+)
+def test_privacy_needs_known_weights(options: dict[str, Any]) -> None:
+    with pytest.raises(FedShuffleError, match="weighted=True"):
+        strategy(privacy=Privacy(clip=1.0, noise=1.0, **options), response_probability=0.9)
+    strategy(privacy=Privacy(clip=1.0, noise=1.0, weighted=True), response_probability=0.9)
+    with pytest.raises(FedShuffleError, match="call start"):
+        Strategy.start(
+            strategy(privacy=Privacy(clip=1.0, noise=1.0)), LocalGrid(apps()), start(), 1
+        )
+
+
 def test_privacy_counts_on_all_steps(log: pytest.LogCaptureFixture) -> None:
     """The weight of a client that does less would grow beyond its bound."""
     transforms = CHAINS["privacy"]
@@ -188,7 +230,7 @@ def in_round(round: int, fault: str, client: int) -> Fault:
 @pytest.mark.parametrize("name", ["topk:0.2+ef", "qsgd:4+diana", "topk:0.2+ef21"])
 def test_lost_reply_is_repeated_from_the_state_before(name: str) -> None:
     expected = state_of(CHAINS[name]).x
-    cohort = strategy()._run(FEDERATION.sizes).cohort(1).clients
+    cohort = strategy()._run(FEDERATION.sizes, 1).cohort(1).clients
     grid = LocalGrid(apps(), in_round(2, "lost", int(cohort[0])))
     result = strategy(transforms=CHAINS[name], retries=1).start(grid, start(), 4)
     assert torch.equal(flat(result.arrays), expected)
@@ -197,7 +239,7 @@ def test_lost_reply_is_repeated_from_the_state_before(name: str) -> None:
 @pytest.mark.parametrize("name", ["topk:0.2+ef", "qsgd:4+diana", "topk:0.2+ef21"])
 def test_client_whose_reply_is_lost_rolls_back(name: str) -> None:
     """As if it had not been asked, in this round and in later ones."""
-    client = int(strategy(sampling="full")._run(FEDERATION.sizes).cohort(0).clients[1])
+    client = int(strategy(sampling="full")._run(FEDERATION.sizes, 1).cohort(0).clients[1])
     results = [
         strategy(transforms=CHAINS[name], sampling="full", response_probability=0.9)
         .start(LocalGrid(apps(), in_round(2, fault, client)), start(), 4)

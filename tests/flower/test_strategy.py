@@ -102,7 +102,7 @@ def test_custom_loop_may_begin_at_any_round_but_refuses_old_replies(
     later, before = strategy(), strategy()
     assert tasks(later, 6, grid)[0].metadata.group_id == "6"
     sixth = {m.metadata.dst_node_id - 100 for m in tasks(later, 6, grid)}
-    assert sixth == set(before._run(SIZES).cohort(5).clients.tolist())
+    assert sixth == set(before._run(SIZES, 1).cohort(5).clients.tolist())
 
     ours = strategy(sampling="full")
     old = grid.send_and_receive(tasks(ours, 1, grid))

@@ -12,6 +12,7 @@ from fedshuffle.flower.chain import WireChain
 from fedshuffle.kernel import FullGradient, LocalTraining, Request
 from fedshuffle.local_work import LocalWork
 from fedshuffle.methods import Method, averaging
+from fedshuffle.privacy import Mechanism, Privacy
 from fedshuffle.sampling import Sampling
 from fedshuffle.state import State
 from fedshuffle.training.rounds import Run, advance
@@ -78,6 +79,28 @@ def check_transforms(run: Run, resume: bool) -> None:
             f"a run with {memory} cannot be resumed: what clients keep is gone with the Flower run."
             " Start a new run in another folder."
         )
+
+
+def check_privacy(privacy: Privacy, response_probability: FloatArray) -> None:
+    """Refuse privacy whose sensitivity is not known."""
+    if (response_probability < 1).any() and (not privacy.weighted or privacy.adaptive is not None):
+        raise FedShuffleError(
+            "with a response probability weights are larger than privacy counts on. Use"
+            " Privacy(weighted=True), which clips the weighted update, and a fixed threshold."
+        )
+
+
+def cost(mechanism: Mechanism, rounds: int, planned: int) -> str:
+    """What a run costs; an error if that is more than may be spent."""
+    budget = mechanism.budget
+    spent, limit = budget.spent(rounds), mechanism.privacy.epsilon
+    exceeds = limit is not None and spent > limit
+    if exceeds and (rounds > planned or mechanism.privacy.noise is not None):
+        raise FedShuffleError(
+            f"{rounds} rounds cost epsilon {spent:.3g}, and {limit:g} may be spent. Run at most"
+            f" {budget.affordable()} rounds."
+        )
+    return f"{rounds} rounds cost epsilon {spent:.3g} at delta {budget.delta:.1e}"
 
 
 def check_secure(run: Run, retries: int, response_probability: FloatArray) -> None:

@@ -25,12 +25,14 @@ from fedshuffle.flower.secure_aggregation import SecureAggregation
 from fedshuffle.flower.session import Model, Session
 from fedshuffle.local_work import LocalWork
 from fedshuffle.methods import Method, averaging
+from fedshuffle.privacy import Privacy
 from fedshuffle.sampling import Sampling
 from fedshuffle.schedules import Schedule
 from fedshuffle.training.monitoring import RECORD_KEYS
 from fedshuffle.training.rounds import Run
 from fedshuffle.training.run_folder import RunFolder
-from fedshuffle.transforms import Transform
+from fedshuffle.transforms import Channel, Transform
+from fedshuffle.transforms import channel as make_channel
 
 _log = logging.getLogger("flwr.fedshuffle")
 
@@ -72,8 +74,9 @@ class FedShuffleStrategy(Strategy):  # type: ignore[misc]  # Flower is untyped h
         record_cohorts: whether records list the clients of the round; they follow from the seed.
         nodes: the client of each of Flower's nodes. By default every node is asked, and believed
             unless another node says the same.
-        transforms: what happens to updates on their way, as for :func:`fedshuffle.train`. The
-            clients' part runs at the clients (see :mod:`fedshuffle.flower.chain`).
+        transforms, channel, privacy: what happens to updates on their way, as for
+            :func:`fedshuffle.train`. The clients' part runs at the clients (see
+            :mod:`fedshuffle.flower.chain`).
         secure_aggregation: settings of secure aggregation, with which the server learns only the
             sum of the updates; the clients need ``client_app(..., secure_aggregation=True)``.
 
@@ -103,6 +106,8 @@ class FedShuffleStrategy(Strategy):  # type: ignore[misc]  # Flower is untyped h
         record_cohorts: bool = False,
         nodes: Mapping[int, int] | None = None,
         transforms: Sequence[Transform] = (),
+        channel: str | Channel = "none",
+        privacy: Privacy | None = None,
         secure_aggregation: SecureAggregation | None = None,
     ) -> None:
         self.clients = checks.population(clients, sizes)
@@ -130,17 +135,14 @@ class FedShuffleStrategy(Strategy):  # type: ignore[misc]  # Flower is untyped h
         checks.check_nodes(nodes or {}, self.clients)
         checks.check_settings(self.method, work, sampling, self.withheld)
         self.secure_aggregation = secure_aggregation
-        self._settings = (
-            self.method,
-            sampling,
-            work,
-            step_size,
-            server_step_size,
-            seed,
-            tuple(transforms),
-        )
-        run = self._run(self.sizes)  # fails now if the settings are wrong
+        self.privacy = privacy
+        self._settings = (self.method, sampling, work, step_size, server_step_size, seed)
+        link = make_channel(channel) if isinstance(channel, str) else channel
+        self._transforms = (*transforms, *(() if link is None else (link,)))
+        run = self._run(self.sizes, rounds=1)  # fails now if the settings are wrong
         checks.check_transforms(run, resume)
+        if privacy is not None:
+            checks.check_privacy(privacy, self.response_probability)
         if secure_aggregation is not None:
             expect(secure_aggregation, SecureAggregation, "secure_aggregation")
             checks.check_secure(run, self.retries, self.response_probability)
@@ -215,6 +217,8 @@ class FedShuffleStrategy(Strategy):  # type: ignore[misc]  # Flower is untyped h
             raise FedShuffleError("only start writes metrics and checkpoints: leave out out.")
         if self.secure_aggregation is not None:
             raise FedShuffleError("only start offers secure aggregation: call start.")
+        if self.privacy is not None:
+            raise FedShuffleError("only start knows how many rounds privacy pays for: call start.")
         if self.retries:
             raise FedShuffleError("only start asks clients again: leave out retries.")
         if self._session is None or server_round == 1:
@@ -267,7 +271,10 @@ class FedShuffleStrategy(Strategy):  # type: ignore[misc]  # Flower is untyped h
             self.folder.check(self.resume)  # before waiting for clients
         registry = ClientRegistry(grid, self.clients, self.timeout, self.nodes)
         registry.wait_for(self.clients if self.asked else 1)
-        run = self._run(registry.sizes() if self.asked else self.sizes)
+        first = self.folder.settings()["rounds"] if self.folder and self.resume else rounds
+        run = self._run(registry.sizes() if self.asked else self.sizes, first)
+        if run.mechanism is not None:
+            _log.info(checks.cost(run.mechanism, rounds, first))
         info = next(iter(registry.infos.values()))
         if info.secure_aggregation != (self.secure_aggregation is not None):
             raise FedShuffleError(
@@ -280,9 +287,8 @@ class FedShuffleStrategy(Strategy):  # type: ignore[misc]  # Flower is untyped h
         store = self.folder.client_store(len(x), x.dtype) if self.folder else None
         state = run.start(x, store)
         if self.folder:
-            rounds_at_start = self.folder.settings()["rounds"] if self.resume else rounds
             settings = {
-                **run.settings(rounds_at_start),
+                **run.settings(first),
                 "engine": "flower",
                 "parameters": len(state.x),
                 "dtype": str(model.dtype),
@@ -295,8 +301,11 @@ class FedShuffleStrategy(Strategy):  # type: ignore[misc]  # Flower is untyped h
         self._session = Session(self, grid, run, registry, model, state)
         return self._session
 
-    def _run(self, sizes: ArrayLike) -> Run:
-        return Run(Federation.from_sizes(sizes, self.weights), *self._settings)
+    def _run(self, sizes: ArrayLike, rounds: int) -> Run:
+        federation, link = Federation.from_sizes(sizes, self.weights), self._transforms
+        return Run(
+            federation, *self._settings, transforms=link, privacy=self.privacy, rounds=rounds
+        )
 
 
 def _sha256(data: bytes) -> str:
