@@ -65,6 +65,18 @@ class Learned(Transform):
         return update, {"factor": factor * 0.7}
 
 
+@register
+@dataclass(frozen=True)
+class Jitter(Transform):
+    """Adds random numbers at the client."""
+
+    std: float
+
+    def client(self, updates: Tensor, state: Tensor | None, context: ClientContext) -> Sent:
+        drawn = [self.std * g.standard_normal(updates.shape[1]) for g in context.generators()]
+        return Sent(updates + torch.from_numpy(np.stack(drawn)).to(updates))
+
+
 def state_of(transforms: list[Transform], rounds: int = 4, method: str = "fedshuffle") -> State:
     """The simulator's state."""
     run = Run(FEDERATION, method, "uniform:2", WORK, 0.05, seed=3, transforms=transforms)
@@ -100,6 +112,7 @@ CHAINS: dict[str, list[Transform]] = {
     "clip": [Shorten(0.05)],
     "clip, then channel": [Shorten(0.05), link("topk:0.2+ef")],
     "channel, then clip": [link("qsgd:4+diana"), Shorten(0.05)],
+    "random at every place": [Jitter(0.01), link("randk:0.3"), Jitter(0.01), Jitter(0.01)],
     "server state": [Learned(0.5)],
     "privacy": [Clip(0.05), GaussianNoise(0.001)],
     "privacy after a channel": [
