@@ -311,7 +311,7 @@ def test_advice_as_json(
     assert list(found) == [
         "setting", "step_size_search", "problem", "steps", "step_ratios", "not_covered", "mvr",
         "mvr_notes", "largest_proven", "sampling", "consistent", "total_variation", "conclusion",
-        "sources",
+        "privacy", "sources",
     ]  # fmt: skip
     assert {source["source"] for source in found["sources"].values()} == {
         source for source, _ in SOURCES.values()

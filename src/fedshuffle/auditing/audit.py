@@ -11,6 +11,7 @@ and it is *consistent* if that is the objective you meant, :math:`\hat w = w`. W
 other directions change is derived in docs/audit.md.
 """
 
+import dataclasses
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from typing import Any
@@ -31,10 +32,11 @@ from fedshuffle.local_work import LocalWork
 from fedshuffle.methods import Cohort, CohortMoments, InclusionProbability, Method, SumOne
 from fedshuffle.methods.averaging import RatioOfSums, objective_weight, steps_of_the_longest
 from fedshuffle.methods.directions import gradient_weights
+from fedshuffle.privacy import Privacy, bind
 from fedshuffle.randomness import Purpose, check_seed, generator
 from fedshuffle.sampling import One, Sampling, resolve
 from fedshuffle.sampling.base import MAX_COHORTS, EqualPairCorrelation
-from fedshuffle.transforms import Transform
+from fedshuffle.transforms import Channel, Transform, channels
 
 _LEVELS = 200  # largest number of distinct step counts for the level-by-level formula
 _Moments = tuple[FloatArray, FloatArray | None, FloatArray | None]  # contribution, joint, estimate
@@ -55,14 +57,16 @@ def audit(
     work: LocalWork | None = None,
     *,
     transforms: Sequence[Transform] = (),
+    channel: str | Channel | None = None,
+    privacy: Privacy | None = None,
     seed: int = 0,
     draws: int = 32_000,
     rounds: int = ROUNDS,
 ) -> Audit:
     """The objective that a method really minimises on this federation.
 
-    ``transforms`` are those of the run, among them its compression and its clipping: each says
-    what it does to the mean update.
+    ``transforms``, ``channel`` and ``privacy`` are those of the run: each transform says what it
+    does to the mean update.
     ``seed`` and ``draws`` matter only if no exact result is known and the audit has to sample;
     ``rounds`` only if a rule or an interruption of yours depends on the round: the weights are
     then the mean over that many rounds.
@@ -86,7 +90,13 @@ def audit(
     # Five standard errors, so that among a thousand clients chance alone hardly ever accuses one.
     slack = TOLERANCE * objective if errors is None else 5 * errors + 1e-12
     biased = bool((np.abs(effective - objective) > slack).any())
-    effects, notes, keeps = transform_effects(subject, transforms)
+    link = channels.channel(channel)
+    chain = [*transforms, *([] if link is None else [link])]
+    if privacy is not None:  # how much noise there is does not matter here
+        noisy = dataclasses.replace(privacy, noise=privacy.noise or 1.0, epsilon=None)
+        mechanism = bind(noisy, method, federation, sampling, workload, None, chain)
+        chain += mechanism.transforms
+    effects, notes, keeps = transform_effects(subject, chain)
     certain = True if errors is None and averaged is None and keeps else None
     momentum = "" if method.momentum == "none" else f", momentum {method.momentum}"
     return Audit(

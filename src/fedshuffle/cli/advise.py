@@ -72,6 +72,7 @@ def _advised_run(config: "Config") -> "AdvisedRun":
         step_size_by_round(config.step_size, config.rounds),
         step_size_by_round(config.server_step_size, config.rounds),
         config.seed,
+        config.privacy,
     )
 
 
@@ -129,6 +130,8 @@ def _print_advice(advice: "Advice") -> None:
     columns = f"by the|largest step_size|step_size {rounds}|a for these"
     _section("FedShuffleMVR", "mvr.proof", columns, rows, advice.mvr_notes)
     _print_sampling(advice)
+    if advice.privacy is not None:
+        _print_privacy(advice.privacy)
     _section("Objective", "total_variation")
     console.print(f"{method} is {escape(advice.conclusion)}")
 
@@ -183,7 +186,7 @@ def _print_sampling(advice: "Advice") -> None:
 
 
 def _print_privacy(advice: "PrivacyAdvice") -> None:
-    console.print("\n[bold]Privacy of one client[/]  [dim]docs/privacy.md[/]")
+    _section("Privacy of one client", "privacy")
     console.print(
         f"  {advice.rounds} rounds cost epsilon {advice.epsilon:.3g} at delta {advice.delta:.3g}"
         f" for the worst client, {advice.median_epsilon:.3g} for the median one. The noise"

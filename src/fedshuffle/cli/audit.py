@@ -71,6 +71,9 @@ def audit(
     neighbours: Annotated[
         str, Option(help="For --privacy, what one client may do: zero-out, remove or replace.")
     ] = "zero-out",
+    channel: Annotated[
+        str | None, Option(help="How updates are compressed, such as topk:0.01+ef.")
+    ] = None,
     seed: Annotated[int, Option(help="For audits that have to sample.")] = 0,
     draws: Annotated[Count, Option(help="To sample, if needed: 32000, others' code 2000.")] = None,
     rounds: Annotated[
@@ -106,7 +109,7 @@ def audit(
         refuse_unused(context, unused, "--privacy")
     if sum(one is not None for one in (flower, function, log)) > 1:
         raise FedShuffleError("give one of --flower, --callable and --log.")
-    rules = ["method", "momentum", "rounds"]
+    rules = ["method", "momentum", "rounds", "channel"]
     if log is not None:
         inputs = ["sizes", "data", "config", "sampling", "epochs", "batch_size"]
         refuse_unused(context, [*rules, *inputs, "step_sizes", "seed", "draws"], "--log")
@@ -120,8 +123,9 @@ def audit(
     if log is not None:
         result, _ = read_log(log, weights=objective, confidence=confidence)
     else:
-        counts = {"draws": draws, "rounds": rounds}
+        counts = {"draws": draws, "rounds": rounds, "channel": channel}
         given: dict[str, Any] = {key: value for key, value in counts.items() if value is not None}
+        on_the_way: dict[str, Any] = {}
         here = Path.cwd()
         with imports.importable(here):
             if config is not None:
@@ -133,6 +137,8 @@ def audit(
                 with chosen.importable():
                     federation = runner.federation(chosen)
                     rule, drawn = runner.method(chosen), runner.sampling(chosen, federation)
+                    on_the_way = {"channel": chosen.channel, "privacy": chosen.privacy}
+                    on_the_way["transforms"] = runner.transforms(chosen)
                 work = chosen.work
             else:
                 federation = _clients(sizes, data, objective)
@@ -141,6 +147,7 @@ def audit(
                 passes = None if epochs is None else loader.epochs(epochs, "--epochs")
                 work = LocalWork(passes, batch_size=batch_size)
             if server is None:
+                given = on_the_way | given
                 result = auditing.audit(federation, rule, drawn, work, seed=seed, **given)
             else:
                 found = imports.find(server, here)

@@ -34,6 +34,7 @@ _ENGINES = (
     "auto, sequential, vectorized or reference; sequential:2 for two threads,"
     " sequential:2:processes; ray:4."
 )
+_CHANNELS = "How updates are compressed: topk:0.01, randk:0.1, qsgd:4, sign, float16; +ef, +diana."
 _STARTERS = click.Choice(["run", "flower-app"])
 
 
@@ -42,6 +43,7 @@ def run(
     resume: Annotated[Path | None, Option(help="Resume the run in this folder.")] = None,
     out: ConfigOut = None,
     rounds: Annotated[Count, Option(help="Rounds of training in all.")] = None,
+    channel: Annotated[Text, Option(help=_CHANNELS)] = None,
     engine: Annotated[Text, Option(help=_ENGINES)] = None,
     device: Annotated[Text, Option(help="Where to train: cpu, cuda or mps.")] = None,
     address: Annotated[Text, Option(help="HOST:PORT of a Ray cluster; else one starts.")] = None,
@@ -58,6 +60,7 @@ def run(
     from fedshuffle.training.run_folder import RunFolder
 
     given = {"rounds": rounds, "engine": engine, "device": device, "seed": seed}
+    given["channel"] = channel
     changes: dict[str, Any] = {key: value for key, value in given.items() if value is not None}
     changes |= overrides(settings)
     check_one(config, resume)
@@ -91,6 +94,7 @@ def _summary(result: "Result") -> dict[str, Any]:
     return {
         "rounds": last["round"],
         "diverged": result.diverged,
+        "stopped": result.stopped,
         "metrics": jsonable(metrics_of(last)),
         "worst_clients": [] if result.clients is None else result.clients.worst().to_dict(),
         "out": str(out),
@@ -104,6 +108,7 @@ def _print_run(result: "Result", found: dict[str, Any], address: str | None) -> 
 
     out = Path(found["out"])
     lines = [f"{found['rounds']} rounds are done."]
+    lines += [f"Stopped early: {result.stopped}."] if result.stopped else []
     if result.diverged:
         lines = [f"Diverged: {result.diverged}. Lower the step size and begin again."]
     for name, value in found["metrics"].items():
@@ -117,7 +122,7 @@ def _print_run(result: "Result", found: dict[str, Any], address: str | None) -> 
         f"Metrics, checkpoints and the config are in {out}. To load the model:",
         f"  model = fedshuffle.load_model({found['out']!r})",
     ]
-    if not result.diverged:
+    if not result.diverged and not result.stopped:
         again = command(out, address)
         lines += ["For more rounds:", f"  {again} --rounds {2 * found['rounds']}"]
     console.print(escape("\n".join(lines)), soft_wrap=True)

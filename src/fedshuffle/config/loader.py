@@ -321,6 +321,8 @@ def plain(value: Any) -> Any:
             )
         case Path():
             return str(value)
+        case tuple():
+            return [plain(entry) for entry in value]
     if is_dataclass(value) and not isinstance(value, type):
         found = {name: getattr(value, name) for name in keys(type(value))}
         return {name: plain(entry) for name, entry in found.items() if entry is not None}

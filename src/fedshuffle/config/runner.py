@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import safetensors.torch
@@ -36,6 +37,7 @@ from fedshuffle.randomness import Purpose, generator, restored_generators
 from fedshuffle.sampling import Sampling
 from fedshuffle.training import Evaluate, Result, train
 from fedshuffle.training.run_folder import RunFolder
+from fedshuffle.transforms import Transform
 
 
 @dataclass(frozen=True)
@@ -130,6 +132,10 @@ def _train(
             work=config.work,
             step_size=step_size_by_round(config.step_size, config.rounds),
             server_step_size=step_size_by_round(config.server_step_size, config.rounds),
+            transforms=transforms(config),
+            channel=config.channel,
+            down_channel=config.down_channel,
+            privacy=config.privacy,
             seed=config.seed,
             engine=engine,
             device=config.device,
@@ -236,6 +242,16 @@ def sampling(config: Config, federation: Federation) -> Sampling:
     """The sampling of a config, for its federation."""
     with at("sampling"):
         return imports.sampling(config.sampling, federation, config.folder)
+
+
+def transforms(config: Config) -> list[Transform]:
+    """The transforms of the user's that a config names."""
+    with config.importable(), at("transforms"):
+        kind: Any = Transform
+        return [
+            imports.call(spec.path, spec.arguments, config.folder, kind)
+            for spec in config.transforms
+        ]
 
 
 def federation(config: Config, source: DataSpec | None = None, key: str = "data") -> Federation:

@@ -20,8 +20,10 @@ from fedshuffle._arrays import count
 from fedshuffle.config import imports
 from fedshuffle.errors import FedShuffleError, error_context
 from fedshuffle.local_work import LocalWork
+from fedshuffle.privacy import Privacy
 from fedshuffle.randomness import check_seed
 from fedshuffle.schedules import Schedule
+from fedshuffle.transforms import channels
 
 if TYPE_CHECKING:
     from fedshuffle.config.runner import RunInputs
@@ -121,6 +123,13 @@ class Config:
     step_size: StepSize = 0.1
     server_step_size: StepSize = 1.0
     work: LocalWork = field(default_factory=LocalWork)
+    transforms: tuple[ImportSpec, ...] = ()
+    """Transforms of the user's, by import path."""
+    channel: str = "none"
+    """How updates are compressed, such as ``"topk:0.01+ef"``."""
+    down_channel: str = "none"
+    """How the model is compressed on its way to clients."""
+    privacy: Privacy | None = None
     engine: str = "sequential"
     device: str | None = None
     """Where to train: ``"cpu"``, ``"cuda"``, ``"mps"``; by default that of the model."""
@@ -143,6 +152,10 @@ class Config:
             methods.get(self.method)
         if self.momentum is not None:
             methods.parse_momentum(self.momentum)
+        with at("channel"):
+            channels.channel(self.channel)
+        with at("down_channel"):
+            channels.down_link(self.down_channel)
         for name in ("step_size", "server_step_size"):
             with error_context(name):
                 schedule = step_size_by_round(getattr(self, name), self.rounds)

@@ -1,8 +1,9 @@
 """The mechanism of a run: transforms and budget, from what the user says about privacy."""
 
+import functools
 import math
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -44,6 +45,8 @@ class Mechanism:
     budget: Budget
     sensitivity: float
     """The most by which one client moves the sum, at the first threshold."""
+    max_rounds: int | None = None
+    """The rounds that the epsilon of the user affords; None without one."""
 
     @property
     def noise_std(self) -> float:
@@ -52,6 +55,20 @@ class Mechanism:
         ``min_separation``, where it is that of a node of the tree.
         """
         return self.budget.noise * self.sensitivity
+
+    def epsilon(self, rounds: int) -> float:
+        """What this number of rounds costs the worst client, or up to 2% more rounds: it is
+        computed for some rounds only, since a run asks in every round.
+        """
+        step = max(1, rounds // 50)
+        spent = self._spent(-(-rounds // step) * step)
+        limit = self.privacy.epsilon
+        known = limit is not None and self.max_rounds is not None and rounds <= self.max_rounds
+        return min(spent, limit) if known and limit is not None else spent
+
+    @functools.cached_property
+    def _spent(self) -> Callable[[int], float]:
+        return functools.lru_cache(maxsize=1)(self.budget.spent)
 
     def describe(self) -> dict[str, Any]:
         """All that training depends on, as plain data."""
@@ -115,13 +132,22 @@ def bind(
         privacy.min_separation,
         privacy.epsilon,
     )
+    max_rounds = None
     if privacy.noise is None:
         if rounds is None:
             raise FedShuffleError(
                 "privacy has epsilon without noise, so the noise depends on the number of rounds:"
                 " give rounds, or noise."
             )
-        budget = calibrated(budget, count(rounds, "the number of rounds"))
+        max_rounds = count(rounds, "the number of rounds")
+        budget = calibrated(budget, max_rounds)
+    elif privacy.epsilon is not None:
+        max_rounds = budget.affordable()
+        if max_rounds == 0:
+            raise FedShuffleError(
+                f"one round with noise {privacy.noise:g} costs epsilon {budget.spent(1):.3g}, and"
+                f" {privacy.epsilon:g} may be spent. Give more noise, or more epsilon."
+            )
     sensitivity = privacy.clip * largest
     chain: tuple[Transform, ...]
     if privacy.adaptive is not None:
@@ -133,7 +159,7 @@ def bind(
         std, clip = budget.noise * sensitivity, Clip(privacy.clip, privacy.weighted)
         tree = privacy.min_separation > 1
         chain = (clip, TreeNoise(std, privacy.min_separation) if tree else GaussianNoise(std))
-    return Mechanism(privacy, chain, budget, sensitivity)
+    return Mechanism(privacy, chain, budget, sensitivity, max_rounds)
 
 
 def largest_weights(

@@ -14,6 +14,8 @@ from fedshuffle.errors import DivergedError, FedShuffleError, error_context
 from fedshuffle.evaluation import Evaluation
 from fedshuffle.local_work import EpochRange
 from fedshuffle.methods import MVR, Method
+from fedshuffle.privacy.advice import PrivacyAdvice
+from fedshuffle.privacy.advice import advise as advise_on_privacy
 from fedshuffle.theory.method_advice import (
     SamplingAdvice,
     StepAdvice,
@@ -27,7 +29,7 @@ from fedshuffle.theory.mvr import MVRRate, MVRStep
 from fedshuffle.theory.problem import AdvisedProblem, AdvisedRun, StartingPoint, find_problem
 from fedshuffle.theory.rates import Bound, ConvergenceRate, Regime
 from fedshuffle.training.monitoring import has_diverged
-from fedshuffle.training.rounds import simulate
+from fedshuffle.training.rounds import Run, simulate
 
 METHODS = ("fedavg-rr", "fednova-rr", "fedshuffle")
 """The methods to advise on for every run, besides FedShuffleMVR."""
@@ -47,6 +49,7 @@ SOURCES = {
     "sampling": ("docs/theory.md#which-sampling", "sampling variance lemma"),
     "sampling.rounds": ("docs/theory.md#when-a-larger-cohort-stops-paying", "steps.target over M"),
     "total_variation": ("docs/audit.md", "general theorem, definition of w-hat"),
+    "privacy": ("docs/privacy.md", "accounting, no theorem on convergence"),
 }
 """For each part of the advice the place that derives its numbers, and the statement."""
 
@@ -106,6 +109,8 @@ class Advice:
     total_variation: float | None
     conclusion: str
     """That of the audit."""
+    privacy: PrivacyAdvice | None = None
+    """What the rounds cost, if the run is private."""
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data, ready for JSON, with the sources of the numbers."""
@@ -198,7 +203,18 @@ def advise(
         consistent=consistent,
         total_variation=total_variation,
         conclusion=conclusion,
+        privacy=_privacy(run),
     )
+
+
+def _privacy(run: AdvisedRun) -> PrivacyAdvice | None:
+    if run.privacy is None:
+        return None
+    parts = run.federation, run.method, run.sampling, run.work
+    with error_context("privacy"):
+        mechanism = Run(*parts, privacy=run.privacy, rounds=run.rounds).mechanism
+    assert mechanism is not None
+    return advise_on_privacy(mechanism, run.rounds)
 
 
 def _start_and_target(

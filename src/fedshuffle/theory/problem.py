@@ -19,6 +19,7 @@ from fedshuffle.errors import DivergedError, FedShuffleError
 from fedshuffle.federation import Federation
 from fedshuffle.local_work import LocalWork
 from fedshuffle.methods import Method
+from fedshuffle.privacy import Privacy
 from fedshuffle.sampling import Sampling
 from fedshuffle.schedules import Schedule
 from fedshuffle.theory.constants import ConstantEstimate, ExactConstants, ProblemConstants
@@ -45,6 +46,7 @@ class AdvisedRun:
     step_size: Schedule
     server_step_size: Schedule = 1.0
     seed: int = 0
+    privacy: Privacy | None = None
 
     @property
     def first_step_sizes(self) -> tuple[float, float]:

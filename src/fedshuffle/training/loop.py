@@ -22,6 +22,7 @@ from fedshuffle.evaluation import ClientTable, Evaluation, Evaluations, evaluati
 from fedshuffle.federation import Federation
 from fedshuffle.local_work import LocalWork
 from fedshuffle.methods import Method
+from fedshuffle.privacy import Privacy
 from fedshuffle.sampling import Sampling
 from fedshuffle.schedules import Schedule
 from fedshuffle.state import State
@@ -40,9 +41,10 @@ from fedshuffle.training.monitoring import (
     monitored_loss,
 )
 from fedshuffle.training.result import Result
+from fedshuffle.training.rounds import Run
 from fedshuffle.training.run_folder import RunFolder
 from fedshuffle.training.simulation import Simulation
-from fedshuffle.transforms import Transform
+from fedshuffle.transforms import Channel, DownLink, Transform
 
 Evaluate = Evaluation | Evaluations | Callable[[nn.Module], Mapping[str, float]]
 _OURS = (Evaluation, Evaluations)
@@ -60,6 +62,9 @@ def train(
     step_size: Schedule | str = 0.1,
     server_step_size: Schedule | str = 1.0,
     transforms: Sequence[Transform] = (),
+    channel: str | Channel | None = None,
+    down_channel: str | DownLink | None = None,
+    privacy: Privacy | None = None,
     seed: int = 0,
     engine: str | Ray = "sequential",
     device: str | torch.device | None = None,
@@ -94,6 +99,11 @@ def train(
         server_step_size: the factor of the aggregated update, in the same form.
         transforms: what happens to a client's update on its way to the server (see
             :mod:`fedshuffle.transforms`).
+        channel: how updates are compressed: ``"topk:0.01+ef"``, ``"qsgd:4+diana"``, ``"float16"``
+            and others, or a :class:`~fedshuffle.transforms.Channel`.
+        down_channel: how the model is compressed on its way to clients, such as ``"qsgd:8"``.
+        privacy: a :class:`~fedshuffle.Privacy`: updates are clipped and their sum gets noise. The
+            run stops when its ``epsilon`` is spent.
         seed: determines everything random.
         engine: ``"sequential"`` trains one client after another, ``"sequential:2"`` on two
             threads, ``"vectorized"`` many small models at once; ``"auto"`` measures them and takes
@@ -149,6 +159,10 @@ def train(
         step_size=schedules.resolve(step_size, begun["rounds"]),
         server_step_size=schedules.resolve(server_step_size, begun["rounds"]),
         transforms=transforms,
+        channel=channel,
+        down_channel=down_channel,
+        privacy=privacy,
+        rounds=begun["rounds"],
         seed=seed,
         engine=engine,
         device=device,
@@ -156,6 +170,9 @@ def train(
         record_clients=record_clients,
     )
     evaluator = _Evaluator(evaluate, sim.problem)
+    last = rounds
+    if (private := sim.run.mechanism) and private.max_rounds is not None:
+        last = min(rounds, private.max_rounds)
 
     with ExitStack() as stack:
         if folder:
@@ -177,12 +194,12 @@ def train(
         start_known = not resume or fingerprint.tensor(sim.problem.start) == begun["start_sha256"]
         monitor = DivergenceMonitor(evaluator.start_loss() if start_known else None, history)
         identity = (folder.path, str(folder.settings()["run"])) if folder else (None, None)
-        context = TrainingContext(sim, rounds, history, evaluator.names, *identity)
+        context = TrainingContext(sim, last, history, evaluator.names, *identity)
         calls = stack.enter_context(Callbacks(called, context))
         calls.start()
-        while state.round < rounds and calls.stopped is None:
+        while state.round < last and calls.stopped is None:
             state, record = sim.step(state, calls.step_factor)
-            if evaluate and (state.round == rounds or state.round % evaluate_every == 0):
+            if evaluate and (state.round == last or state.round % evaluate_every == 0):
                 metrics, clients = evaluator(sim.model(state), record)
                 record |= metrics
             history.append(record)
@@ -199,10 +216,16 @@ def train(
             sim.engine.name,
             clients,
             monitor.diverged,
-            calls.stopped,
+            calls.stopped if last == rounds else calls.stopped or _spent(sim.run, last),
         )
         calls.end(result)
     return result
+
+
+def _spent(run: Run, last: int) -> str:
+    assert run.mechanism is not None
+    epsilon = run.mechanism.privacy.epsilon
+    return f"the privacy budget, epsilon {epsilon:g}, is spent after round {last}"
 
 
 def _all_callbacks(

@@ -24,7 +24,7 @@ from fedshuffle.sampling.base import check_cohort
 from fedshuffle.schedules import Schedule
 from fedshuffle.state import State
 from fedshuffle.training.client_state import ClientState, ClientStateStore
-from fedshuffle.transforms import Chain, DownLink, Transform
+from fedshuffle.transforms import Chain, Channel, DownLink, Transform, channels
 
 if TYPE_CHECKING:
     from fedshuffle.engines import Engine
@@ -46,7 +46,8 @@ class Run:
         server_step_size: Schedule = 1.0,
         seed: int = 0,
         transforms: Sequence[Transform] = (),
-        down_link: DownLink | None = None,
+        channel: str | Channel | None = None,
+        down_channel: str | DownLink | None = None,
         privacy: Privacy | None = None,
         rounds: int | None = None,
     ) -> None:
@@ -61,14 +62,16 @@ class Run:
         self.step_size = step_size
         self.server_step_size = server_step_size
         self.seed = check_seed(seed)
+        link = channels.channel(channel)
+        given = (*transforms, *([] if link is None else [link]))
         self.mechanism: Mechanism | None = None
         """What makes the run private; its noise may depend on the number of rounds."""
         if privacy is not None:
             clients = self.federation, self.sampling, self.workload
-            self.mechanism = bind(privacy, self.method, *clients, rounds, transforms)
-        last = self.mechanism.transforms if self.mechanism else ()
-        self.chain = Chain((*transforms, *last))
-        self.down_link = down_link
+            self.mechanism = bind(privacy, self.method, *clients, rounds, given)
+        # Privacy comes last, so that its sensitivity holds whatever came before.
+        self.chain = Chain((*given, *(self.mechanism.transforms if self.mechanism else ())))
+        self.down_link = channels.down_link(down_channel)
         self.chain.check_with_client_state(self.method.name, self.method.direction.client_state)
         schedules.value(step_size, 0, "step size")
         schedules.value(server_step_size, 0, "server step size")
@@ -88,7 +91,7 @@ class Run:
             "sampling": fingerprint.part(self.sampling),
             "work": fingerprint.work(self.workload.work),
             "transforms": [fingerprint.part(one) for one in self.chain.transforms],
-            "down_link": fingerprint.part(self.down_link),
+            "down_channel": fingerprint.part(self.down_link),
             **(self.mechanism.describe() if self.mechanism else {}),
             "step_size": schedules.describe(self.step_size, rounds, "step size"),
             "server_step_size": server,

@@ -19,12 +19,13 @@ from fedshuffle.errors import FedShuffleError
 from fedshuffle.federation import Federation
 from fedshuffle.local_work import LocalWork
 from fedshuffle.methods import Cohort, Method
+from fedshuffle.privacy import Privacy
 from fedshuffle.sampling import Sampling
 from fedshuffle.schedules import Schedule
 from fedshuffle.state import State
 from fedshuffle.training.client_state import ClientStateStore
 from fedshuffle.training.rounds import Run, run_round
-from fedshuffle.transforms import Transform
+from fedshuffle.transforms import Channel, DownLink, Transform
 
 
 class Simulation:
@@ -43,6 +44,10 @@ class Simulation:
         step_size: a number or a function of the round.
         server_step_size: the factor of the aggregated update, in the same form.
         transforms: what happens to updates on their way (see :mod:`fedshuffle.transforms`).
+        channel: how updates are compressed, such as ``"topk:0.01+ef"``.
+        down_channel: how the model is compressed on its way to clients, such as ``"qsgd:8"``.
+        privacy: a :class:`~fedshuffle.Privacy`.
+        rounds: the number of rounds in all, from which privacy by ``epsilon`` computes its noise.
         seed: determines everything random.
         engine: the name of an engine; it starts with the first round.
         device: ``"cpu"``, ``"cuda"`` or ``"mps"``; by default that of the model.
@@ -74,6 +79,10 @@ class Simulation:
         step_size: Schedule = 0.1,
         server_step_size: Schedule = 1.0,
         transforms: Sequence[Transform] = (),
+        channel: str | Channel | None = None,
+        down_channel: str | DownLink | None = None,
+        privacy: Privacy | None = None,
+        rounds: int | None = None,
         seed: int = 0,
         engine: str | Ray = "sequential",
         device: str | torch.device | None = None,
@@ -88,7 +97,18 @@ class Simulation:
                     f" schedules.resolve({size!r}, rounds=...)."
                 )
         self.run = Run(
-            federation, method, sampling, work, step_size, server_step_size, seed, transforms
+            federation,
+            method,
+            sampling,
+            work,
+            step_size,
+            server_step_size,
+            seed,
+            transforms,
+            channel,
+            down_channel,
+            privacy,
+            rounds,
         )
         if (place := devices.check(device)) is not None:
             model = copy.deepcopy(model).to(place)
@@ -167,6 +187,8 @@ class Simulation:
             **_traffic(state.metrics),
             **reduced(state.metrics, cohort),
         }
+        if self.run.mechanism:
+            record["epsilon"] = self.run.mechanism.epsilon(state.round)
         if self._record_cohorts:
             record["cohort"] = cohort.clients.tolist()
         if self._record_clients:

@@ -27,12 +27,15 @@ _SHORT = {"diana": "qsgd:4+diana"}
 _MEMORY = ("ef", "ef21", "diana")
 
 
-def channel(text: str) -> Channel | None:
-    """The transform that a text names; None for ``none``.
+def channel(text: str | Channel | None) -> Channel | None:
+    """The transform that a text names; None for ``none``. A channel itself is returned as it is.
 
     >>> str(channel("topk:0.01+ef")), str(channel("diana")), channel("none")
     ('topk:0.01+ef', 'qsgd:4+diana', None)
     """
+    if text is None or isinstance(text, Channel):
+        return text
+    expect(text, str, "channel")
     if text.strip() == NONE:
         return None
     name, *memory = _SHORT.get(text.strip(), text.strip()).split("+")
@@ -59,12 +62,15 @@ def channel(text: str) -> Channel | None:
     return ErrorFeedback(made) if kind == "ef" else EF21(made)
 
 
-def down_link(text: str) -> DownLink | None:
+def down_link(text: str | DownLink | None) -> DownLink | None:
     """The down-link that a text names; None for ``none``.
 
     >>> down_link("qsgd:4")
     DownLink(compressor=QSGD(bits=4))
     """
+    if text is None or isinstance(text, DownLink):
+        return text
+    expect(text, str, "down_channel")
     if text.strip() == NONE:
         return None
     name, plus, _ = text.strip().partition("+")
