@@ -90,17 +90,15 @@ def check_privacy(privacy: Privacy, response_probability: FloatArray) -> None:
         )
 
 
-def cost(mechanism: Mechanism, rounds: int, planned: int) -> str:
+def cost(mechanism: Mechanism, rounds: int) -> str:
     """What a run costs; an error if that is more than may be spent."""
-    budget = mechanism.budget
-    spent, limit = budget.spent(rounds), mechanism.privacy.epsilon
-    exceeds = limit is not None and spent > limit
-    if exceeds and (rounds > planned or mechanism.privacy.noise is not None):
+    budget, most = mechanism.budget, mechanism.max_rounds
+    if most is not None and rounds > most:
         raise FedShuffleError(
-            f"{rounds} rounds cost epsilon {spent:.3g}, and {limit:g} may be spent. Run at most"
-            f" {budget.affordable()} rounds."
+            f"epsilon {mechanism.privacy.epsilon:g} affords {most} rounds, and this run has"
+            f" {rounds}. Run fewer, or start a new run with another epsilon."
         )
-    return f"{rounds} rounds cost epsilon {spent:.3g} at delta {budget.delta:.1e}"
+    return f"{rounds} rounds cost epsilon {budget.spent(rounds):.3g} at delta {budget.delta:.1e}"
 
 
 def check_secure(run: Run, retries: int, response_probability: FloatArray) -> None:

@@ -237,10 +237,12 @@ class Session:
         self._stop_if_nobody_replies(asked, done)
         self.state = after
         self._state_after |= dict.fromkeys(cohort.clients.tolist(), after.round)
-        record = {"cohort": asked.clients.tolist()} if self.strategy.record_cohorts else {}
-        return {
-            **reduced(after.metrics, cohort),
-            **record,
+        record: dict[str, Any] = reduced(after.metrics, cohort)
+        if self.strategy.record_cohorts:
+            record["cohort"] = asked.clients.tolist()
+        if self.run.mechanism:
+            record["epsilon"] = self.run.mechanism.epsilon(after.round)
+        return record | {
             "round": after.round,
             "clients": len(asked.clients),
             "replied": len(cohort.clients),

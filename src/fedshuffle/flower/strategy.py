@@ -32,7 +32,6 @@ from fedshuffle.training.monitoring import RECORD_KEYS
 from fedshuffle.training.rounds import Run
 from fedshuffle.training.run_folder import RunFolder
 from fedshuffle.transforms import Channel, Transform
-from fedshuffle.transforms import channel as make_channel
 
 _log = logging.getLogger("flwr.fedshuffle")
 
@@ -106,7 +105,7 @@ class FedShuffleStrategy(Strategy):  # type: ignore[misc]  # Flower is untyped h
         record_cohorts: bool = False,
         nodes: Mapping[int, int] | None = None,
         transforms: Sequence[Transform] = (),
-        channel: str | Channel = "none",
+        channel: str | Channel | None = None,
         privacy: Privacy | None = None,
         secure_aggregation: SecureAggregation | None = None,
     ) -> None:
@@ -137,8 +136,7 @@ class FedShuffleStrategy(Strategy):  # type: ignore[misc]  # Flower is untyped h
         self.secure_aggregation = secure_aggregation
         self.privacy = privacy
         self._settings = (self.method, sampling, work, step_size, server_step_size, seed)
-        link = make_channel(channel) if isinstance(channel, str) else channel
-        self._transforms = (*transforms, *(() if link is None else (link,)))
+        self._on_the_way = tuple(transforms), channel
         run = self._run(self.sizes, rounds=1)  # fails now if the settings are wrong
         checks.check_transforms(run, resume)
         if privacy is not None:
@@ -274,7 +272,7 @@ class FedShuffleStrategy(Strategy):  # type: ignore[misc]  # Flower is untyped h
         first = self.folder.settings()["rounds"] if self.folder and self.resume else rounds
         run = self._run(registry.sizes() if self.asked else self.sizes, first)
         if run.mechanism is not None:
-            _log.info(checks.cost(run.mechanism, rounds, first))
+            _log.info(checks.cost(run.mechanism, rounds))
         info = next(iter(registry.infos.values()))
         if info.secure_aggregation != (self.secure_aggregation is not None):
             raise FedShuffleError(
@@ -302,9 +300,14 @@ class FedShuffleStrategy(Strategy):  # type: ignore[misc]  # Flower is untyped h
         return self._session
 
     def _run(self, sizes: ArrayLike, rounds: int) -> Run:
-        federation, link = Federation.from_sizes(sizes, self.weights), self._transforms
+        transforms, channel = self._on_the_way
         return Run(
-            federation, *self._settings, transforms=link, privacy=self.privacy, rounds=rounds
+            Federation.from_sizes(sizes, self.weights),
+            *self._settings,
+            transforms=transforms,
+            channel=channel,
+            privacy=self.privacy,
+            rounds=rounds,
         )
 
 
