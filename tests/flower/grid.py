@@ -4,7 +4,7 @@ import time
 from collections.abc import Callable, Iterable
 from typing import Any, final
 
-from flwr.app import Array, ArrayRecord, Context, Error, Message, RecordDict
+from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Error, Message, RecordDict
 from flwr.clientapp import ClientApp
 from flwr.serverapp import Grid
 
@@ -18,15 +18,19 @@ class LocalGrid(Grid):  # type: ignore[misc]
 
     Faults: ``"raises"`` (the app fails), ``"silent"`` (no reply comes, which Flower reports when
     the message expires), ``"gone"`` (the node is lost: an error of Flower's that does not name
-    it), ``"refused"`` (the SuperLink does not take the message).
+    it), ``"lost"`` (the app runs, and its reply is lost like that node), ``"refused"`` (the
+    SuperLink does not take the message).
     """
 
     def __init__(self, apps: list[ClientApp], fault: Fault | None = None) -> None:
         self.apps = apps
         self.fault = fault or (lambda client, message: None)
         self.away: set[int] = set()
+        self.contexts: dict[int, Context] = {}
+        """What each client keeps during a run."""
         self.asked: list[tuple[int, str]] = []
         self.most_in_hand = 0
+        self.received: list[Message] = []
         self._replies: dict[str, Message] = {}
         self._silent: dict[str, tuple[float, Message]] = {}
         self._sent = 0
@@ -56,8 +60,10 @@ class LocalGrid(Grid):  # type: ignore[misc]
         try:
             if fault == "raises":
                 raise RuntimeError("the client failed")
-            context = Context(1, client, {"partition-id": client}, RecordDict({}), {})
-            return self.apps[client](sent(message), context)
+            own = Context(1, client, {"partition-id": client}, RecordDict({}), {})
+            context = self.contexts.setdefault(client, own)
+            reply = self.apps[client](sent(message), context)
+            return Message(Error(5, "node lost"), reply_to=message) if fault == "lost" else reply
         except Exception as error:
             return Message(Error(2, str(error)), reply_to=message)
 
@@ -69,6 +75,7 @@ class LocalGrid(Grid):  # type: ignore[misc]
                 self._replies[id] = Message(Error(3, "unavailable"), reply_to=message)
         found = [self._replies.pop(id) for id in message_ids if id in self._replies]
         self.most_in_hand = max(self.most_in_hand, len(found))
+        self.received += found
         return found
 
     def set_run(self, run: Any) -> None: ...
@@ -93,6 +100,8 @@ def sent(message: Message) -> Message:
             record = ArrayRecord(
                 {k: Array(a.dtype, a.shape, a.stype, bytes(a.data)) for k, a in record.items()}
             )
+        elif isinstance(record, ConfigRecord):
+            record = ConfigRecord(dict(record))
         content[name] = record
     copy = Message(content, message.metadata.dst_node_id, message.metadata.message_type, ttl=10.0)
     copy.metadata.__dict__.update(message.metadata.__dict__)

@@ -2,6 +2,7 @@
 
 import json
 import logging
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,9 @@ from torch import Tensor, nn
 
 from fedshuffle import Federation, LocalWork, losses, train
 from fedshuffle.flower import FedShuffleStrategy, client_app, protocol
+from fedshuffle.flower.chain import register
+from fedshuffle.transforms import ClientContext, Transform
+from fedshuffle.transforms import Message as Sent
 from tests.flower.grid import Fault
 
 SIZES = [3, 7, 12, 5]
@@ -81,3 +85,19 @@ def change(content: RecordDict, **fields: object) -> None:
     """Change fields of an encoded message."""
     record = content.config_records["fedshuffle"]
     record["payload"] = json.dumps(json.loads(str(record["payload"])) | fields)
+
+
+@register
+@dataclass(frozen=True)
+class Shorten(Transform):
+    """Scales updates to a largest norm, as clipping does."""
+
+    most: float
+    any_layout = True
+
+    def client(self, updates: Tensor, state: Tensor | None, context: ClientContext) -> Sent:
+        norms = updates.norm(dim=1)
+        return Sent(
+            updates.mul_((self.most / norms).clamp_max(1.0)[:, None]),
+            metrics={"clipped": (norms > self.most).to(norms.dtype)},
+        )

@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -19,8 +20,12 @@ from safetensors.torch import load_file
 from torch import nn
 
 from fedshuffle import Federation, losses, train
+from fedshuffle.engines import Problem
+from fedshuffle.engines.sequential import SequentialEngine
 from fedshuffle.flower.local import COMPLETED, Deployment, available_port
+from fedshuffle.training.rounds import Run, simulate
 from fedshuffle.training.run_folder import RunFolder
+from fedshuffle.transforms import channel
 from tests.flower.deployment import CLIENTS, restart_killed_node
 from tests.processes import PATIENCE, wait_for, with_environment
 
@@ -77,6 +82,32 @@ def test_killed_server_resumes(deployment: Deployment, task: Any, tmp_path: Path
     assert deployment.run(APP, {**config, "resume": True}) == COMPLETED
     assert_same(out, simulated(task, 2, "fedshuffle"))
     assert [record["round"] for record in RunFolder(out).metrics()] == [1, 2]
+
+
+def test_clients_keep_their_state(deployment: Deployment, task: Any, tmp_path: Path) -> None:
+    """Error feedback: what a node keeps lasts until its next round, in another process."""
+    out, link = tmp_path / "out", channel("topk:0.1+ef")
+    assert link is not None
+    config = {"channel": str(link), "rounds": 3, "marks": str(tmp_path), "out": str(out)}
+    assert deployment.run(APP, config) == COMPLETED
+    federation = Federation.from_arrays(*task.everything(), sizes=task.SIZES)
+    run = Run(federation, "fedshuffle", **task.SETTINGS, transforms=[link])
+    again = Counter(client for k in range(3) for client in run.cohort(k).clients.tolist())
+    assert max(again.values()) > 1
+    problem = Problem(task.model(), losses.cross_entropy, federation)
+    *_, (state,) = simulate(SequentialEngine(problem), [run], 3)
+    assert_same(out, problem.load(state.x))
+
+
+def test_secure_aggregation(deployment: Deployment, task: Any, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    config = {"secure": True, "rounds": 1, "marks": str(tmp_path), "out": str(out)}
+    assert deployment.run(APP, config) == COMPLETED
+    (record,) = RunFolder(out).metrics()
+    assert (record["replied"], record["missing"]) == (2, {})
+    found = load_file(out / "model.safetensors")
+    for name, value in simulated(task, 1, "fedshuffle").state_dict().items():
+        torch.testing.assert_close(found[name], value, rtol=0, atol=1e-6)
 
 
 @pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="looks into Linux's /proc")

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from fedshuffle.errors import FedShuffleError
-from fedshuffle.flower.exchange import UpdateBuffer
-from fedshuffle.flower.session import ClientRound
+from fedshuffle.flower.client_round import ClientRound
+from fedshuffle.flower.update_buffer import Update, UpdateBuffer
 from fedshuffle.kernel import FullGradient, LocalTraining
 from fedshuffle.state import State
 from fedshuffle.training.rounds import Run
@@ -53,14 +53,14 @@ def update(
     )
     request = drawn.next()
     assert isinstance(request, LocalTraining)
-    buffer = UpdateBuffer(state.x)
+    buffer = UpdateBuffer(state.x[None])
     for task in request.tasks:
         i = task.minibatches.client
         if there[i]:
             axis = torch.eye(len(state.x), dtype=torch.float64)[i]
             steps = min(int(done[i]), task.minibatches.steps)
-            buffer[i] = axis * steps * task.step_size, steps
-    drawn.add_replies(buffer)
+            buffer[i] = Update(axis[None] * steps * task.step_size, steps)
+    drawn.add_training(buffer)
     after = drawn.next()
     assert isinstance(after, State)
     return (after.x - state.x).numpy()
@@ -109,15 +109,15 @@ def test_momentum_is_unbiased_under_the_dropout_model() -> None:
         buffer = UpdateBuffer(axes[:1])
         for i in range(3):
             if first[i]:
-                buffer[i] = axes[i : i + 1], 0
-        drawn.add_replies(buffer)
+                buffer[i] = Update(axes[i : i + 1], 0)
+        drawn.add_gradients(buffer)
         request = drawn.next()
         assert isinstance(request, LocalTraining)
-        buffer = UpdateBuffer(axes[0])
+        buffer = UpdateBuffer(axes[:1])
         for task in request.tasks:
             if second[i := task.minibatches.client]:
-                buffer[i] = axes[i], task.minibatches.steps
-        drawn.add_replies(buffer)
+                buffer[i] = Update(axes[i : i + 1], task.minibatches.steps)
+        drawn.add_training(buffer)
         after = drawn.next()
         assert isinstance(after, State)
         mean += odds * after.method_state.get("momentum", torch.zeros(3, dtype=torch.float64))
@@ -131,7 +131,7 @@ def test_momentum_is_unbiased_under_the_dropout_model() -> None:
 def test_updates_on_disk_count_as_those_in_memory(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("fedshuffle.flower.exchange.MAX_BYTES", 43 * 4)  # one update
+    monkeypatch.setattr("fedshuffle.flower.update_buffer.MAX_BYTES", 43 * 4)  # one update
     result = strategy(method=name, sampling="full").start(LocalGrid(apps()), start(), 2)
     assert same(result.arrays, simulated(2, method=name, sampling="full"))
 

@@ -16,6 +16,7 @@ from fedshuffle.errors import FedShuffleError
 from fedshuffle.flower import FedShuffleStrategy, client_app
 from fedshuffle.local_work import AtMost
 from fedshuffle.training.run_folder import RunFolder
+from fedshuffle.transforms import channel
 from tests.flower.grid import LocalGrid
 from tests.flower.helpers import (
     FEDERATION,
@@ -38,7 +39,7 @@ pytestmark = pytest.mark.usefixtures("server_process")
 DEPLOYABLE = [
     method.name
     for method in methods.available()
-    if not (method.direction.client_state or method.pooled or method.balanced_only)
+    if not (method.pooled or method.balanced_only or method.name == "fedlin-sparse")
 ]
 
 
@@ -101,7 +102,7 @@ def test_custom_loop_may_begin_at_any_round_but_refuses_old_replies(
     later, before = strategy(), strategy()
     assert tasks(later, 6, grid)[0].metadata.group_id == "6"
     sixth = {m.metadata.dst_node_id - 100 for m in tasks(later, 6, grid)}
-    assert sixth == set(before._run(SIZES).cohort(5).clients.tolist())
+    assert sixth == set(before._run(SIZES, 1).cohort(5).clients.tolist())
 
     ours = strategy(sampling="full")
     old = grid.send_and_receive(tasks(ours, 1, grid))
@@ -209,7 +210,7 @@ def test_server_and_clients_need_the_same_model() -> None:
         strategy().start(LocalGrid(apps()), ArrayRecord(wider.state_dict()), 1)
 
 
-@pytest.mark.parametrize("name", ["fedshuffle", "fedshuffle-mvr", "fedadam"])
+@pytest.mark.parametrize("name", ["fedshuffle", "fedshuffle-mvr", "fedadam", "scaffold"])
 def test_resumed_run_is_the_same_bit_for_bit(name: str, tmp_path: Path) -> None:
     class KilledError(Exception):
         pass
@@ -270,7 +271,10 @@ def test_metrics_that_are_infinite_or_take_a_name(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"method": "scaffold"}, "scaffold"),
+        ({"method": "fedlin-sparse"}, "fedlin-sparse"),
+        ({"method": "scaffold", "transforms": [channel("float16")]}, "float16"),
+        ({"transforms": [channel("sign"), channel("float16")]}, "both channels"),
+        ({"transforms": [channel("sign+ef")], "resume": True, "out": "x"}, "cannot be resumed"),
         ({"method": "pooled-rr", "sampling": "full"}, "pooled-rr"),
         ({"sampling": "optimal:2"}, "optimal"),
         ({"sampling": "uniform"}, "incomplete"),

@@ -13,9 +13,10 @@ from fedshuffle.errors import optional_import
 
 if TYPE_CHECKING:
     from fedshuffle.flower.client import Client, client_app
+    from fedshuffle.flower.secure_aggregation import SecureAggregation
     from fedshuffle.flower.strategy import FedShuffleStrategy
 
-__all__ = ["Client", "FedShuffleStrategy", "client_app"]
+__all__ = ["Client", "FedShuffleStrategy", "SecureAggregation", "client_app"]
 
 _load = attach(__name__)
 

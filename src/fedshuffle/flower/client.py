@@ -1,10 +1,11 @@
 """The client's side: a site that replies to the server with its own model and data."""
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import numpy as np
+import torch
 from flwr.app import Context, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
 from torch import Tensor, nn
@@ -19,11 +20,15 @@ from fedshuffle.evaluation import Evaluation
 from fedshuffle.evaluation.evaluation import evaluation_mode
 from fedshuffle.federation import Federation
 from fedshuffle.flower import protocol
-from fedshuffle.kernel import ClientTask, FullGradient, LocalTraining, StepCoefficients
+from fedshuffle.flower import secure_aggregation as secure
+from fedshuffle.flower.chain import WireChain
+from fedshuffle.flower.client_memory import ClientMemory
+from fedshuffle.kernel import ClientTask, FullGradient, StepCoefficients
 from fedshuffle.local_work import LocalWork, Minibatches
 
 Data = Any
 """A client's examples: arrays or tensors with a row per example, or a map-style torch dataset."""
+_OBSERVED = ("train_loss", "update_norm")  # metrics that are not those of a transform
 _Request = TypeVar("_Request", protocol.TrainRequest, protocol.Query)
 
 
@@ -42,6 +47,8 @@ class Client:
             plan steps: it gives a step size for an epoch, which the client divides among its own.
         seconds: time limit for local work; at least one step is done. The server learns the steps
             really done, and methods such as fedshuffle-gen correct for the rest.
+        secure_aggregation: whether updates are sent only with secure aggregation. A ``ClientApp``
+            of your own then needs :data:`fedshuffle.flower.secure_aggregation.MODS`.
     """
 
     def __init__(
@@ -55,7 +62,13 @@ class Client:
         metrics: tuple[str, ...] = ("loss", "accuracy"),
         share_size: bool = True,
         seconds: float | None = None,
+        secure_aggregation: bool = False,
     ) -> None:
+        if secure_aggregation and seconds is not None:
+            raise FedShuffleError(
+                "with secure aggregation clients finish their steps, since the server cannot"
+                " correct one of them for the rest: leave seconds out."
+            )
         if isinstance(number, bool) or not isinstance(number, int | np.integer) or number < 0:
             raise FedShuffleError(f"the number of a client is {number!r}: use 0, 1, 2, ...")
         self.number = int(number)
@@ -63,10 +76,13 @@ class Client:
         self.size = int(self.problem.federation.sizes[0])
         self.share_size = share_size
         self.seconds = None if seconds is None else number_in(seconds, "seconds", "(0, inf]")
+        self.secure_aggregation = secure_aggregation
         self._test, self._metrics = test, metrics
 
-    def handle(self, message: Message) -> Message:
-        """The reply to any message of the strategy."""
+    def handle(self, message: Message, context: Context | None = None) -> Message:
+        """The reply to any message of the strategy. Transforms with state, such as error feedback,
+        keep it in Flower's context.
+        """
         kind = message.metadata.message_type
         handlers = {
             protocol.INFO: self._info,
@@ -76,9 +92,9 @@ class Client:
         }
         if kind not in handlers:
             raise FedShuffleError(f"fedshuffle has no messages of type {kind!r}.")
-        return Message(handlers[kind](message), reply_to=message)
+        return Message(handlers[kind](message, context), reply_to=message)
 
-    def _info(self, message: Message) -> RecordDict:
+    def _info(self, message: Message, context: Context | None) -> RecordDict:
         mine, model = self.problem.parameters, self.problem.model
         first = {id(p): name for name, p in mine.items()}
         every = dict(model.named_parameters(remove_duplicate=False))
@@ -91,42 +107,67 @@ class Client:
             {k: fingerprint.tensor(p) for k, p in rest.items() if k not in {*mine, *tied}},
             tied,
             self.size if self.share_size else None,
+            self.secure_aggregation,
         )
         return protocol.content(info)
 
-    def _train(self, message: Message) -> RecordDict:
+    def _train(self, message: Message, context: Context | None) -> RecordDict:
         d = len(self.problem.start)
         request, sent = self._read(message, protocol.TrainRequest, x=[d], v=[d], scale=[d])
-        planned, step_size = self._plan(request)
-        end, done = time.monotonic() + (self.seconds or 0.0), 0
+        task, clock = self._task(request, sent)
+        planned, x, engine = task.minibatches.steps, sent["x"], SequentialEngine(self.problem)
+        wire, memory = WireChain.from_texts(request.chain), ClientMemory(context, self.number)
+        state = memory.read(request.state_after, x) if wire.chain.keeps_state else None
+        shared = {k: torch.from_numpy(a) for k, a in protocol.raw(message, protocol.SHARED).items()}
+        out = wire.run(engine, x, task, shared, state)
+        done, values, metrics = clock.steps if self.seconds else planned, out.values, out.metrics
+        if request.size is None:  # the server cannot correct for steps that it does not know
+            if wire.chain and done < planned:
+                raise FedShuffleError(
+                    f"client {self.number} did not finish its steps, and what it sends cannot be"
+                    " corrected after transforms. Leave seconds out, or share its size."
+                )
+            values, done = values * (planned / done), request.steps
+        if request.clipping_range is not None:
+            values = secure.weighted(values, request.weight, request.clipping_range)
+            metrics = {k: v for k, v in metrics.items() if k not in _OBSERVED}  # nobody masks them
+        reply = protocol.Reply(self.number, done, metrics)
+        if state is not None and out.state is not None and request.state_after is not None:
+            memory.write({request.state_after: state, request.round + 1: out.state})
+        if out.encoded is not None:
+            return protocol.content(reply, message=protocol.raw_arrays(out.encoded))
+        gradient = engine.own_gradients(x, [task])[0] if request.send_gradient else None
+        return protocol.content(reply, protocol.arrays(update=values, gradient=gradient))
 
-        def out_of_time() -> bool:
-            nonlocal done
-            if done and time.monotonic() >= end:  # the first step is always done
-                return True
-            done += 1
-            return False
-
+    def _task(
+        self, request: protocol.TrainRequest, sent: Mapping[str, Tensor]
+    ) -> "tuple[ClientTask, _Clock]":
+        """What to do, and a clock that counts the steps done if time is limited."""
+        steps, step_size = self._plan(request)
+        clock = _Clock(self.seconds or 0.0)
         minibatches = Minibatches(
             client=0,
             size=self.size,
-            steps=planned,
+            steps=steps,
             batch_size=min(request.batch_size, self.size),
             order=LocalWork(order=request.order).order,  # type: ignore[arg-type]  # it checks
             seed=int(request.seed),
             round=request.round,
             stream_id=request.client,
-            should_stop=out_of_time if self.seconds else None,
+            should_stop=clock.out_of_time if self.seconds else None,
         )
-        v, scale = sent.get("v"), sent.get("scale")
-        step = StepCoefficients(request.alpha, request.beta, request.mu, v, scale)
-        task = ClientTask(minibatches, step_size, step, [1.0], request.clip, request.weight_decay)
-        training = LocalTraining(sent["x"], [task], 1)
-        (update,) = SequentialEngine(self.problem).local_training([training])[0].sums
-        done = done if self.seconds else planned
-        if request.size is None:  # the server cannot correct for steps that it does not know
-            update, done = update * (planned / done), request.steps
-        return self._reply(done, update=update)
+        step = StepCoefficients(
+            request.alpha,
+            request.beta,
+            request.mu,
+            sent.get("v"),
+            sent.get("scale"),
+            request.own_gradient,
+        )
+        # Transforms see the aggregation weight; the second sum is what the client sends.
+        weights = [request.weight, 1.0]
+        task = ClientTask(minibatches, step_size, step, weights, request.clip, request.weight_decay)
+        return task, clock
 
     def _plan(self, request: protocol.TrainRequest) -> tuple[int, float]:
         """The number of steps and their size."""
@@ -142,7 +183,7 @@ class Client:
             )
         return request.steps, request.step_size
 
-    def _full_gradient(self, message: Message) -> RecordDict:
+    def _full_gradient(self, message: Message, context: Context | None) -> RecordDict:
         d = len(self.problem.start)
         query, sent = self._read(message, protocol.Query, points=[-1, d])
         points = list(sent["points"])
@@ -150,7 +191,7 @@ class Client:
         (gradients,) = SequentialEngine(self.problem).full_gradients([request])[0].sums
         return self._reply(gradients=gradients)
 
-    def _evaluate(self, message: Message) -> RecordDict:
+    def _evaluate(self, message: Message, context: Context | None) -> RecordDict:
         _, sent = self._read(message, protocol.Query, x=[len(self.problem.start)])
         data = self.problem.federation if self._test is None else _alone(self._test)
         evaluation = Evaluation(data, self._metrics, loss=self.problem.loss, per_client=False)
@@ -177,6 +218,21 @@ class Client:
         return protocol.content(protocol.Reply(self.number, steps), protocol.arrays(**arrays))
 
 
+class _Clock:
+    """Counts steps until time is up."""
+
+    def __init__(self, seconds: float) -> None:
+        self._end = time.monotonic() + seconds
+        self.steps = 0
+
+    def out_of_time(self) -> bool:
+        """Whether the next step is one too many; the first is always done."""
+        if self.steps and time.monotonic() >= self._end:
+            return True
+        self.steps += 1
+        return False
+
+
 def client_app(
     model: Callable[[], nn.Module],
     data: Callable[[Context], Data],
@@ -186,6 +242,7 @@ def client_app(
     metrics: tuple[str, ...] = ("loss", "accuracy"),
     share_size: bool = True,
     seconds: float | None = None,
+    secure_aggregation: bool = False,
     number: Callable[[Context], int] | None = None,
 ) -> ClientApp:
     """A ready ``ClientApp`` for :class:`~fedshuffle.flower.FedShuffleStrategy`.
@@ -193,7 +250,7 @@ def client_app(
     Args:
         model, data, test: functions that give what :class:`Client` takes; the last two know the
             node by Flower's context.
-        loss, metrics, share_size, seconds: as for :class:`Client`.
+        loss, metrics, share_size, seconds, secure_aggregation: as for :class:`Client`.
         number: the client's number; ``partition-id`` of the node's config by default.
 
     >>> import torch
@@ -204,7 +261,7 @@ def client_app(
     ...     loss=losses.cross_entropy,
     ... )
     """
-    app = ClientApp()
+    app = ClientApp(mods=[*secure.MODS] if secure_aggregation else [])
 
     def handle(message: Message, context: Context) -> Message:
         client = Client(
@@ -216,8 +273,9 @@ def client_app(
             metrics=metrics,
             share_size=share_size,
             seconds=seconds,
+            secure_aggregation=secure_aggregation,
         )
-        return client.handle(message)
+        return client.handle(message, context)
 
     app.query("info")(handle)
     app.train()(handle)

@@ -175,6 +175,11 @@ class ClientRegistry:
                     f"client {info.client} and client {first.client} differ in the {name!r} of"
                     " their models. Build the same model everywhere, with the same frozen values."
                 )
+        if info.secure_aggregation != first.secure_aggregation:
+            raise FedShuffleError(
+                f"client {info.client} and client {first.client} do not agree on secure"
+                " aggregation. Give client_app(..., secure_aggregation=True) to all or to none."
+            )
         before = self.infos.get(info.client, info)
         if before.size != info.size:
             raise FedShuffleError(

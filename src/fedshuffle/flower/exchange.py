@@ -3,13 +3,10 @@
 Only a few messages and updates are in memory at a time, however large the cohort.
 """
 
-import tempfile
 import time
-import weakref
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
-from functools import lru_cache
+from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -18,79 +15,20 @@ from flwr.common.constant import ErrorCode
 from flwr.serverapp import Grid
 from torch import Tensor
 
-from fedshuffle.engines.base import add_weight_decay
-from fedshuffle.errors import FedShuffleError, error_context
+from fedshuffle.errors import FedShuffleError
 from fedshuffle.flower import protocol
-from fedshuffle.kernel import FullGradient, LocalTraining, Request
+from fedshuffle.flower.protocol import Reply
+from fedshuffle.flower.update_buffer import Update, UpdateBuffer
+from fedshuffle.kernel import FullGradient
 
 MAX_NORM = 1e18
 """Larger updates and gradients are refused: their squares overflow float32."""
-MAX_BYTES = 256 * 2**20
-"""Bytes of updates held in memory; more go to a temporary file."""
+POLL_SECONDS = 0.2
+"""Between two polls for replies."""
 _AT_ONCE = 16  # messages in memory at a time
-_PAUSE = 0.2  # seconds between two polls for replies
 
 Node = int
-Update = tuple[Tensor, int]
-"""What a client computed, and its number of steps."""
 _Key = TypeVar("_Key")
-
-
-class UpdateBuffer:
-    """The updates of clients, all shaped as one that is given.
-
-    >>> buffer = UpdateBuffer(torch.zeros(2))
-    >>> buffer[7] = torch.tensor([1.0, 2.0]), 4
-    >>> buffer.steps, buffer[7].tolist()
-    ({7: 4}, [1.0, 2.0])
-    """
-
-    def __init__(self, like: Tensor) -> None:
-        self.steps: dict[int, int] = {}
-        """The steps that each client did."""
-        self._positions: dict[int, int] = {}
-        self._one = torch.empty(like.shape, dtype=like.dtype)
-        self._bytes = self._one.view(-1).view(torch.uint8).numpy().data
-        """The memory of the one array that is written or was read."""
-        self._file = tempfile.SpooledTemporaryFile(MAX_BYTES)  # noqa: SIM115
-        weakref.finalize(self, self._file.close)
-
-    def __setitem__(self, client: int, update: Update) -> None:
-        values, self.steps[client] = update
-        self._one.copy_(values)
-        with self._position(client):
-            self._file.write(self._bytes)
-
-    def __getitem__(self, client: int) -> Tensor:
-        """The update of a client; valid until the next is read or stored."""
-        with self._position(client):
-            self._file.readinto(self._bytes)
-        return self._one
-
-    def sums(self, request: Request) -> Tensor:
-        """The weighted sums that a request asks for, over clients that have all replied."""
-        if isinstance(request, LocalTraining):
-            number = request.sums
-            rows = [(task.minibatches.client, task.weights) for task in request.tasks]
-        else:
-            number = request.weights.shape[1]
-            rows = list(zip(request.clients.tolist(), request.weights, strict=True))
-        sums = self._one.new_zeros(number, *self._one.shape)
-        for client, weights in rows:
-            values = self[client]
-            for total, weight in zip(sums, weights, strict=True):
-                total.add_(values, alpha=float(weight))
-        return sums if isinstance(request, LocalTraining) else add_weight_decay(request, sums)
-
-    @contextmanager
-    def _position(self, client: int) -> Iterator[None]:
-        """Where the file holds the update of a client; errors of the disk get a remedy."""
-        cannot = f"cannot store updates of {len(self._bytes)} bytes in a temporary file"
-        remedy = "Make room, or set TMPDIR to another folder."
-        with error_context(lambda error: f"{cannot}: {error.strerror}. {remedy}", OSError):
-            position = self._positions.setdefault(client, len(self._positions))
-            self._file.seek(position * len(self._bytes))
-            yield
 
 
 _Replies = TypeVar("_Replies", UpdateBuffer, dict[int, dict[str, float]])
@@ -105,10 +43,11 @@ class Exchange(Generic[_Replies]):
     clients: Sequence[int]
     write: Callable[[int], RecordDict]
     """The content of the message to a client."""
-    read: Callable[[int, int, Message], Any]
-    """What the reply of a client says, after this many steps; raises a FedShuffleError if it is
-    not valid."""
+    read: Callable[[Reply, Message], Any]
+    """What a reply says; raises a FedShuffleError if it is not valid."""
     replies: _Replies
+    bytes: Counter[str] = field(default_factory=Counter)
+    """The sizes of all arrays sent ``down``, and of those in valid replies, ``up``."""
 
     @property
     def group(self) -> str:
@@ -117,63 +56,31 @@ class Exchange(Generic[_Replies]):
 
     def message(self, client: int, node: Node, ttl: float) -> Message:
         """The message to a client at a node."""
-        return Message(self.write(client), node, self.kind, ttl=ttl, group_id=self.group)
+        content = self.write(client)
+        self.bytes["down"] += protocol.nbytes(content)
+        return Message(content, node, self.kind, ttl=ttl, group_id=self.group)
 
     def accept(self, client: int, reply: Message) -> str:
         """Store a reply; returns why not, if it is not valid."""
         try:
-            fields = protocol.read(reply, protocol.Reply)
+            fields = protocol.read(reply, Reply)
             if fields.client != client:
                 raise FedShuffleError(f"client {fields.client} replied for client {client}.")
-            content = self.read(client, fields.steps, reply)
+            content = self.read(fields, reply)
         except FedShuffleError as error:
             return f"failed: {error}"
         self.replies[client] = content  # an error here is not the client's
+        self.bytes["up"] += protocol.nbytes(reply.content)
         return ""
-
-
-def local_training(
-    request: LocalTraining, round: int, batch_size: int, withheld: bool
-) -> Exchange[UpdateBuffer]:
-    """Local training; ``withheld`` says whether clients withhold their sizes."""
-    tasks = {task.minibatches.client: task for task in request.tasks}
-    encode = lru_cache(1)(protocol.arrays)  # once for all clients that get the same
-
-    def write(client: int) -> RecordDict:
-        task = tasks[client]
-        minibatches, step = task.minibatches, task.coefficients
-        fields = protocol.TrainRequest(
-            client=client,
-            round=round,
-            seed=str(minibatches.seed),
-            steps=minibatches.steps,
-            batch_size=batch_size,
-            order=minibatches.order,
-            step_size=float(task.step_size),
-            alpha=float(step.alpha),
-            beta=float(step.beta),
-            mu=float(step.mu),
-            clip=float(task.clip),
-            weight_decay=float(task.weight_decay),
-            size=None if withheld else minibatches.size,
-        )
-        return protocol.content(fields, encode(x=request.start, v=step.v, scale=step.scale))
-
-    def read(client: int, steps: int, reply: Message) -> Update:
-        planned = tasks[client].minibatches.steps
-        if not 1 <= steps <= planned:
-            raise FedShuffleError(f"it says that it did {steps} of {planned} steps.")
-        return _array(reply, "update", request.start), steps
-
-    return Exchange(protocol.TRAIN, round, list(tasks), write, read, UpdateBuffer(request.start))
 
 
 def full_gradients(request: FullGradient) -> Exchange[UpdateBuffer]:
     """Full gradients at some points."""
     points, round = torch.stack(list(request.points)), request.round
 
-    def read(client: int, steps: int, reply: Message) -> Update:
-        return _array(reply, "gradients", points), steps
+    def read(fields: Reply, reply: Message) -> Update:
+        values = protocol.vectors(reply, points.dtype, gradients=points.shape)["gradients"]
+        return Update(check_size(values, "gradients"), fields.steps)
 
     clients, write = request.clients.tolist(), _query(round, points=points)
     return Exchange(protocol.FULL_GRADIENT, round, clients, write, read, UpdateBuffer(points))
@@ -184,7 +91,7 @@ def evaluation(
 ) -> Exchange[dict[int, dict[str, float]]]:
     """The evaluation of a model by clients: their metrics."""
 
-    def read(client: int, steps: int, reply: Message) -> dict[str, float]:
+    def read(fields: Reply, reply: Message) -> dict[str, float]:
         records = list(reply.content.metric_records.values())
         numbers = dict(records[0]) if records else {}
         if not numbers or not all(isinstance(v, int | float) for v in numbers.values()):
@@ -199,11 +106,12 @@ def _query(round: int, **arrays: Tensor) -> Callable[[int], RecordDict]:
     return lambda client: protocol.content(protocol.Query(client, round), encoded)
 
 
-def _array(reply: Message, name: str, like: Tensor) -> Tensor:
-    values = protocol.vectors(reply, like.dtype, **{name: like.shape})[name]
-    if (norm := float(values.double().norm())) > MAX_NORM:
+def check_size(values: Tensor, what: str) -> Tensor:
+    """Refuse a vector that is not finite or too large."""
+    norm = float(values.double().norm())
+    if not norm <= MAX_NORM:
         raise FedShuffleError(
-            f"its {name} is too large (norm {norm:.0e}). The step size is probably too large:"
+            f"its {what} is too large (norm {norm:.0e}). The step size is probably too large:"
             " lower it."
         )
     return values
@@ -283,7 +191,7 @@ def send(
         if time.monotonic() >= end:
             away = {client: why or "is not connected" for client, why in to_ask.items()}
             return missing | dict.fromkeys(outbox.waiting.values(), too_late) | away
-        time.sleep(_PAUSE)
+        time.sleep(POLL_SECONDS)
 
 
 def expired(reply: Message) -> bool:

@@ -3,15 +3,18 @@
 What a client does depends on the message and its own data alone.
 
     query.info           who are you?     ->  number, parameters, and the size unless withheld
-    train                local training   ->  the update y - x, and the steps really done
+    train                local training   ->  the message for the update y - x, and the steps done
     train.full_gradient  points           ->  the full gradient at each of them
     evaluate             a model          ->  its metrics
 
 Models are flat vectors: the trainable parameters in their order, as everywhere in this library.
+Arrays are in records of a message: ``arrays`` of the model's shape, ``shared``, the server state of
+the chain of transforms, and ``message``, what its channel encodes.
 """
 
 import dataclasses
 import json
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -19,17 +22,19 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 from flwr.app import Array, ArrayRecord, ConfigRecord, Message, RecordDict
+from numpy.typing import NDArray
 from torch import Tensor
 
 from fedshuffle.errors import FedShuffleError, error_context, one_line
 
-PROTOCOL = 3
+PROTOCOL = 4
 """Both sides must use the same version; raise it with every change of this file."""
 
 INFO, TRAIN, FULL_GRADIENT = "query.info", "train", "train.full_gradient"
 EVALUATE = "evaluate"
 
-_FIELDS, _ARRAYS = "fedshuffle", "arrays"  # the names of the two records of a message
+_FIELDS, _ARRAYS = "fedshuffle", "arrays"  # the names of records of a message
+SHARED, MESSAGE = "shared", "message"
 _FLOATS = (np.float16, np.float32, np.float64)
 
 
@@ -48,6 +53,8 @@ class ClientInfo:
     """Further names of what it trains, and the first."""
     size: int | None = None
     """Its number of examples; None if withheld."""
+    secure_aggregation: bool = False
+    """Whether it sends updates only with secure aggregation."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,8 +76,21 @@ class TrainRequest:
     mu: float
     clip: float
     weight_decay: float
+    own_gradient: bool
+    """Whether the client subtracts its full gradient at x in every step."""
+    send_gradient: bool
+    """Whether the reply has the full gradient at x as well."""
+    weight: float
+    """The client's aggregation weight."""
+    chain: Sequence[str]
+    """The transforms of the update, as :mod:`fedshuffle.flower.chain` writes them."""
+    state_after: int | None = None
+    """After how many rounds the state of the chain is that of the last reply that the server got
+    from this client, 0 before the first; None if clients keep no state."""
     size: int | None = None
     """The number of examples for which the steps were planned; None if sizes are withheld."""
+    clipping_range: float | None = None
+    """With secure aggregation, the largest coordinate of the weighted update."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,13 +103,14 @@ class Query:
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """The reply, with the array ``update`` or ``gradients``."""
+    """The reply, with the array ``update`` or ``gradients``, or an encoded message."""
 
     client: int
     steps: int
     """The steps done. If sizes are withheld, the epochs planned: the client has already rescaled
     its update.
     """
+    metrics: Mapping[str, float] = dataclasses.field(default_factory=dict)
 
 
 _Fields = TypeVar("_Fields", ClientInfo, TrainRequest, Query, Reply)
@@ -98,24 +119,60 @@ _Fields = TypeVar("_Fields", ClientInfo, TrainRequest, Query, Reply)
 def arrays(**named: Tensor | None) -> ArrayRecord:
     """Arrays by name, without those that are None. Messages may share the result."""
     given = {name: value for name, value in named.items() if value is not None}
-    return ArrayRecord({name: Array(value.numpy(force=True)) for name, value in given.items()})
+    return raw_arrays({name: value.numpy(force=True) for name, value in given.items()})
 
 
-def content(fields: _Fields, record: ArrayRecord | None = None) -> RecordDict:
+def raw_arrays(named: Mapping[str, NDArray[Any]]) -> ArrayRecord:
+    """Arrays of any kind by name."""
+    return ArrayRecord({name: Array(np.ascontiguousarray(value)) for name, value in named.items()})
+
+
+def content(
+    fields: _Fields, record: ArrayRecord | None = None, **others: ArrayRecord
+) -> RecordDict:
     """The content of a message."""
     payload = json.dumps(dataclasses.asdict(fields))
-    parts = {_FIELDS: ConfigRecord({"protocol": PROTOCOL, "payload": payload})}
-    return RecordDict(parts | {_ARRAYS: record} if record else parts)
+    records = {_FIELDS: ConfigRecord({"protocol": PROTOCOL, "payload": payload})}
+    named = {_ARRAYS: record, **others}
+    return RecordDict(records | {name: arrays for name, arrays in named.items() if arrays})
+
+
+def join(fields: Mapping[str, Any], arrays: Mapping[tuple[str, str], Array]) -> RecordDict:
+    """The content of a message from what :func:`split` gives."""
+    records = {record: ArrayRecord() for record, _ in arrays}
+    for (record, name), array in arrays.items():
+        records[record][name] = array
+    return RecordDict({_FIELDS: ConfigRecord(dict(fields)), **records})
+
+
+def split(content: RecordDict) -> tuple[dict[str, Any], dict[tuple[str, str], Array]]:
+    """The encoded fields of a message, and its arrays by record and name."""
+    arrays = {
+        (record, name): array
+        for record, named in content.array_records.items()
+        for name, array in named.items()
+    }
+    return dict(content.config_records[_FIELDS]), arrays
+
+
+def nbytes(content: RecordDict) -> int:
+    """The size of the arrays of a message."""
+    arrays = split(content)[1].values()
+    return sum(math.prod(array.shape) * np.dtype(array.dtype).itemsize for array in arrays)
 
 
 def read(message: Message, kind: type[_Fields]) -> _Fields:
     """The fields of a message, if they are valid and of this protocol; or the error of its node."""
     if message.has_error():
-        reason = (message.error.reason or "no reason given").strip().split("\n")[-1][:300]
-        raise FedShuffleError(f"{reason} (Flower's error {message.error.code})")
+        raise FedShuffleError(error_of(message))
     record = message.content.config_records.get(_FIELDS)
     if record is None:
         raise FedShuffleError("this is not a fedshuffle message. Is another app running?")
+    return parse(record, kind)
+
+
+def parse(record: Mapping[str, Any], kind: type[_Fields]) -> _Fields:
+    """Encoded fields, if they are valid and of this protocol."""
     if (protocol := record.get("protocol")) != PROTOCOL:
         raise FedShuffleError(
             f"the message is of protocol {protocol!r}, and here is {PROTOCOL}. Install the same"
@@ -129,6 +186,12 @@ def read(message: Message, kind: type[_Fields]) -> _Fields:
                 name = getattr(field.type, "__name__", field.type)
                 raise ValueError(f"{field.name} is {value!r:.40}, which is no {name}")
     return fields
+
+
+def error_of(message: Message) -> str:
+    """The error that a node sent instead of a reply."""
+    reason = (message.error.reason or "no reason given").strip().split("\n")[-1][:300]
+    return f"{reason} (Flower's error {message.error.code})"
 
 
 def vectors(message: Message, dtype: torch.dtype, **shapes: Sequence[int]) -> dict[str, Tensor]:
@@ -160,6 +223,13 @@ def vectors(message: Message, dtype: torch.dtype, **shapes: Sequence[int]) -> di
     return found
 
 
+def raw(message: Message, record: str) -> dict[str, NDArray[Any]]:
+    """The arrays of a record of a message as they are, for a reader that checks them."""
+    named = message.content.array_records.get(record, {})
+    with error_context(lambda error: f"the {record} cannot be read: {error}.", Exception):
+        return {name: np.require(a.numpy(), requirements="W") for name, a in named.items()}
+
+
 def withheld(client: int) -> FedShuffleError:
     """The error for a client whose size is needed."""
     return FedShuffleError(
@@ -180,7 +250,13 @@ _VALID: dict[Any, Callable[[object], bool]] = {
     int: _is_count,
     int | None: lambda value: value is None or _is_count(value),
     float: lambda value: isinstance(value, float),
+    float | None: lambda value: value is None or isinstance(value, float),
+    bool: lambda value: isinstance(value, bool),
     str: lambda value: isinstance(value, str),
+    Sequence[str]: lambda value: (
+        isinstance(value, list) and all(isinstance(text, str) for text in value)
+    ),
+    Mapping[str, float]: lambda value: _is_mapping(value, lambda n: isinstance(n, float)),
     Mapping[str, str]: lambda value: _is_mapping(value, lambda text: isinstance(text, str)),
     Mapping[str, Sequence[int]]: lambda value: _is_mapping(
         value, lambda shape: isinstance(shape, list) and all(map(_is_count, shape))

@@ -1,15 +1,10 @@
-"""A run in progress: the clients and the model are known, and rounds follow one another.
-
-After an exchange, the method's round runs again as if only the clients that replied had been
-sampled (docs/architecture.md, "Real clients"). Updates are added in the cohort's order, so the
-result does not depend on who was first.
-"""
+"""A run in progress: the clients and the model are known, and rounds follow one another."""
 
 import logging
 import math
 import time
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -20,16 +15,20 @@ from flwr.serverapp import Grid
 from torch import Tensor
 
 from fedshuffle import fingerprint
-from fedshuffle._arrays import FloatArray
 from fedshuffle.errors import FedShuffleError
-from fedshuffle.flower import exchange
+from fedshuffle.flower import exchange, secure_aggregation
+from fedshuffle.flower.chain import WireChain
 from fedshuffle.flower.client_registry import ClientRegistry
-from fedshuffle.flower.exchange import Exchange, UpdateBuffer, send
+from fedshuffle.flower.client_round import ClientRound
+from fedshuffle.flower.exchange import Exchange, send
+from fedshuffle.flower.local_training import TrainingOptions, local_training
 from fedshuffle.flower.protocol import ClientInfo
-from fedshuffle.kernel import Answer, LocalTraining, Request
+from fedshuffle.flower.update_buffer import UpdateBuffer
+from fedshuffle.kernel import FullGradient, LocalTraining
 from fedshuffle.methods import Cohort
 from fedshuffle.state import State
-from fedshuffle.training.rounds import Run, advance
+from fedshuffle.training.rounds import Run
+from fedshuffle.training.simulation import reduced
 
 if TYPE_CHECKING:
     from fedshuffle.flower.strategy import FedShuffleStrategy
@@ -91,42 +90,6 @@ class Model:
         )
 
 
-class ClientRound:
-    """A round, exchange by exchange; each client replies with its given probability."""
-
-    def __init__(self, run: Run, state: State, response_probability: FloatArray) -> None:
-        self.run, self.state = run, state
-        self.response_probability = response_probability
-        self.begun = time.perf_counter()
-        self.cohort = run.cohort(state.round)
-        """The clients that have replied to every request so far."""
-        self.missing: dict[int, str] = {}
-        """The clients that have not, and why."""
-        self.buffers: list[UpdateBuffer] = []
-        """The replies to each request so far."""
-        self._request: Request | State = state
-
-    def next(self) -> Request | State:
-        """The next request to the cohort, or the state after the round."""
-        requests = self.run.round(self.state, self.cohort)
-        self._request = advance(requests)
-        for buffer in self.buffers:
-            if isinstance(self._request, State):  # nobody is left
-                break
-            self._request = advance(requests, Answer(buffer.sums(self._request)))
-        return self._request
-
-    def add_replies(self, buffer: UpdateBuffer) -> None:
-        """End the exchange of the last request with its replies."""
-        cohort, clients = self.cohort, self.cohort.clients
-        if isinstance(self._request, LocalTraining):
-            done = [buffer.steps.get(client, 1) for client in clients.tolist()]
-            cohort = replace(cohort, done=np.array(done, dtype=np.int64))
-        replied = np.isin(clients, list(buffer.steps))
-        self.cohort = cohort.only(replied, cohort.probability * self.response_probability[clients])
-        self.buffers.append(buffer)
-
-
 @dataclass
 class Session:
     """The rounds of a run on a grid, with the timeout and the dropout model of the strategy."""
@@ -143,8 +106,10 @@ class Session:
     """its local training, unless nobody takes part,"""
     _asked: dict[int, int] = field(default_factory=dict)
     """and the clients that were asked, by node."""
+    _state_after: dict[int, int] = field(default_factory=dict)
+    """After how many rounds each client last replied, and so its state is known,"""
     _empty_rounds: list[float] = field(default_factory=list)
-    """The stated probabilities of the last rounds in which nobody replied."""
+    """and the stated probabilities of the last rounds in which nobody replied."""
 
     def arrays(self) -> ArrayRecord:
         """The model now."""
@@ -154,17 +119,17 @@ class Session:
         """Run the next round; returns its record."""
         round, request = self._until_training()
         if isinstance(request, LocalTraining):
-            self._ask(round, request)
+            self._train(round, request)
         return self._end(round)
 
     def training_messages(self, arrays: ArrayRecord, round: int) -> list[Message]:
         """The first half of a round in Flower's own loop: the messages for local training."""
         self.state = replace(self.state, x=self.model.flat(arrays), round=round)
-        self._round, request = self._until_training()
-        self._training = None
+        current, request = self._until_training()
+        self._round, self._training = current, None
         if isinstance(request, State):
             return []
-        self._training = training = self._exchange(request)
+        self._training = training = self._exchange(current, request)
         nodes = self.registry.nodes(training.clients)
         if len(nodes) < len(training.clients):
             self.registry.wait_for_pending()
@@ -190,7 +155,8 @@ class Session:
                     _log.warning(f"round {self.state.round + 1}: invalid reply: {why}")
             missing = [c for c in training.clients if c not in training.replies.steps]
             round.missing |= dict.fromkeys(missing, "did not reply")
-            round.add_replies(training.replies)
+            round.bytes.update(training.bytes)
+            round.add_training(training.replies)
         self._round = None
         return self._end(round)
 
@@ -218,40 +184,71 @@ class Session:
     def _until_training(self) -> tuple[ClientRound, LocalTraining | State]:
         """Begin a round, and do all exchanges before local training."""
         round = ClientRound(self.run, self.state, self.strategy.response_probability)
-        while not isinstance(request := round.next(), State | LocalTraining):
-            self._ask(round, request)
+        while isinstance(request := round.next(), FullGradient):
+            query = exchange.full_gradients(request)
+            self._send(round, query)
+            round.add_gradients(query.replies)
         return round, request
 
-    def _exchange(self, request: Request) -> Exchange[UpdateBuffer]:
-        if isinstance(request, LocalTraining):
-            batch_size, withheld = self.run.workload.batch_size, self.strategy.withheld
-            return exchange.local_training(request, self.state.round, batch_size, withheld)
-        return exchange.full_gradients(request)
+    def _exchange(self, round: ClientRound, request: LocalTraining) -> Exchange[UpdateBuffer]:
+        secure, direction = self.strategy.secure_aggregation, self.run.method.direction
+        return local_training(
+            request,
+            TrainingOptions(
+                self.run.workload.batch_size,
+                self.strategy.withheld,
+                None if secure is None else float(secure.clipping_range),
+                round.weights(),
+                WireChain(self.run.chain),
+                self._state_after,
+                self.state.clients,
+                send_gradient=direction.client_state and direction.full_gradients > 0,
+                must_finish=self.run.chain.private,
+            ),
+        )
 
-    def _ask(self, round: ClientRound, request: Request) -> None:
-        query, nodes = self._exchange(request), self.registry.nodes
+    def _train(self, round: ClientRound, request: LocalTraining) -> None:
+        training = self._exchange(round, request)
+        if (secure := self.strategy.secure_aggregation) is None:
+            self._send(round, training)
+            round.add_training(training.replies)
+            return
+        self.registry.wait_for_pending()
+        nodes, timeout = self.registry.nodes(training.clients), self.strategy.timeout
+        found, missing = secure_aggregation.aggregate(
+            secure, self.grid, training, request, round.weights(), nodes, timeout
+        )
+        round.missing |= missing
+        round.bytes.update(training.bytes)
+        round.add_training(found)
+
+    def _send(self, round: ClientRound, query: Exchange[UpdateBuffer]) -> None:
         timeout, retries = self.strategy.timeout, self.strategy.retries
-        round.missing |= send(self.grid, query, nodes, timeout, retries)
-        round.add_replies(query.replies)
+        round.missing |= send(self.grid, query, self.registry.nodes, timeout, retries)
+        round.bytes.update(query.bytes)
 
     def _end(self, done: ClientRound) -> dict[str, Any]:
         """Aggregate the replies; returns the record of the round."""
         after = done.next()
         assert isinstance(after, State)
-        _refuse_infinite(after, done.buffers[-1:])
+        _refuse_infinite(after, done.trained)
         asked, cohort = self.run.cohort(self.state.round), done.cohort
         _log_missing(done.missing, f"round {after.round}")
         self._stop_if_nobody_replies(asked, done)
         self.state = after
-        size, direction = len(after.x) * after.x.element_size(), self.run.method.direction
-        record = {"cohort": asked.clients.tolist()} if self.strategy.record_cohorts else {}
+        self._state_after |= dict.fromkeys(cohort.clients.tolist(), after.round)
+        record: dict[str, Any] = reduced(after.metrics, cohort)
+        if self.strategy.record_cohorts:
+            record["cohort"] = asked.clients.tolist()
+        if self.run.mechanism:
+            record["epsilon"] = self.run.mechanism.epsilon(after.round)
         return record | {
             "round": after.round,
             "clients": len(asked.clients),
             "replied": len(cohort.clients),
             "steps": int(cohort.done.sum()),
-            "bytes_down": round(direction.down * size * len(asked.clients)),
-            "bytes_up": round(direction.up * size * len(cohort.clients)),
+            "bytes_down": done.bytes["down"],
+            "bytes_up": done.bytes["up"],
             "missing": {str(client): why for client, why in sorted(done.missing.items())},
             "follows_dropout_model": self._follows_dropout_model(done),
             "seconds": time.perf_counter() - done.begun,
@@ -263,10 +260,14 @@ class Session:
         expected = [c for c in done.missing if done.response_probability[c] == 1]
         if expected:
             some = ", ".join(map(str, expected[:5]))
-            _log.warning(
-                f"{biased}: clients are missing that should always reply ({some}). Give the"
-                " probability that clients reply (response_probability=...), or ask again"
+            remedy = (
+                " Give the probability that clients reply (response_probability=...), or ask again"
                 " (retries=...)."
+            )
+            if self.strategy.secure_aggregation is not None:  # which has neither
+                remedy = ""
+            _log.warning(
+                f"{biased}: clients are missing that should always reply ({some}).{remedy}"
             )
         weight, full = method.averaging.weight, replace(cohort, done=cohort.planned)
         unfinished = cohort.clients[cohort.done < cohort.planned]
@@ -294,17 +295,18 @@ class Session:
             )
 
 
-def _refuse_infinite(after: State, buffers: Sequence[UpdateBuffer]) -> None:
+def _refuse_infinite(after: State, trained: object) -> None:
     """Updates that are finite one by one may have a weighted sum that is not."""
     kept = (*after.method_state.values(), *after.optimiser_state.values())
     if all(tensor.isfinite().all() for tensor in (after.x, *kept)):
         return
-    norms = [(float(b[c].double().norm()), c) for b in buffers for c in b.steps]
-    norm, client = max(norms)
+    largest = ""
+    if isinstance(trained, UpdateBuffer):
+        norm, client = max((float(trained[c][0].double().norm()), c) for c in trained.steps)
+        largest = f" Client {client} sent the largest update (norm {norm:.0e})."
     raise FedShuffleError(
-        f"the model would not be finite after round {after.round}, which was dropped. Client"
-        f" {client} sent the largest update (norm {norm:.0e}). Lower the step sizes or leave that"
-        " client out, and resume from the last checkpoint."
+        f"the model would not be finite after round {after.round}, which was dropped.{largest}"
+        " Lower the step sizes or leave that client out, and resume from the last checkpoint."
     )
 
 

@@ -15,19 +15,23 @@ from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Result, Strategy
 from numpy.typing import ArrayLike
 
-from fedshuffle import methods, sampling
-from fedshuffle._arrays import FloatArray, count, number, vector
-from fedshuffle.errors import FedShuffleError, unknown
+from fedshuffle import methods
+from fedshuffle._arrays import count, expect, number
+from fedshuffle.errors import FedShuffleError
 from fedshuffle.federation import Federation
+from fedshuffle.flower import checks
 from fedshuffle.flower.client_registry import ClientRegistry
+from fedshuffle.flower.secure_aggregation import SecureAggregation
 from fedshuffle.flower.session import Model, Session
 from fedshuffle.local_work import LocalWork
 from fedshuffle.methods import Method, averaging
+from fedshuffle.privacy import Privacy
 from fedshuffle.sampling import Sampling
 from fedshuffle.schedules import Schedule
 from fedshuffle.training.monitoring import RECORD_KEYS
 from fedshuffle.training.rounds import Run
 from fedshuffle.training.run_folder import RunFolder
+from fedshuffle.transforms import Channel, Transform
 
 _log = logging.getLogger("flwr.fedshuffle")
 
@@ -35,7 +39,7 @@ EvaluateOnServer = Callable[[int, ArrayRecord], MetricRecord | None]
 
 
 class FedShuffleStrategy(Strategy):  # type: ignore[misc]  # Flower is untyped here
-    r"""Any method of this library without client state, on Flower's clients.
+    r"""The methods and transforms of this library on Flower's clients.
 
     The server samples clients by number, sends each its task (step size, steps, seed), and
     moves the model by :math:`\sum_i a_i (y_i - x)` over the clients that replied, with the method's
@@ -46,8 +50,8 @@ class FedShuffleStrategy(Strategy):  # type: ignore[misc]  # Flower is untyped h
 
     Args:
         clients: the number of clients; they are numbered from 0.
-        method: as for :func:`fedshuffle.train`; one without client state. By default FedShuffle
-            corrected for unfinished work.
+        method: as for :func:`fedshuffle.train`. By default FedShuffle corrected for unfinished
+            work.
         sampling: as for :func:`fedshuffle.train`.
         work: what a sampled client does.
         step_size: that of the client with the most local steps; of an epoch, if sizes are withheld.
@@ -69,6 +73,11 @@ class FedShuffleStrategy(Strategy):  # type: ignore[misc]  # Flower is untyped h
         record_cohorts: whether records list the clients of the round; they follow from the seed.
         nodes: the client of each of Flower's nodes. By default every node is asked, and believed
             unless another node says the same.
+        transforms, channel, privacy: what happens to updates on their way, as for
+            :func:`fedshuffle.train`. The clients' part runs at the clients (see
+            :mod:`fedshuffle.flower.chain`).
+        secure_aggregation: settings of secure aggregation, with which the server learns only the
+            sum of the updates; the clients need ``client_app(..., secure_aggregation=True)``.
 
     >>> strategy = FedShuffleStrategy(clients=3, sampling="uniform:2", step_size=0.1)
     """
@@ -95,8 +104,12 @@ class FedShuffleStrategy(Strategy):  # type: ignore[misc]  # Flower is untyped h
         evaluate_every: int | None = None,
         record_cohorts: bool = False,
         nodes: Mapping[int, int] | None = None,
+        transforms: Sequence[Transform] = (),
+        channel: str | Channel | None = None,
+        privacy: Privacy | None = None,
+        secure_aggregation: SecureAggregation | None = None,
     ) -> None:
-        self.clients = _population(clients, sizes)
+        self.clients = checks.population(clients, sizes)
         self.method = methods.get(method)
         self.sampling, self.seed = sampling, seed
         self.asked = isinstance(sizes, str) and sizes == "asked"
@@ -104,7 +117,7 @@ class FedShuffleStrategy(Strategy):  # type: ignore[misc]  # Flower is untyped h
         # Without sizes as if everybody had one minibatch: a step is then an epoch.
         self.sizes: ArrayLike = np.ones(self.clients, int) if isinstance(sizes, str) else sizes
         self.weights = weights
-        self.response_probability = _probabilities(response_probability, self.clients)
+        self.response_probability = checks.probabilities(response_probability, self.clients)
         self.timeout = number(timeout, "timeout", within="(0, inf)")
         self.retries = 0 if retries == 0 else count(retries, "retries")
         self.checkpoint_every = count(checkpoint_every, "checkpoint_every")
@@ -118,10 +131,19 @@ class FedShuffleStrategy(Strategy):  # type: ignore[misc]  # Flower is untyped h
         elif resume:
             raise FedShuffleError("resume=True needs the folder of the run: give it as out.")
         work = LocalWork() if work is None else work
-        _check_nodes(nodes or {}, self.clients)
-        _check(self.method, work, sampling, self.withheld)
+        checks.check_nodes(nodes or {}, self.clients)
+        checks.check_settings(self.method, work, sampling, self.withheld)
+        self.secure_aggregation = secure_aggregation
+        self.privacy = privacy
         self._settings = (self.method, sampling, work, step_size, server_step_size, seed)
-        self._run(self.sizes)  # fails now if the settings are wrong
+        self._on_the_way = tuple(transforms), channel
+        run = self._run(self.sizes, rounds=1)  # fails now if the settings are wrong
+        checks.check_transforms(run, resume)
+        if privacy is not None:
+            checks.check_privacy(privacy, self.response_probability)
+        if secure_aggregation is not None:
+            expect(secure_aggregation, SecureAggregation, "secure_aggregation")
+            checks.check_secure(run, self.retries, self.response_probability)
         self._session: Session | None = None
 
     def start(
@@ -191,6 +213,10 @@ class FedShuffleStrategy(Strategy):  # type: ignore[misc]  # Flower is untyped h
         """The messages of the next round, for Flower's own loop; full gradients are asked here."""
         if self.folder:
             raise FedShuffleError("only start writes metrics and checkpoints: leave out out.")
+        if self.secure_aggregation is not None:
+            raise FedShuffleError("only start offers secure aggregation: call start.")
+        if self.privacy is not None:
+            raise FedShuffleError("only start knows how many rounds privacy pays for: call start.")
         if self.retries:
             raise FedShuffleError("only start asks clients again: leave out retries.")
         if self._session is None or server_round == 1:
@@ -243,14 +269,24 @@ class FedShuffleStrategy(Strategy):  # type: ignore[misc]  # Flower is untyped h
             self.folder.check(self.resume)  # before waiting for clients
         registry = ClientRegistry(grid, self.clients, self.timeout, self.nodes)
         registry.wait_for(self.clients if self.asked else 1)
-        run = self._run(registry.sizes() if self.asked else self.sizes)
+        first = self.folder.settings()["rounds"] if self.folder and self.resume else rounds
+        run = self._run(registry.sizes() if self.asked else self.sizes, first)
+        if run.mechanism is not None:
+            _log.info(checks.cost(run.mechanism, rounds))
         info = next(iter(registry.infos.values()))
+        if info.secure_aggregation != (self.secure_aggregation is not None):
+            raise FedShuffleError(
+                "the strategy and its clients do not agree on secure aggregation. Give both"
+                " client_app(..., secure_aggregation=True) and"
+                " FedShuffleStrategy(..., secure_aggregation=SecureAggregation(...)), or neither."
+            )
         model = Model(arrays, info)
-        state = run.start(model.flat(arrays))
+        x = model.flat(arrays)
+        store = self.folder.client_store(len(x), x.dtype) if self.folder else None
+        state = run.start(x, store)
         if self.folder:
-            rounds_at_start = self.folder.settings()["rounds"] if self.resume else rounds
             settings = {
-                **run.settings(rounds_at_start),
+                **run.settings(first),
                 "engine": "flower",
                 "parameters": len(state.x),
                 "dtype": str(model.dtype),
@@ -263,71 +299,16 @@ class FedShuffleStrategy(Strategy):  # type: ignore[misc]  # Flower is untyped h
         self._session = Session(self, grid, run, registry, model, state)
         return self._session
 
-    def _run(self, sizes: ArrayLike) -> Run:
-        return Run(Federation.from_sizes(sizes, self.weights), *self._settings)
-
-
-def _check(method: Method, work: LocalWork, drawn: str | Sampling, withheld: bool) -> None:
-    """Refuse what cannot be done with real clients, before any of them is asked."""
-    if sampling.is_two_phase(drawn):
-        raise FedShuffleError(
-            "optimal client sampling asks for norms first and updates later, which takes two"
-            " exchanges here and saves nothing. Use another sampling."
+    def _run(self, sizes: ArrayLike, rounds: int) -> Run:
+        transforms, channel = self._on_the_way
+        return Run(
+            Federation.from_sizes(sizes, self.weights),
+            *self._settings,
+            transforms=transforms,
+            channel=channel,
+            privacy=self.privacy,
+            rounds=rounds,
         )
-    if method.direction.client_state or method.pooled:
-        why = "has all data in one place" if method.pooled else "keeps a vector for every client"
-        raise FedShuffleError(
-            f"{method.name} {why}, which the strategy does not offer. Use fedshuffle-gen, or"
-            " fedshuffle-mvr+fedshuffle-gen."
-        )
-    if work.interruption is not None:
-        raise FedShuffleError(
-            "real clients report the steps they did: leave work.interruption out, and limit the"
-            " time on the client (client_app(seconds=...))."
-        )
-    if not withheld:
-        return
-    if method.local_work(work).steps is not None:
-        raise FedShuffleError('with sizes="withheld" the local work is given in epochs, not steps.')
-    by_size = ("importance", "one", "ais", "stratified")
-    if isinstance(drawn, str) and drawn.split(":")[0].strip() in by_size:
-        raise FedShuffleError(
-            f'sampling {drawn!r} depends on sizes, and sizes are "withheld". Use full, uniform:B or'
-            " independent:p1,p2,..."
-        )
-    rules, known = method.averaging, (averaging.objective_weight, averaging.weight_per_share_done)
-    if rules.step_normalisation is not averaging.own_steps or rules.weight not in known:
-        raise FedShuffleError(
-            f"{method.name} needs the clients' numbers of steps, which follow from their sizes. Use"
-            " fedshuffle (or NAME+fedshuffle), whose clients can scale their steps themselves."
-        )
-
-
-def _check_nodes(nodes: Mapping[int, int], clients: int) -> None:
-    numbers = [*nodes.values()]
-    whole = all(isinstance(n, int | np.integer) for n in [*nodes, *numbers])
-    if not whole or len({*numbers}) < len(numbers) or not {*numbers} <= {*range(clients)}:
-        raise FedShuffleError(
-            "nodes says which client each of Flower's nodes is, every client at most once:"
-            f" nodes={{NODE_ID: 0, ...}}, with clients 0 to {clients - 1}."
-        )
-
-
-def _population(clients: int | None, sizes: Sequence[int] | str) -> int:
-    if isinstance(sizes, str):
-        if sizes not in ("asked", "withheld"):
-            raise unknown("sizes", sizes, ["asked", "withheld"])
-        if clients is None:
-            raise FedShuffleError("say how many clients there are in all: clients=100.")
-        return count(clients, "clients")
-    if clients is not None and clients != len(sizes):
-        raise FedShuffleError(f"there are {clients} clients, but {len(sizes)} sizes.")
-    return count(len(sizes), "the number of sizes")
-
-
-def _probabilities(values: float | Sequence[float], clients: int) -> FloatArray:
-    given = np.full(clients, values) if np.ndim(values) == 0 else values
-    return vector(given, "response_probability", range(clients), within="(0, 1]")
 
 
 def _sha256(data: bytes) -> str:

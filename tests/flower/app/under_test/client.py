@@ -5,13 +5,26 @@ from pathlib import Path
 
 from flwr.app import Context, Message
 from flwr.clientapp import ClientApp
+from flwr.clientapp.typing import ClientAppCallable, Mod
 
 from fedshuffle import losses
 from fedshuffle.flower import Client
+from fedshuffle.flower.secure_aggregation import MODS
 
 from .task import model, own
 
-app = ClientApp()
+
+def if_secure(mod: Mod) -> Mod:
+    """The mod, in runs that ask for secure aggregation."""
+
+    def chosen(message: Message, context: Context, call_next: ClientAppCallable) -> Message:
+        used = context.run_config["secure"]
+        return mod(message, context, call_next) if used else call_next(message, context)
+
+    return chosen
+
+
+app = ClientApp(mods=[if_secure(mod) for mod in MODS])
 
 
 @app.query("info")
@@ -25,4 +38,6 @@ def answer(message: Message, context: Context) -> Message:
         mark.touch()
         while True:
             time.sleep(1)
-    return Client(number, model(), own(number), losses.cross_entropy).handle(message)
+    secure = bool(context.run_config["secure"])
+    client = Client(number, model(), own(number), losses.cross_entropy, secure_aggregation=secure)
+    return client.handle(message, context)

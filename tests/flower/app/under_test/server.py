@@ -8,7 +8,8 @@ from flwr.app import ArrayRecord, Context
 from flwr.serverapp import Grid, ServerApp
 from safetensors.torch import save_file
 
-from fedshuffle.flower import FedShuffleStrategy
+from fedshuffle.flower import FedShuffleStrategy, SecureAggregation
+from fedshuffle.transforms import channel
 
 from .task import SETTINGS, SIZES, model
 
@@ -31,6 +32,8 @@ def main(grid: Grid, context: Context) -> None:
         retries=int(config["retries"]),
         out=out,
         resume=bool(config["resume"]),
+        transforms=[] if (link := channel(str(config["channel"]))) is None else [link],
+        secure_aggregation=SecureAggregation() if config["secure"] else None,
         **SETTINGS,
     )
     start = ArrayRecord(model().state_dict())
