@@ -143,6 +143,9 @@ class Rotation(EqualPairCorrelation):
     def __init__(self) -> None:
         self.p = np.full(4, 0.25)
 
+    def __repr__(self) -> str:
+        return "rotation"
+
     def draw(self, seed: int, round: int) -> IntArray:
         return np.array([round % 4])
 

@@ -325,7 +325,7 @@ def plain(value: Any) -> Any:
             return [plain(entry) for entry in value]
     if is_dataclass(value) and not isinstance(value, type):
         found = {name: getattr(value, name) for name in keys(type(value))}
-        return {name: plain(entry) for name, entry in found.items() if entry is not None}
+        return {name: plain(entry) for name, entry in found.items() if entry not in (None, ())}
     return value
 
 
