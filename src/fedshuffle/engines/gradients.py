@@ -203,9 +203,10 @@ def _cross_entropy_slope(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor
     else:  # over a few classes of many clients, torch's softmax is several times slower than this
         slope = logits.sub(logits.amax(dim=-1, keepdim=True)).exp_()
         slope.div_(slope.sum(dim=-1, keepdim=True))
-    labels = labels.unsqueeze(-1)
+    if labels.ndim < logits.ndim:
+        labels = labels.unsqueeze(-1)
     probabilities = slope.gather(-1, labels)
-    return slope.scatter_(-1, labels, -1.0, reduce="add"), probabilities.squeeze(-1)
+    return slope.scatter_(-1, labels, -1.0, reduce="add"), probabilities
 
 
 def _cross_entropies(probabilities: Tensor) -> Tensor:

@@ -4,7 +4,6 @@ The models of a group of clients are rows of one table per parameter. Clients ne
 result is that of the reference engine.
 """
 
-import itertools
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
@@ -20,10 +19,11 @@ from fedshuffle._arrays import FloatArray, IntArray
 from fedshuffle.engines import base
 from fedshuffle.engines.cpu_tuning import flushed_denormals, keep_freed_memory, threads_for
 from fedshuffle.engines.gradients import Batch, Descend, Tables, by_hand, by_vmap, column, fault
+from fedshuffle.engines.local_losses import GroupLosses
+from fedshuffle.engines.packing import PackedMinibatches
 from fedshuffle.engines.problem import GRADIENT_ROWS, Problem
 from fedshuffle.errors import FedShuffleError
 from fedshuffle.kernel import Answer, ClientTask, FullGradient, LocalTraining
-from fedshuffle.local_work import Minibatches
 from fedshuffle.randomness import ReusableGenerator
 from fedshuffle.transforms import NO_TRANSFORMS
 
@@ -107,9 +107,12 @@ class VectorizedEngine(base.OneWorker):
         answers = []
         for k, total in enumerate(torch.split(torch.cat(sums, dim=1), np.diff(first).tolist())):
             loss, norm = metrics[:, place[k] : place[k + 1]]
-            answer = gathered[k].answer() if k in gathered else Answer(total)
             own = {"train_loss": loss, "update_norm": norm}
-            answers.append(replace(answer, metrics={**answer.metrics, **own}))
+            if k in gathered:
+                answer = gathered[k].answer()
+                answers.append(replace(answer, metrics={**answer.metrics, **own}))
+            else:
+                answers.append(Answer(total, metrics=own))
         return answers
 
     def own_gradients(self, x: Tensor, tasks: Sequence[ClientTask]) -> Tensor:
@@ -168,9 +171,9 @@ class VectorizedEngine(base.OneWorker):
                 if mine:
                     updates = torch.cat([_flat(table[mine]) for table in y], dim=1)
                     answer.add([group[row].row for row in mine], updates, norm[mine])
-            return torch.stack([losses, norm]).double().cpu().numpy()
+            return np.stack([losses, norm.double().cpu().numpy()])
 
-    def _local(self, x: Tables, group: "list[_Owned]", starts: Tables) -> tuple[Tables, Tensor]:
+    def _local(self, x: Tables, group: "list[_Owned]", starts: Tables) -> tuple[Tables, FloatArray]:
         """The models of a group of clients after their local steps, with a row per client:
         y <- y - gamma D (alpha g(y) - beta g(x) + v + mu (y - x)); and their mean losses.
         """
@@ -189,8 +192,10 @@ class VectorizedEngine(base.OneWorker):
         clip = like.new_tensor([task.clip for task in tasks]) if clips else None
         at_y, at_x = bool(alpha.any()), bool(beta.any())
 
-        y, losses = [table.clone() for table in x], like.new_zeros(len(tasks))
-        for rows, examples, shares in self._packed_steps(tasks):
+        y = [table.clone() for table in x]
+        packed = self._packed(tasks)
+        losses, padded = GroupLosses(self._by_hand, packed), packed.full or bool(self._by_hand)
+        for rows, examples, shares in packed.side_by_side() if padded else packed.by_length():
             if self.stop:
                 raise base.Stopped
             batch = self.problem.batch(examples) if at_y or at_x else ()
@@ -205,9 +210,7 @@ class VectorizedEngine(base.OneWorker):
                 again = tuple(field.clone() for field in batch)
             if at_y:
                 seen = self._clipped(here, batch, share, along[rows], into, kept, limit)
-                if self._by_hand:
-                    seen = self._by_hand.losses(seen).mul_(share).sum(dim=1)
-                losses[rows] += seen
+                losses.add(rows, seen)
             elif kept is not None:
                 torch._foreach_mul_(into, [column(kept, table) for table in into])
             if at_x:
@@ -220,8 +223,7 @@ class VectorizedEngine(base.OneWorker):
             if not isinstance(rows, slice):
                 for table, part in zip(y, here, strict=True):
                     table[rows] = part
-        steps = like.new_tensor([task.minibatches.steps for task in tasks])
-        return y, losses / steps if at_y else torch.full_like(losses, math.nan)
+        return y, losses.means()
 
     def _constants(self, group: "list[_Owned]", starts: Tables) -> list[Tensor | None]:
         """The vector v of each client, less its own full gradient if that is asked for."""
@@ -272,15 +274,13 @@ class VectorizedEngine(base.OneWorker):
         torch._foreach_add_(into, _scaled(gradient, shorter * by))
         return observed
 
-    def _packed_steps(self, tasks: Sequence[ClientTask]) -> "Iterator[_Step]":
-        """The steps of a group, with the longest clients first."""
+    def _packed(self, tasks: Sequence[ClientTask]) -> PackedMinibatches:
+        """The minibatches of a group, with the longest clients first."""
         streams = [task.minibatches for task in tasks]
         # Runs in lockstep often share their minibatches: draw them once.
         drawn = {stream: stream.positions(self._draw) for stream in dict.fromkeys(streams)}
         firsts = self.problem.rows(np.array([stream.client for stream in streams]), 0)
-        packed = _PackedMinibatches(streams, [drawn[stream] for stream in streams], firsts)
-        padded = packed.full or self._by_hand is not None
-        return packed.side_by_side() if padded else packed.by_length()
+        return PackedMinibatches(streams, [drawn[stream] for stream in streams], firsts)
 
     def full_gradients(self, requests: Sequence[FullGradient]) -> list[Answer]:
         answers = self._full_gradients([_each_client(r) if r.chain else r for r in requests])
@@ -341,73 +341,6 @@ class _Owned(NamedTuple):
 
 _Piece = tuple[IntArray, int, slice, FloatArray]
 """Add the mean gradient of these rows at this point to these answers, with these weights."""
-
-
-_Step = tuple[slice | list[int], IntArray, FloatArray]
-"""Which clients take a step together, the rows of their minibatches, and each row's share in the
-mean of its minibatch."""
-
-
-class _PackedMinibatches:
-    """The minibatches of a group of clients, the longest clients first.
-
-    In a step, each client has ``width`` places; empty ones hold its first row, with no share.
-    """
-
-    def __init__(
-        self, streams: Sequence[Minibatches], positions: Sequence[IntArray], firsts: IntArray
-    ) -> None:
-        size, batch, self.steps = np.array([(s.size, s.batch_size, s.steps) for s in streams]).T
-        self.width = int(batch.max())
-        active: IntArray = (self.steps > np.arange(self.steps[0])[:, None]).sum(axis=1)
-        self.begins = np.concatenate([[0], np.cumsum(active * self.width)])
-
-        # Every position of every stream: its epoch, its step, and its place in the minibatch.
-        counts = np.array([len(some) for some in positions])
-        client = np.repeat(np.arange(len(streams)), counts)
-        epoch, within = np.divmod(_ranges(counts), size[client])
-        turn, place = np.divmod(within, batch[client])
-        step = epoch * (-(-size // batch))[client] + turn
-        target = self.begins[step] + client * self.width + place
-        length = np.minimum(batch[client], size[client] - turn * batch[client])
-
-        self.rows = np.repeat(firsts[_ranges(active)], self.width)
-        self.rows[target] += np.concatenate(positions)
-        self.shares = np.zeros(len(self.rows))
-        self.shares[target] = 1 / length
-        self.full = len(target) == len(self.rows)
-
-    def side_by_side(self) -> Iterator[_Step]:
-        """All clients that are not done take each step together."""
-        for begin, end in itertools.pairwise(self.begins.tolist()):
-            shape = (end - begin) // self.width, self.width
-            rows, shares = self.rows[begin:end], self.shares[begin:end]
-            yield slice(0, shape[0]), rows.reshape(shape), shares.reshape(shape)
-
-    def by_length(self) -> Iterator[_Step]:
-        """Clients whose next minibatches have the same length step together; the others wait."""
-        waiting: dict[int, list[tuple[int, int]]] = defaultdict(list)
-        clients, steps = np.arange(len(self.steps)), np.zeros_like(self.steps)
-        while True:
-            for client, step in zip(clients.tolist(), steps.tolist(), strict=True):
-                if step < self.steps[client]:
-                    begin = int(self.begins[step]) + client * self.width
-                    length = int(np.count_nonzero(self.shares[begin : begin + self.width]))
-                    waiting[length].append((client, step))
-            if not waiting:
-                return
-            # The largest such group comes first.
-            length = max(waiting, key=lambda length: (len(waiting[length]), length))
-            clients, steps = np.array(waiting.pop(length)).T
-            begins = self.begins[steps] + clients * self.width
-            rows = self.rows[begins[:, None] + np.arange(length)]
-            yield clients.tolist(), rows, np.full(rows.shape, 1 / length)
-            steps = steps + 1
-
-
-def _ranges(lengths: IntArray) -> IntArray:
-    """``0, 1, ..`` for every length, one after another."""
-    return np.arange(lengths.sum()) - np.repeat(np.cumsum(lengths) - lengths, lengths)
 
 
 def _each_client(request: FullGradient) -> FullGradient:

@@ -43,14 +43,17 @@ class LocalPlan:
     state_weights: FloatArray | None = None
     """A weight per client, for the sum of the changes of what clients keep."""
 
-    def each(self, clients: IntArray, states: "Tensor | None") -> list[StepCoefficients]:
-        """The coefficients of some clients, by their places in the cohort."""
+    def each(
+        self, n: int, places: IntArray | None = None, states: "Tensor | None" = None
+    ) -> Sequence[StepCoefficients]:
+        """The coefficients of n clients: all of the cohort, or those at some places in it."""
         if isinstance(self.coefficients, StepCoefficients):
-            return [self.coefficients] * len(clients)
+            return [self.coefficients] * n
+        where = range(n) if places is None else places.tolist()
         if not callable(self.coefficients):
-            return [self.coefficients[k] for k in clients]
+            return [self.coefficients[k] for k in where]
         assert states is not None
-        return [self.coefficients(k, own) for k, own in zip(clients.tolist(), states, strict=True)]
+        return [self.coefficients(k, own) for k, own in zip(where, states, strict=True)]
 
 
 @dataclass(frozen=True, slots=True)

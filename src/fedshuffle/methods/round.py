@@ -77,23 +77,20 @@ class MethodRound:
         steps, plan = yield from self._plan()
         if plan.report is not None or plan.state_weights is not None:
             self._refuse_if_private("asks for a further sum of what clients send")
-        n, places, cohort = (
-            len(self.cohort.clients),
-            np.arange(len(self.cohort.clients)),
-            self.cohort,
-        )
-        pool: Mapping[str, FloatArray] = {}
+        cohort, places, pool = self.cohort, None, None
         if self.settings.select:
-            places, cohort, pool = yield from self._selected(plan, self.settings.select)
-        if not len(places):  # as if nobody took part
-            metrics = self._metrics(places, pool, {})
+            cohort, places, pool = yield from self._selected(plan, self.settings.select)
+        if not len(cohort.clients):  # as if nobody took part
+            metrics = self._metrics({}, places, pool)
             return replace(self.state, round=self.state.round + 1, sent=0, metrics=metrics)
-        weights = self.method.averaging.aggregation_weights(cohort)
-        columns = [weights] if plan.report is None else [weights, plan.report]
-        answer = yield from self._train(plan, places, np.column_stack(columns))
-        update, transform_state = self._received(answer.sums[0], answer.metrics)
-        after, optimiser_state = server_step(self.method, self.state, update, self.settings)
-        reported = Reported(None if plan.report is None else answer.sums[1], answer.state_change)
+        columns = self.method.averaging.aggregation_weights(cohort)[:, None]
+        if plan.report is not None:
+            columns = np.column_stack([columns, plan.report])
+        answer = yield from self._train(plan, columns, places)
+        sums, settings = answer.sums, self.settings
+        update, transform_state = received(settings, self.state, sums[0], answer.metrics)
+        after, optimiser_state = server_step(self.method, self.state, update, settings)
+        reported = Reported(None if plan.report is None else sums[1], answer.state_change)
         return State(
             after,
             end_round(self.method.direction, steps, reported),
@@ -101,23 +98,16 @@ class MethodRound:
             self.state.round + 1,
             self.clients,
             transform_state,
-            len(places) if len(places) < n or self.settings.select else None,
-            self._metrics(places, pool, answer.metrics),
+            None if places is None else len(places),
+            self._metrics(answer.metrics, places, pool),
         )
 
     def _plan(self) -> Generator[Request, Answer, tuple[Steps, LocalPlan]]:
         """The direction up to its local plan, with the full gradients that it asks for."""
-        method, context = (
-            self.method,
-            RoundContext(
-                self.x,
-                self.state.method_state,
-                self.cohort,
-                self.step_sizes,
-                self.method.averaging.normaliser,
-            ),
-        )
-        planning = begin_round(method.direction, context, self.settings.workload.work.weight_decay)
+        state, normaliser = self.state.method_state, self.method.averaging.normaliser
+        context = RoundContext(self.x, state, self.cohort, self.step_sizes, normaliser)
+        decay = self.settings.workload.work.weight_decay
+        planning = begin_round(self.method.direction, context, decay)
         answer: Tensor | None = None
         while True:
             try:
@@ -125,7 +115,7 @@ class MethodRound:
             except StopIteration as stop:
                 found: tuple[Steps, LocalPlan] = stop.value
                 return found
-            self._refuse_if_private(f"asks for {type(request).__name__}")
+            self._refuse_if_private("asks for full gradients")
             request = replace(request, seed=self.settings.seed)
             if request.chain.keeps_state:
                 answer = (yield from self._in_portions(request)).sums
@@ -139,57 +129,62 @@ class MethodRound:
                 " Use a method that needs the sum of updates only, such as fedshuffle."
             )
 
+    def _selected(
+        self, plan: LocalPlan, select: Select
+    ) -> Generator[Request, Answer, tuple[Cohort, IntArray, Mapping[str, FloatArray]]]:
+        """The first phase: all train and send a norm. Who sends an update, with which probability.
+
+        The chosen train once more in the second phase, to the same update: nobody's is stored.
+        """
+        if plan.report is not None or plan.keep is not None:
+            raise needs_every_update(self.method)
+        cohort = self.cohort
+        tasks = self._tasks(plan, np.zeros((len(cohort.clients), 0)), None)
+        pool = (yield LocalTraining(self.x, tasks, 0)).metrics
+        weights = self.method.averaging.aggregation_weights(cohort)
+        asked, probability = select(weights * pool["update_norm"])
+        chosen = cohort.only(asked, cohort.probability * probability)
+        return chosen, np.flatnonzero(asked), pool
+
+    def _train(
+        self, plan: LocalPlan, columns: FloatArray, places: IntArray | None
+    ) -> Generator[Request, Answer, Answer]:
+        """Train the cohort, or only the clients at some places, in portions if they keep state."""
+        chain, shared = self.settings.chain, self.state.transform_state
+        if plan.keep is not None:  # the method's own bookkeeping sees the update first
+            shared = {f"1.{name}": value for name, value in shared.items()}
+            chain = Chain((plan.keep, chain))
+        sums = columns.shape[1]
+        if not chain.keeps_state:
+            tasks = self._tasks(plan, columns, None, places)
+            return (yield LocalTraining(self.x, tasks, sums, chain, shared))
+        total: Answer | None = None
+        everyone = np.arange(len(self.cohort.clients)) if places is None else places
+        for portion in self._portions(len(everyone)):
+            some = everyone[portion]
+            clients, wanted = self.cohort.clients[some], plan.state_weights
+            states = self._rows(clients)
+            tasks = self._tasks(plan, columns[portion], states, some)
+            wanted = None if wanted is None else wanted[some]
+            request = LocalTraining(self.x, tasks, sums, chain, shared, states, wanted)
+            total = self._added(total, (yield request), clients)
+        assert total is not None
+        return total
+
     def _in_portions(self, request: FullGradient) -> Generator[Request, Answer, Answer]:
         total: Answer | None = None
-        for places in self._portions(np.arange(len(request.clients)), keeps=True):
-            clients, weights = request.clients[places], request.weights[places]
+        for portion in self._portions(len(request.clients)):
+            clients, weights = request.clients[portion], request.weights[portion]
             states = self._rows(clients)
             part = replace(request, clients=clients, weights=weights, states=states)
             total = self._added(total, (yield part), clients)
         assert total is not None
         return total
 
-    def _selected(
-        self, plan: LocalPlan, select: Select
-    ) -> Generator[Request, Answer, tuple[IntArray, Cohort, Mapping[str, FloatArray]]]:
-        """The first phase: all train and send a norm; who sends an update, and its probability.
-
-        The chosen train once more in the second phase, to the same update: nobody's is stored.
-        """
-        if plan.report is not None or plan.keep is not None:
-            raise needs_every_update(self.method)
-        everyone, cohort = np.arange(len(self.cohort.clients)), self.cohort
-        tasks = self._tasks(plan, everyone, np.zeros((len(everyone), 0)), None)
-        pool = (yield LocalTraining(self.x, tasks, 0)).metrics
-        norms = self.method.averaging.aggregation_weights(cohort) * pool["update_norm"]
-        asked, probability = select(norms)
-        chosen = cohort.only(asked, cohort.probability * probability)
-        return np.flatnonzero(asked), chosen, pool
-
-    def _train(
-        self, plan: LocalPlan, places: IntArray, columns: FloatArray
-    ) -> Generator[Request, Answer, Answer]:
-        """Train the clients at these places of the cohort, in portions if they keep a vector."""
-        chain, shared = self.settings.chain, self.state.transform_state
-        if plan.keep is not None:  # the method's own bookkeeping sees the update first
-            shared = {f"1.{name}": value for name, value in shared.items()}
-            chain = Chain((plan.keep, chain))
-        total: Answer | None = None
-        for some in self._portions(np.arange(len(places)), chain.keeps_state):
-            clients = self.cohort.clients[places[some]]
-            states = self._rows(clients) if chain.keeps_state else None
-            tasks = self._tasks(plan, places[some], columns[some], states)
-            wanted = None if plan.state_weights is None else plan.state_weights[places[some]]
-            request = LocalTraining(self.x, tasks, columns.shape[1], chain, shared, states, wanted)
-            total = self._added(total, (yield request), clients)
-        assert total is not None
-        return total
-
-    def _portions(self, places: IntArray, keeps: bool) -> Iterator[IntArray]:
-        size = len(places)
-        if keeps:
-            size = max(_FEWEST, _PORTION // (len(self.x) * self.x.element_size()))
-        return (places[begin : begin + size] for begin in range(0, len(places), max(size, 1)))
+    def _portions(self, n: int) -> Iterator[slice]:
+        """Which of n clients are served together."""
+        size = max(_FEWEST, _PORTION // (len(self.x) * self.x.element_size()))
+        return (slice(begin, begin + size) for begin in range(0, n, size))
 
     def _rows(self, clients: IntArray) -> "Tensor":
         assert self.clients is not None
@@ -212,58 +207,64 @@ class MethodRound:
         return Answer(total.sums + answer.sums, None, change, metrics)
 
     def _tasks(
-        self, plan: LocalPlan, places: IntArray, columns: FloatArray, states: "Tensor | None"
+        self,
+        plan: LocalPlan,
+        columns: FloatArray,
+        states: "Tensor | None",
+        places: IntArray | None = None,
     ) -> list[ClientTask]:
-        """What each client does, and the weights of what it sends."""
+        """What each client does, at some places of the cohort, and the weights of what it sends."""
         workload, seed, cohort = self.settings.workload, self.settings.seed, self.cohort
         clip, decay = workload.work.clip, workload.work.weight_decay
-        told = plan.each(places, states)
+        per_client = [cohort.clients, cohort.done, self.step_sizes]
+        if places is not None:
+            per_client = [values[places] for values in per_client]
+        told = plan.each(len(columns), places, states)
         if callable(plan.coefficients):
             name = f"{type(self.method.direction).__name__}.round"
             told = [check_coefficients(one, self.x, name) for one in told]
-        per_client = (cohort.clients, cohort.done, self.step_sizes)
-        numbers = [values[places].tolist() for values in per_client]
+        numbers = [values.tolist() for values in per_client]
         batches, r = workload.minibatches, cohort.round
         return [
             ClientTask(batches(i, done, seed, r), size, one, a, clip, decay)
             for i, done, size, one, a in zip(*numbers, told, columns, strict=True)
         ]
 
-    def _received(
-        self, update: "Tensor", metrics: Mapping[str, FloatArray]
-    ) -> "tuple[Tensor, Mapping[str, Tensor]]":
-        return received(self.settings, self.state, update, metrics)
-
     def _metrics(
         self,
-        places: IntArray,
-        pool: Mapping[str, FloatArray],
         senders: Mapping[str, FloatArray],
+        places: IntArray | None,
+        pool: Mapping[str, FloatArray] | None,
     ) -> dict[str, FloatArray]:
-        """The numbers of the round, one per client of the cohort, with what each client is sent
-        and sends.
+        """The numbers of the round, one per client of the cohort, with what each receives and
+        sends.
         """
-        n, number, direction = (
-            len(self.cohort.clients),
-            self.x.element_size(),
-            self.method.direction,
-        )
-        size = 0 if self.method.pooled else len(self.x) * number  # pooled data is not sent
-        found: dict[str, FloatArray] = {}
-        for name, values in senders.items():
-            found[name] = np.full(n, math.nan)
-            found[name][places] = values
-        found |= pool
-        up = np.full(n, float((direction.up - 1) * size))
-        up[places] += senders.get("bytes_up", np.full(len(places), float(size)))
-        up += number if self.settings.select else 0  # all send the norm of their update
-        return found | {"bytes_up": up, "bytes_down": np.full(n, float(direction.down * size))}
+        n, direction = len(self.cohort.clients), self.method.direction
+        size = 0 if self.method.pooled else self.x.nbytes  # pooled data is not sent
+        found = dict(senders)
+        found.setdefault("bytes_up", np.full(n if places is None else len(places), float(size)))
+        if places is not None:
+            found = {name: _placed(values, places, n) for name, values in found.items()}
+            # Those that send no update send the norm of it, as all do.
+            found["bytes_up"] = np.nan_to_num(found["bytes_up"]) + self.x.element_size()
+        found["bytes_up"] = found["bytes_up"] + (direction.up - 1) * size
+        found["bytes_down"] = np.full(n, float(direction.down * size))
+        return {**found, **(pool or {})}
+
+
+def _placed(values: FloatArray, places: IntArray, n: int) -> FloatArray:
+    """Numbers of some clients of a cohort of n; NaN for the others."""
+    found = np.full(n, math.nan)
+    found[places] = values
+    return found
 
 
 def received(
     settings: RoundSettings, state: State, update: "Tensor", metrics: Mapping[str, FloatArray]
 ) -> "tuple[Tensor, Mapping[str, Tensor]]":
     """The aggregated update after the transforms' part at the server, and their next state."""
+    if not settings.chain:
+        return update, state.transform_state
     context = ServerContext(settings.seed, state.round, state.transform_state, metrics)
     after, transform_state = settings.chain.server(update, context)
     check_tensor(after, "a transform's aggregated update", like=update)

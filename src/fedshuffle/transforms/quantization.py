@@ -186,14 +186,15 @@ class Float16(Compressor):
         out: "Tensor | None" = None,
     ) -> "tuple[Tensor, IntArray]":
         exponents, half = self._round(rows, norms)
-        decoded = half.to(rows.dtype) if out is None else out.copy_(half)
-        if exponents.any():
-            back = _powers(exponents, rows)
-            decoded = half.to(back.dtype).mul_(back).to(rows.dtype)
-        return decoded, wire.sizes(len(rows), self._layout(rows.shape[1], rows.dtype))
+        sizes = np.full(len(rows), 2 * rows.shape[1] + 1)  # half-precision numbers, and an exponent
+        if exponents is None:
+            return half.to(rows.dtype) if out is None else out.copy_(half), sizes
+        back = _powers(exponents, rows)
+        return half.to(back.dtype).mul_(back).to(rows.dtype), sizes
 
     def encode(self, vector: "Tensor", drawn: Drawn) -> Arrays:
         exponents, half = self._round(vector[None])
+        exponents = np.zeros(1, np.int8) if exponents is None else exponents
         return {"exponent": exponents, "values": half[0].cpu().numpy()}
 
     def decode(self, arrays: Arrays, d: int, dtype: "torch.dtype", drawn: Drawn) -> "Tensor":
@@ -208,8 +209,10 @@ class Float16(Compressor):
 
     def _round(
         self, rows: "Tensor", norms: "Tensor | None" = None
-    ) -> "tuple[NDArray[np.int8], Tensor]":
-        """The exponent of each row, and its numbers in half precision, divided by that power."""
+    ) -> "tuple[NDArray[np.int8] | None, Tensor]":
+        """The exponent of each row, None if all are zero, and its numbers in half precision,
+        divided by that power.
+        """
         import torch
 
         if norms is None:
@@ -218,7 +221,7 @@ class Float16(Compressor):
         sizes = norms.cpu().numpy()
         fits = (sizes >= 2.0**-4) & (sizes < 2.0**15)
         if fits.all():
-            return np.zeros(len(rows), np.int8), rows.to(torch.float16)
+            return None, rows.to(torch.float16)
         largest = rows.abs().amax(dim=1).cpu().numpy()
         exponents = np.frexp(largest)[1] - 15  # of infinity and NaN any will do
         exponents = np.where(fits, 0, np.clip(exponents, -100, 100)).astype(np.int8)

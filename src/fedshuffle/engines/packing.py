@@ -1,0 +1,78 @@
+"""The minibatches of clients that train side by side, as rows of examples for every step."""
+
+import itertools
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+from fedshuffle._arrays import FloatArray, IntArray
+from fedshuffle.local_work import Minibatches
+
+Step = tuple[slice | list[int], IntArray, FloatArray]
+"""Which clients take a step together, the rows of their minibatches, and each row's share in the
+mean of its minibatch."""
+
+
+class PackedMinibatches:
+    """The minibatches of a group of clients, the longest clients first.
+
+    In a step, each client has ``width`` places; empty ones hold its first row, with no share.
+    """
+
+    def __init__(
+        self, streams: Sequence[Minibatches], positions: Sequence[IntArray], firsts: IntArray
+    ) -> None:
+        size, batch, self.steps = np.array([(s.size, s.batch_size, s.steps) for s in streams]).T
+        self.width = int(batch.max())
+        active: IntArray = (self.steps > np.arange(self.steps[0])[:, None]).sum(axis=1)
+        self.begins = np.concatenate([[0], np.cumsum(active * self.width)])
+
+        # Every position of every stream: its epoch, its step, and its place in the minibatch.
+        counts = np.array([len(some) for some in positions])
+        client = np.repeat(np.arange(len(streams)), counts)
+        epoch, within = np.divmod(_ranges(counts), size[client])
+        turn, place = np.divmod(within, batch[client])
+        step = epoch * (-(-size // batch))[client] + turn
+        target = self.begins[step] + client * self.width + place
+        length = np.minimum(batch[client], size[client] - turn * batch[client])
+
+        self.owners = np.repeat(_ranges(active), self.width)
+        """The client of each place, step after step."""
+        self.rows = firsts[self.owners]
+        self.rows[target] += np.concatenate(positions)
+        self.shares = np.zeros(len(self.rows))
+        self.shares[target] = 1 / length
+        self.full = len(target) == len(self.rows)
+
+    def side_by_side(self) -> Iterator[Step]:
+        """All clients that are not done take each step together."""
+        for begin, end in itertools.pairwise(self.begins.tolist()):
+            shape = (end - begin) // self.width, self.width
+            rows, shares = self.rows[begin:end], self.shares[begin:end]
+            yield slice(0, shape[0]), rows.reshape(shape), shares.reshape(shape)
+
+    def by_length(self) -> Iterator[Step]:
+        """Clients whose next minibatches have the same length step together; the others wait."""
+        waiting: dict[int, list[tuple[int, int]]] = defaultdict(list)
+        clients, steps = np.arange(len(self.steps)), np.zeros_like(self.steps)
+        while True:
+            for client, step in zip(clients.tolist(), steps.tolist(), strict=True):
+                if step < self.steps[client]:
+                    begin = int(self.begins[step]) + client * self.width
+                    length = int(np.count_nonzero(self.shares[begin : begin + self.width]))
+                    waiting[length].append((client, step))
+            if not waiting:
+                return
+            # The largest such group comes first.
+            length = max(waiting, key=lambda length: (len(waiting[length]), length))
+            clients, steps = np.array(waiting.pop(length)).T
+            begins = self.begins[steps] + clients * self.width
+            rows = self.rows[begins[:, None] + np.arange(length)]
+            yield clients.tolist(), rows, np.full(rows.shape, 1 / length)
+            steps = steps + 1
+
+
+def _ranges(lengths: IntArray) -> IntArray:
+    """``0, 1, ..`` for every length, one after another."""
+    return np.arange(lengths.sum()) - np.repeat(np.cumsum(lengths) - lengths, lengths)
