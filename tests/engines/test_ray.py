@@ -26,7 +26,15 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parameters_to_vector
 
-from fedshuffle import Federation, FedShuffleError, LocalWork, TrainingError, losses, train
+from fedshuffle import (
+    Federation,
+    FedShuffleError,
+    LocalWork,
+    Privacy,
+    TrainingError,
+    losses,
+    train,
+)
 from fedshuffle._terminal import restored_signals
 from fedshuffle.engines import Engine, Problem, Ray, RayEngine, at_address, check, make
 from fedshuffle.engines.ray import cluster as clusters
@@ -106,8 +114,10 @@ def problem(loss: Callable[..., Tensor] = losses.cross_entropy) -> Problem:
     return Problem(network().double(), loss, federation())
 
 
-def trained(engine: Engine, method: str = "fedshuffle", rounds: int = 3) -> Tensor:
-    run = Run(engine.problem.federation, method, "full", WORK, 0.1, seed=3)
+def trained(
+    engine: Engine, method: str = "fedshuffle", rounds: int = 3, **on_the_way: Any
+) -> Tensor:
+    run = Run(engine.problem.federation, method, "full", WORK, 0.1, seed=3, **on_the_way)
     *_, (state,) = simulate(engine, [run], rounds)
     return state.x
 
@@ -226,6 +236,10 @@ def test_two_nodes_give_bit_for_bit_what_two_workers_give_here(nodes: Nodes) -> 
         have = trained(engine, method)
         assert torch.equal(have, trained(make("sequential:2", problem()), method))
         torch.testing.assert_close(have, trained(make("reference", problem()), method))
+    private = {"privacy": Privacy(clip=0.1, noise=1.0), "channel": "qsgd:4"}
+    for on_the_way in ({"channel": "topk:0.1+ef"}, {"channel": "diana"}, private):
+        have = trained(engine, **on_the_way)
+        assert torch.equal(have, trained(make("sequential:2", problem()), **on_the_way))
 
     one, two = (ray.get(engine._held[1])[0].tensor() for _ in range(2))
     assert torch.equal(one, engine.problem.fields[0])

@@ -562,5 +562,14 @@ def test_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "no client moves" in " ".join(bad.output.split())
     as_json = CliRunner().invoke(app, ["conformance", "fedavg", "--json"])
     assert '"outcome": "skipped"' in as_json.output
+    channel = CliRunner().invoke(app, ["conformance", "--transform", "topk:0.5+ef"])
+    assert channel.exit_code == 0
+    assert "5 passed, 0 failed, 1 do not apply" in " ".join(channel.output.split())
+    with pytest.raises(FedShuffleError, match="either a method, or --transform"):
+        CliRunner().invoke(app, ["conformance"], catch_exceptions=False)
+    with pytest.raises(FedShuffleError, match="must be of type Transform"):
+        CliRunner().invoke(
+            app, ["conformance", "--transform", "own_method:METHOD"], catch_exceptions=False
+        )
     with pytest.raises(FedShuffleError, match="must be of type Method"):
         CliRunner().invoke(app, ["conformance", "own_method:RULE"], catch_exceptions=False)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 from rich.markup import escape
-from typer import Argument
+from typer import Argument, Option
 
 from fedshuffle._terminal import plain_table
 from fedshuffle.cli.shared import (
@@ -17,6 +17,7 @@ from fedshuffle.cli.shared import (
     console,
     emit,
 )
+from fedshuffle.errors import FedShuffleError
 
 if TYPE_CHECKING:
     from fedshuffle.testing import Report
@@ -72,16 +73,26 @@ def print_methods(console: Console, rows: list[dict[str, Any]]) -> None:
 
 
 def conformance(
-    method: Annotated[str, Argument(help="A name, or module:METHOD for one of your own.")],
+    method: Annotated[
+        str | None, Argument(help="A name, or module:METHOD for one of your own.")
+    ] = None,
+    transform: Annotated[
+        str | None, Option(help="Instead: a channel, or module:TRANSFORM for one of your own.")
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Check that a method does what every method must; ends with 1 if anything fails."""
+    """Check that a method, or a transform, does what it must; ends with 1 if anything fails."""
     from fedshuffle.config import imports
-    from fedshuffle.testing import check
+    from fedshuffle.testing import check, check_transform
 
     here = Path.cwd()
     with imports.importable(here):
-        report = check(imports.method(method, here))
+        if method is not None and transform is None:
+            report = check(imports.method(method, here))
+        elif transform is not None and method is None:
+            report = check_transform(imports.transform(transform, here))
+        else:
+            raise FedShuffleError("give either a method, or --transform and a transform.")
     emit(as_json, [result._asdict() for result in report], partial(_print_report, report))
     if not report.passed:
         raise typer.Exit(1)

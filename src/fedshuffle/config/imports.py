@@ -18,6 +18,7 @@ from fedshuffle.errors import FedShuffleError, did_you_mean, error_context, one_
 from fedshuffle.federation import Federation
 from fedshuffle.methods import Method
 from fedshuffle.sampling import Sampling
+from fedshuffle.transforms import Transform, channels
 
 
 def method(text: str, folder: Path, momentum: str | None = None) -> Method:
@@ -34,6 +35,17 @@ def sampling(text: str, federation: Federation, folder: Path) -> Sampling:
     with importable(folder):
         made = call(text, {}, folder, Sampling, federation)  # type: ignore[type-abstract]
         return samplings.resolve(made, federation)
+
+
+def transform(text: str, folder: Path) -> Transform:
+    """A channel by its text, or a user's transform by its import path."""
+    if channels.is_channel(text):
+        found: object = channels.channel(text)
+    else:
+        found = find(text, folder)
+    expect(found, Transform, repr(text))
+    assert isinstance(found, Transform)
+    return found
 
 
 T = TypeVar("T")

@@ -5,6 +5,7 @@
 sends updates as they are.
 """
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -60,6 +61,16 @@ def channel(text: str | Channel | None) -> Channel | None:
             f"channel {text!r} has too much after {kind!r}: write '{name}+{kind}'."
         )
     return ErrorFeedback(made) if kind == "ef" else EF21(made)
+
+
+def is_channel(text: str) -> bool:
+    """Whether a text begins with the name of a compressor.
+
+    >>> is_channel("topk:0.1+ef"), is_channel("my.module:NAME")
+    (True, False)
+    """
+    name = re.split("[:+]", text.strip())[0]
+    return name in _MAKERS or name in _SHORT
 
 
 def down_link(text: str | DownLink | None) -> DownLink | None:
