@@ -128,6 +128,24 @@ class Answer:
     gradient was taken there), ``update_norm`` (before the chain), and those of the chain."""
 
 
+def joined_metrics(
+    parts: Sequence[Mapping[str, FloatArray]], lengths: Sequence[int]
+) -> dict[str, FloatArray]:
+    """The metrics of parts of the tasks, of these lengths, as those of all; NaN where a part lacks
+    one.
+
+    >>> joined_metrics([{"clipped": np.ones(1)}, {}], [1, 2])
+    {'clipped': array([ 1., nan, nan])}
+    """
+    missing = [np.full(length, math.nan) for length in lengths]
+    return {
+        name: np.concatenate(
+            [part.get(name, none) for part, none in zip(parts, missing, strict=True)]
+        )
+        for name in dict.fromkeys(name for part in parts for name in part)
+    }
+
+
 def adjusted(
     gradient: "Tensor", point: "Tensor", clip: "float | Tensor", weight_decay: "float | Tensor"
 ) -> "Tensor":

@@ -1,8 +1,7 @@
 """The seam between local training and aggregation, the same on every engine."""
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -10,89 +9,16 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fedshuffle import Federation, FedShuffleError, LocalWork, losses, methods
+from fedshuffle import Federation, FedShuffleError, LocalWork, losses
 from fedshuffle.engines import Problem, ReferenceEngine, make
 from fedshuffle.kernel import FullGradient, LocalTraining
 from fedshuffle.methods import round as method_round
 from fedshuffle.sampling import Independent
-from fedshuffle.testing import check_transform
 from fedshuffle.training.rounds import Run, run_round, simulate
 from fedshuffle.transforms import Chain, ClientContext, Message, ServerContext, Transform
-from fedshuffle.transforms.base import MeanUpdate
 from tests.engines.models import ENGINES, SIZES, data
 from tests.problems import Point, half_squared_distance
-
-NEAR: dict[str, Any] = {"rtol": 1e-12, "atol": 1e-13}
-
-
-@dataclass(frozen=True)
-class Everything(Transform):
-    """Uses all that a transform may: order, chance, state, gradients, server state, metrics."""
-
-    keeps_state = True
-
-    def client(self, updates: Tensor, state: Tensor | None, context: ClientContext) -> Message:
-        assert state is not None
-        assert context.full_gradients is not None
-        signs = [rng.choice([-1.0, 1.0], size=updates.shape[1]) for rng in context.generators()]
-        ramp = torch.linspace(0.5, 1.5, updates.shape[1], dtype=updates.dtype)
-        length = updates.new_tensor(context.steps * context.step_sizes * context.weights)
-        sent = updates * ramp + 0.1 * updates.new_tensor(np.stack(signs)) + 0.5 * state
-        sent += context.shared.get("mean", 0.0) + 0.01 * context.full_gradients()
-        new = state + updates * length[:, None]
-        sizes = context.clients.astype(np.float64) + 7
-        return Message(sent, new, {"bytes_up": sizes, "first": sent[:, 0]})
-
-    def server(self, update: Tensor, context: ServerContext) -> tuple[Tensor, Mapping[str, Tensor]]:
-        noise = context.generator().normal(size=len(update))
-        mean = 0.1 * update * float(context.metrics["first"].mean())
-        return update + 1e-3 * update.new_tensor(noise), {"mean": mean}
-
-
-class Halved(Transform):
-    any_layout = True
-    mean: MeanUpdate = "biased"
-
-    def client(self, updates: Tensor, state: Tensor | None, context: ClientContext) -> Message:
-        return Message(updates.mul_(0.5))
-
-
-@dataclass(frozen=True)
-class Noise(Transform):
-    """Gaussian noise at the server in every round."""
-
-    every_round: bool = True
-    mean = "unbiased"
-    server_only = True
-
-    def client(self, updates: Tensor, state: Tensor | None, context: ClientContext) -> Message:
-        return Message(updates)
-
-    def server(self, update: Tensor, context: ServerContext) -> tuple[Tensor, Mapping[str, Tensor]]:
-        noise = context.generator().normal(size=len(update))
-        return update + update.new_tensor(noise), {}
-
-
-class Scaled(Transform):
-    """Scales without touching the vectors."""
-
-    any_layout = True
-    mean: MeanUpdate = "biased"
-
-    def client(self, updates: Tensor, state: Tensor | None, context: ClientContext) -> Message:
-        return Message(updates, factors=1.0 / (2 + context.clients))
-
-
-MODELS: dict[str, Any] = {
-    "linear": lambda: nn.Linear(6, 3),  # by hand, with transposed weights
-    "mlp": lambda: nn.Sequential(nn.Linear(6, 4), nn.Tanh(), nn.Linear(4, 3)),
-    "autograd": lambda: nn.Sequential(nn.Linear(6, 4), nn.GELU(), nn.Linear(4, 3)),
-}
-
-
-def problem_of(model: str) -> Problem:
-    torch.manual_seed(0)
-    return Problem(MODELS[model]().double(), losses.cross_entropy, data((6,), 3, SIZES))
+from tests.transforms.examples import MODELS, NEAR, Everything, Halved, Noise, Scaled, problem_of
 
 
 @pytest.mark.parametrize("model", MODELS)
@@ -232,17 +158,18 @@ def test_portions_of_clients_with_state_do_not_change_a_round(
             np.testing.assert_allclose(have.metrics[metric], values, rtol=1e-9)
 
 
-def test_requests_of_stateful_clients_are_small() -> None:
+@pytest.mark.parametrize("method", ["scaffold", "fedlin-sparse"])
+def test_requests_of_stateful_clients_are_small(method: str) -> None:
     """However large the cohort, a request holds the vectors of a portion of it."""
     n, d = 3000, 2
     federation = Federation.from_arrays(torch.randn(n, d, dtype=torch.float64), sizes=[1] * n)
-    run = Run(federation, "scaffold")
-    state = run.start(torch.zeros(d, dtype=torch.float64))
-    request = run.local_training(state)
-    assert request is not None
-    assert request.sums == 1  # no matrix of clients times clients
+    run = Run(federation, method)
+    request = next(run.round(run.start(torch.zeros(d, dtype=torch.float64))))
     assert request.states is not None
-    assert request.states.nbytes <= method_round._PORTION
+    assert len(request.states) == method_round._MOST
+    # No matrix of clients times clients.
+    sums = request.sums if isinstance(request, LocalTraining) else request.weights.shape[1]
+    assert sums == 1
 
 
 def test_the_server_acts_in_empty_rounds_only_if_it_must() -> None:
@@ -256,6 +183,40 @@ def test_the_server_acts_in_empty_rounds_only_if_it_must() -> None:
         noise = ServerContext(1, 0, {}, {}).generator().normal(size=2)
         want = torch.from_numpy(noise) if always else torch.zeros(2).double()
         torch.testing.assert_close(state.x, want, **NEAR)
+
+
+def test_the_server_acts_if_no_update_is_chosen() -> None:
+    """Two-phase sampling selects nobody where all updates are zero."""
+    federation = Federation.from_arrays(torch.zeros(2, 2).double(), sizes=[1, 1])
+    problem = Problem(Point(2), half_squared_distance, federation)
+    run = Run(federation, "fedshuffle", "optimal:1", transforms=[Noise()], seed=1)
+    (state,) = run_round(ReferenceEngine(problem), [run], [run.start(problem.start)])
+    assert state.sent == 0
+    np.testing.assert_array_equal(state.metrics["bytes_up"], [8, 8])
+    noise = ServerContext(1, 0, {}, {}).generator().normal(size=2)
+    torch.testing.assert_close(state.x, torch.from_numpy(noise), **NEAR)
+
+
+def test_a_round_without_clients_leaves_the_down_link_as_it_is() -> None:
+    """Noise moves the server's model, and clients know of it only by a message."""
+    federation = Federation.from_arrays(torch.zeros(2, 2).double(), sizes=[1, 1])
+    problem = Problem(Point(2), half_squared_distance, federation)
+    engine = ReferenceEngine(problem)
+    rare = Independent([1e-9, 1e-9])
+    run = Run(federation, "fedshuffle", rare, transforms=[Noise()], down_channel="topk:0.5", seed=1)
+    state = run.start(problem.start)
+    (state,) = run_round(engine, [run], [state])
+    before = {name: tensor.clone() for name, tensor in state.transform_state.items()}
+    torch.testing.assert_close(before["down.known"], problem.start, **NEAR)
+    (state,) = run_round(engine, [run], [state])
+    assert state.x.norm() > 0
+    assert state.transform_state.keys() == before.keys()
+    for name, tensor in before.items():
+        assert torch.equal(state.transform_state[name], tensor)
+    request = run.round(state, run.cohort(2, np.array([0])))
+    training = next(request)
+    assert isinstance(training, LocalTraining)
+    assert torch.count_nonzero(training.start) == 1  # of two coordinates, half are sent
 
 
 def test_random_numbers_have_an_address() -> None:
@@ -274,39 +235,89 @@ def test_random_numbers_have_an_address() -> None:
     assert server.generator().random() != replace(server, part=1).generator().random()
 
 
-def test_two_memories_do_not_fit() -> None:
-    federation = Federation.from_sizes([1, 2])
-    with pytest.raises(FedShuffleError, match="both keep a vector"):
-        Run(federation, "fedshuffle", transforms=[Everything(), Everything()])
-    for name in ("scaffold", "fedlin-sparse"):
-        with pytest.raises(FedShuffleError, match=f"{name}.*keeps a vector.*Everything"):
-            Run(federation, name, transforms=[Everything()])
-    with pytest.raises(FedShuffleError, match="not a Transform"):
-        Run(federation, "fedshuffle", transforms=["topk"])  # type: ignore[list-item]
+class _Signs(Transform):
+    """Sends signs by chance, and keeps the gradient."""
 
-
-class _Wrong(Transform):
-    def __init__(self, message: Any) -> None:
-        self.message = message
+    keeps_state = True
 
     def client(self, updates: Tensor, state: Tensor | None, context: ClientContext) -> Message:
-        made: Message = self.message(updates)
-        return made
+        signs = [rng.choice([-1.0, 1.0], size=updates.shape[1]) for rng in context.generators()]
+        return Message(updates.new_tensor(np.stack(signs)), updates.clone())
 
 
-@pytest.mark.parametrize(
-    ("message", "named"),
-    [
-        (lambda u: Message(u[:, :1]), "vectors"),
-        (lambda u: Message(u.float()), "vectors"),
-        (lambda u: Message(u, u), "a state for clients to keep"),
-    ],
-)
-def test_messages_of_the_wrong_shape_have_a_clear_error(message: Any, named: str) -> None:
+class LastUpdate(Transform):
+    """Sends the update, and keeps the same tensor."""
+
+    keeps_state = True
+
+    def client(self, updates: Tensor, state: Tensor | None, context: ClientContext) -> Message:
+        return Message(updates, updates, {"rows": updates[:, 0].bfloat16()})
+
+
+@pytest.mark.parametrize("engine", ["reference", "sequential", "vectorized"])
+@pytest.mark.parametrize("after", [(), (Halved(),), (Scaled(), Halved())])
+def test_what_a_client_keeps_is_not_overwritten_by_the_next_transform(
+    engine: str, after: Any
+) -> None:
     problem = problem_of("linear")
-    run = Run(problem.federation, "fedshuffle", transforms=[_Wrong(message)])
-    with pytest.raises(FedShuffleError, match=f"transform.*{named}"):
-        run_round(ReferenceEngine(problem), [run], [run.start(problem.start)])
+    run = Run(problem.federation, "fedshuffle", transforms=[LastUpdate(), *after])
+    (state,) = run_round(make(engine, problem), [run], [run.start(problem.start)])
+    assert state.clients is not None
+    kept = state.clients.rows(np.arange(3))
+    np.testing.assert_allclose(kept.norm(dim=1), state.metrics["update_norm"], rtol=1e-9)
+    np.testing.assert_allclose(state.metrics["rows"], kept[:, 0], rtol=1e-2)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_optimal_sampling_on_every_engine(engine: str) -> None:
+    """Its first phase asks for no sums at all, also where weights are transposed."""
+    problem = problem_of("linear")
+    run = Run(problem.federation, "fedshuffle", "optimal:2", transforms=[Halved()], seed=1)
+    *_, (want,) = simulate(ReferenceEngine(problem), [run], 2)
+    runner = make(engine, problem)
+    *_, (have,) = simulate(runner, [run], 2)
+    runner.close()
+    torch.testing.assert_close(have.x, want.x, **NEAR)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_gradients_of_fewer_clients_than_workers_go_through_a_chain(engine: str) -> None:
+    """And a client that weighs nothing still keeps what it did not send."""
+    problem = problem_of("linear")
+    states = torch.zeros(1, 21, dtype=torch.float64)
+    for weight in (1.0, 0.0):
+        request = FullGradient(
+            (problem.start,),
+            np.array([1]),
+            np.array([[weight]]),
+            0,
+            0.1,
+            Chain((_Signs(),)),
+            states,
+        )
+        want = ReferenceEngine(problem).full_gradients([request])[0]
+        runner = make(engine, problem)
+        have = runner.full_gradients([request])[0]
+        runner.close()
+        torch.testing.assert_close(have.sums, want.sums, **NEAR)
+        assert have.states is not None
+        assert have.states.any()
+        torch.testing.assert_close(have.states, want.states, **NEAR)
+
+
+def test_metrics_that_only_some_portions_have(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Sometimes(LastUpdate):
+        def client(self, updates: Tensor, state: Tensor | None, context: ClientContext) -> Message:
+            found = {f"of {i}": np.ones(1) for i in context.clients.tolist() if i}
+            return Message(updates, state, found)
+
+    monkeypatch.setattr(method_round, "_PORTION", 1)
+    monkeypatch.setattr(method_round, "_FEWEST", 1)
+    problem = problem_of("linear")
+    run = Run(problem.federation, "fedshuffle", transforms=[Sometimes()])
+    (state,) = run_round(ReferenceEngine(problem), [run], [run.start(problem.start)])
+    np.testing.assert_array_equal(state.metrics["of 1"], [math.nan, 1, math.nan])
+    np.testing.assert_array_equal(state.metrics["of 2"], [math.nan, math.nan, 1])
 
 
 def test_a_full_gradient_with_a_chain_has_one_point() -> None:
@@ -337,75 +348,3 @@ def test_optimal_sampling_sends_what_the_chain_makes_of_the_chosen_updates() -> 
     sent = np.isfinite(state.metrics["first"])
     assert sent.sum() == state.sent
     np.testing.assert_array_equal(state.metrics["bytes_up"][~sent], 8)
-
-
-# Conformance ---------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("transform", [Everything(), Halved(), Noise(), Scaled()])
-def test_these_transforms_conform(transform: Transform) -> None:
-    report = check_transform(transform)
-    assert report.passed, str(report)
-
-
-class Mixing(Halved):
-    def client(self, updates: Tensor, state: Tensor | None, context: ClientContext) -> Message:
-        return Message(updates - updates.mean(0))
-
-
-class Ordered(Halved):
-    def client(self, updates: Tensor, state: Tensor | None, context: ClientContext) -> Message:
-        return Message(updates * torch.arange(updates.shape[1]).to(updates))
-
-
-class Unstated(Halved):
-    mean: MeanUpdate = "unbiased"
-
-
-class Forgetful(Everything):
-    mean: MeanUpdate = "restored"
-
-    def client(self, updates: Tensor, state: Tensor | None, context: ClientContext) -> Message:
-        return Message(0.5 * updates, torch.zeros_like(updates))
-
-
-class Overwriting(Everything):
-    def client(self, updates: Tensor, state: Tensor | None, context: ClientContext) -> Message:
-        assert state is not None
-        return Message(updates, state.add_(updates))
-
-
-class Global(Halved):
-    def client(self, updates: Tensor, state: Tensor | None, context: ClientContext) -> Message:
-        return Message(updates * torch.rand(1).to(updates))
-
-
-class Narrow(Halved):
-    def client(self, updates: Tensor, state: Tensor | None, context: ClientContext) -> Message:
-        return Message(updates.float())
-
-
-@pytest.mark.parametrize(
-    ("planted", "check"),
-    [
-        (Mixing(), "rows"),
-        (Ordered(), "layout"),
-        (Unstated(), "mean"),
-        (Forgetful(), "mean"),
-        (Overwriting(), "purity"),
-        (Global(), "purity"),
-        (Narrow(), "shapes"),
-    ],
-)
-def test_planted_bugs_are_found(planted: Transform, check: str) -> None:
-    assert check in [result.check for result in check_transform(planted).failures]
-
-
-def test_methods_own_bookkeeping_conforms() -> None:
-    from fedshuffle.methods.scaffold import Refresh
-
-    for refresh in ("update", "gradient"):
-        report = check_transform(Refresh(torch.zeros(6, dtype=torch.float64), refresh))
-        broken = {result.check for result in report.failures}
-        assert broken <= {"shapes", "engines"}, str(report)  # its c has the size of one model
-    assert methods.get("scaffold").direction.client_state

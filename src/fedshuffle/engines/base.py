@@ -112,14 +112,17 @@ class Gathered:
     """The answer to a local training, gathered as clients finish: running sums, no list of updates.
 
     ``own_gradients(tasks)`` computes the clients' full gradients at the global model, for
-    transforms that need them.
+    transforms that need them; ``ids`` are those of all clients, for errors.
     """
 
     def __init__(
-        self, request: LocalTraining, own_gradients: Callable[[Sequence[ClientTask]], Tensor]
+        self,
+        request: LocalTraining,
+        own_gradients: Callable[[Sequence[ClientTask]], Tensor],
+        ids: Sequence[object] | None = None,
     ) -> None:
         x, tasks = request.start, request.tasks
-        self._request, self._own_gradients = request, own_gradients
+        self._request, self._own_gradients, self._ids = request, own_gradients, ids
         self.sums = x.new_zeros(request.sums, len(x))
         self._states = None if request.states is None else torch.empty_like(request.states)
         self._change = None if request.state_weights is None else torch.zeros_like(x)
@@ -138,13 +141,15 @@ class Gathered:
                 shared=request.shared,
             )
 
-    def observe(self, rows: Sequence[int] | slice, **metrics: Tensor | FloatArray | float) -> None:
+    def observe(
+        self, rows: Sequence[int] | slice, /, **metrics: Tensor | FloatArray | float
+    ) -> None:
         """Record numbers of some tasks, by the name of the metric."""
         for name, values in metrics.items():
             known = self._metrics.get(name)
             if known is None:
                 known = self._metrics[name] = np.full(len(self._request.tasks), math.nan)
-            known[rows] = values.cpu().numpy() if isinstance(values, Tensor) else values
+            known[rows] = numbers(values) if isinstance(values, Tensor) else values
 
     def add(self, rows: Sequence[int], updates: Tensor, norms: Tensor | None = None) -> None:
         """Add what the clients of some tasks send; their updates, one row each, are overwritten."""
@@ -183,7 +188,9 @@ class Gathered:
             norms,
         )
         old = None if request.states is None else request.states[places]
-        message = checked(request.chain.client(updates, old, context), updates, old)
+        clients = [task.minibatches.client for task in tasks]
+        with _naming(self._ids, clients, context.round):
+            message = request.chain.client(updates, old, context)
         if old is not None and self._states is not None and message.state is not None:
             self._states[places] = message.state
             if self._change is not None and request.state_weights is not None:
@@ -198,6 +205,12 @@ class Gathered:
         return Answer(sums, self._states, self._change, self._metrics)
 
 
+def numbers(values: Tensor) -> FloatArray:
+    """A tensor of any dtype, on any device, as numbers of numpy."""
+    found: FloatArray = values.cpu().double().numpy()  # MPS has no doubles, numpy no bfloat16
+    return found
+
+
 def norms(updates: Tensor) -> Tensor:
     """The norm of each row, or of one vector, without overflow in half precision."""
     wider = torch.float32 if updates.dtype in (torch.float16, torch.bfloat16) else None
@@ -205,34 +218,47 @@ def norms(updates: Tensor) -> Tensor:
     return found
 
 
-def checked(message: Message, updates: Tensor, states: Tensor | None) -> Message:
-    """A message whose values and states have the shapes they must have, or a clear error."""
-    for what, found, like in (
-        ("vectors", message.vectors, updates),
-        ("state", message.state, states),
-    ):
-        if found is like:
-            continue
-        if found is None or like is None or (found.shape, found.dtype) != (like.shape, like.dtype):
-            shapes = [
-                one if one is None else (tuple(one.shape), one.dtype) for one in (found, like)
-            ]
-            raise FedShuffleError(
-                f"a transform gives a message with {what} of {shapes[0]}, but it must be"
-                f" {shapes[1]}: a row for each client, as it was given."
-            )
-    return message
+@contextmanager
+def _naming(ids: Sequence[object] | None, clients: Sequence[int], round: int) -> Iterator[None]:
+    """Add the clients and the round to what a transform raises."""
+    try:
+        yield
+    except TrainingError:  # the full gradient of a client, which is named
+        raise
+    except FedShuffleError as error:
+        who = named_clients([str(k if ids is None else ids[k]) for k in clients])
+        raise TrainingError(str(error), client=who, round=round, stage="transforms") from error
 
 
-def transformed_gradients(request: FullGradient, rows: Tensor) -> Answer:
-    """The answer to a request with a chain, from the full gradient of each client."""
+def named_clients(ids: Sequence[str]) -> str:
+    """Some clients, of which one is concerned, by the first few.
+
+    >>> named_clients(["ann"]), named_clients("abcdefg")
+    ('ann', 'one of a, b, c, d, e and 2 more')
+    """
+    more = f" and {len(ids) - 5} more" if len(ids) > 5 else ""
+    return "one of " * (len(ids) > 1) + ", ".join(ids[:5]) + more
+
+
+def transformed_gradients(
+    request: FullGradient, rows: Tensor, ids: Sequence[object] | None = None
+) -> Answer:
+    """The answer to a request with a chain, from the full gradient of each client; ``ids`` are
+    those of all clients, for errors.
+    """
+    if not len(rows):  # the part of a worker without clients
+        return Answer(rows.new_zeros(request.weights.shape[1], 1, rows.shape[1]), request.states)
     ones, weights = np.ones(len(rows)), request.weights[:, 0]
     steps = np.ones(len(rows), dtype=np.int64)
     context = ClientContext(request.seed, request.round, request.clients, steps, ones, weights)
     rows = rows + request.weight_decay * request.points[0]
-    message = checked(request.chain.client(rows, request.states, context), rows, request.states)
+    with _naming(ids, request.clients.tolist(), request.round):
+        message = request.chain.client(rows, request.states, context)
     sums = rows.new_tensor(request.weights.T) @ message.values
-    metrics = {name: np.asarray(values) for name, values in message.metrics.items()}
+    metrics = {
+        name: numbers(values) if isinstance(values, Tensor) else np.asarray(values)
+        for name, values in message.metrics.items()
+    }
     return Answer(sums[:, None], message.state, None, metrics)
 
 

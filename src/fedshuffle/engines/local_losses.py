@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from fedshuffle._arrays import FloatArray, IntArray
+from fedshuffle.engines.base import numbers
 from fedshuffle.engines.gradients import ByHand
 from fedshuffle.engines.packing import PackedMinibatches
 
@@ -52,9 +53,9 @@ class LocalLosses:
         if not self.observed:
             return
         if self._by_hand is None:
-            self._computed.append(torch.stack(self.observed).double().cpu().numpy())
+            self._computed.append(numbers(torch.stack(self.observed)))
         else:
-            each = self._by_hand.losses(torch.cat(self.observed)).double().cpu().numpy()
+            each = numbers(self._by_hand.losses(torch.cat(self.observed)))
             lengths = np.array(self.lengths)
             sums = np.add.reduceat(each.reshape(-1), np.cumsum(lengths) - lengths)
             self._computed.append(sums / lengths)
@@ -84,9 +85,9 @@ class GroupLosses:
             return np.full(n, math.nan)
         observed = torch.cat(self._observed)
         if self._by_hand:  # every example of every step, in the order of the packed minibatches
-            losses = self._by_hand.losses(observed).double().cpu().numpy() * packed.shares
+            losses = numbers(self._by_hand.losses(observed)) * packed.shares
             sums = np.bincount(packed.owners, losses, n)
         else:
-            sums = np.bincount(np.concatenate(self._rows), observed.double().cpu().numpy(), n)
+            sums = np.bincount(np.concatenate(self._rows), numbers(observed), n)
         means: FloatArray = sums / packed.steps
         return means

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -28,7 +29,9 @@ class ReferenceEngine(base.OneWorker):
 
     def _train(self, request: LocalTraining) -> Answer:
         x = request.start
-        gathered = base.Gathered(request, lambda tasks: self.own_gradients(x, tasks))
+        gathered = base.Gathered(
+            request, partial(self.own_gradients, x), self.problem.federation.ids
+        )
         for k, task in enumerate(request.tasks):
             with threads_for(self.problem, task.minibatches.batch_size):
                 y, loss = self._local_model(x, task)
@@ -65,7 +68,7 @@ class ReferenceEngine(base.OneWorker):
         points = torch.stack(list(request.points))
         if request.chain:
             rows = [self._gradients(client, points, request.round) for client in request.clients]
-            return base.transformed_gradients(request, torch.cat(rows))
+            return base.transformed_gradients(request, torch.cat(rows), self.problem.federation.ids)
         sums = points.new_zeros(request.weights.shape[1], *points.shape)
         for client, weights in zip(request.clients.tolist(), request.weights, strict=True):
             gradients = self._gradients(client, points, request.round) if weights.any() else points

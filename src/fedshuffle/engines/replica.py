@@ -54,8 +54,8 @@ class Layout:
         """Arranged vectors (one, or rows) as plain ones."""
         if self._plain:
             return arranged
-        lead = arranged.shape[:-1]
-        return torch.cat([view.reshape(*lead, -1) for view in self.views(arranged)], dim=-1)
+        lead, views = arranged.shape[:-1], zip(self.views(arranged), self._lengths, strict=True)
+        return torch.cat([view.reshape(*lead, length) for view, length in views], dim=-1)
 
 
 class Replica:

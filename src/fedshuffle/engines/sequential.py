@@ -61,7 +61,8 @@ class SequentialEngine(base.OneWorker):
             self._there.flat.copy_(x)
         if any(map(_needs_direction, request.tasks)):  # not in inference mode: others use it, too
             self._collected = self._collected or self._replica()
-        gathered = base.Gathered(request, partial(self.own_gradients, request.start))
+        ids = self.problem.federation.ids
+        gathered = base.Gathered(request, partial(self.own_gradients, request.start), ids)
         arranged, sums = request.chain.any_layout, list(gathered.sums)
         losses, norms = LocalLosses(self._here.by_hand), np.zeros(len(request.tasks))
         largest = max((task.minibatches.batch_size for task in request.tasks), default=1)
@@ -200,7 +201,8 @@ class SequentialEngine(base.OneWorker):
                 weights = request.weights[i]
                 own.flat.zero_()
                 with base.client_context(self.problem, client, request.round, "full gradient"):
-                    for some, share in self.problem.pieces(client) if weights.any() else ():
+                    needed = request.chain or weights.any()
+                    for some, share in self.problem.pieces(client) if needed else ():
                         self._restore(here, point)
                         here.descend(here.ready(self.problem.batch(some)), share, own)
                 if request.chain:
@@ -208,7 +210,8 @@ class SequentialEngine(base.OneWorker):
                 for total, weight in zip(sums, weights.tolist(), strict=True):
                     total[j].add_(own.flat, alpha=weight)
         if request.chain:
-            return base.transformed_gradients(request, layout.restore(rows))
+            ids = self.problem.federation.ids
+            return base.transformed_gradients(request, layout.restore(rows), ids)
         return base.finished_gradients(request, layout.restore(sums))
 
 

@@ -87,8 +87,9 @@ class VectorizedEngine(base.OneWorker):
         starts = self._tables(torch.stack([request.start for request in requests]))
         sums = [start.new_zeros(int(first[-1]), start[0].numel()) for start in starts]
         metrics = np.full((2, int(place[-1])), math.nan)
+        ids = self.problem.federation.ids
         gathered = {
-            k: base.Gathered(request, partial(self.own_gradients, request.start))
+            k: base.Gathered(request, partial(self.own_gradients, request.start), ids)
             for k, request in enumerate(requests)
             if request.chain
         }
@@ -171,7 +172,7 @@ class VectorizedEngine(base.OneWorker):
                 if mine:
                     updates = torch.cat([_flat(table[mine]) for table in y], dim=1)
                     answer.add([group[row].row for row in mine], updates, norm[mine])
-            return np.stack([losses, norm.double().cpu().numpy()])
+            return np.stack([losses, base.numbers(norm)])
 
     def _local(self, x: Tables, group: "list[_Owned]", starts: Tables) -> tuple[Tables, FloatArray]:
         """The models of a group of clients after their local steps, with a row per client:
@@ -284,8 +285,9 @@ class VectorizedEngine(base.OneWorker):
 
     def full_gradients(self, requests: Sequence[FullGradient]) -> list[Answer]:
         answers = self._full_gradients([_each_client(r) if r.chain else r for r in requests])
+        ids = self.problem.federation.ids
         return [
-            base.transformed_gradients(request, answer.sums[:, 0]) if request.chain else answer
+            base.transformed_gradients(request, answer.sums[:, 0], ids) if request.chain else answer
             for request, answer in zip(requests, answers, strict=True)
         ]
 

@@ -26,10 +26,10 @@ import numpy as np
 import torch
 
 from fedshuffle.engines import serialization
-from fedshuffle.engines.base import Engine, OneWorker, check_model
+from fedshuffle.engines.base import Engine, OneWorker, check_model, named_clients
 from fedshuffle.engines.problem import Problem
 from fedshuffle.errors import FedShuffleError, TrainingError
-from fedshuffle.kernel import Answer, FullGradient, LocalTraining, Request
+from fedshuffle.kernel import Answer, FullGradient, LocalTraining, Request, joined_metrics
 
 _ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
 _SERVER = {**_ONE_THREAD, "PYTHONSAFEPATH": "1"}  # and no modules from the current folder
@@ -86,11 +86,7 @@ def _together(answers: Sequence[Answer], shares: Sequence[list[int]]) -> Answer:
     order = np.argsort([k for share in shares for k in share])
     states = [answer.states for answer in answers if answer.states is not None]
     changes = [answer.state_change for answer in answers if answer.state_change is not None]
-    missing = [np.full(len(share), np.nan) for share in shares]
-    metrics = {
-        name: np.concatenate([a.metrics.get(name, none) for a, none in zip(answers, missing)])
-        for name in dict.fromkeys(name for answer in answers for name in answer.metrics)
-    }
+    metrics = joined_metrics([answer.metrics for answer in answers], list(map(len, shares)))
     return Answer(
         functools.reduce(torch.add, [answer.sums for answer in answers]),
         torch.cat(states)[torch.from_numpy(order)] if states else None,
@@ -122,10 +118,8 @@ def lost_worker(problem: Problem, requests: Sequence[Request], message: str) -> 
     clients = [stream.client for stream in streams]
     clients += [client for request in full for client in request.clients.tolist()]
     ids = [str(problem.federation.ids[client]) for client in dict.fromkeys(clients)]
-    more = f" and {len(ids) - 5} more" if len(ids) > 5 else ""
-    some = "one of " * (len(ids) > 1) + ", ".join(ids[:5]) + more
-    stage = "full gradient" if full else "local training"
-    return TrainingError(message, client=some, round=rounds[-1] if rounds else 0, stage=stage)
+    round, stage = rounds[-1] if rounds else 0, "full gradient" if full else "local training"
+    return TrainingError(message, client=named_clients(ids), round=round, stage=stage)
 
 
 class ThreadsEngine(Workers):

@@ -14,7 +14,14 @@ from numpy.typing import NDArray
 
 from fedshuffle._arrays import FloatArray, IntArray
 from fedshuffle.errors import FedShuffleError
-from fedshuffle.kernel import Answer, ClientTask, FullGradient, LocalTraining, Request
+from fedshuffle.kernel import (
+    Answer,
+    ClientTask,
+    FullGradient,
+    LocalTraining,
+    Request,
+    joined_metrics,
+)
 from fedshuffle.local_work import Workload
 from fedshuffle.methods.averaging import Cohort
 from fedshuffle.methods.directions import (
@@ -43,7 +50,7 @@ Select = Callable[[FloatArray], tuple[NDArray[np.bool_], FloatArray]]
 Requests = Generator[Request, Answer, Any]
 
 _PORTION = 16 * 2**20  # bytes of the clients' vectors in memory at a time
-_FEWEST = 16  # clients in a portion, so that workers have something to share
+_FEWEST, _MOST = 16, 1024  # clients in a portion: workers share it, groups are no larger
 
 
 @dataclass(frozen=True)
@@ -81,8 +88,8 @@ class MethodRound:
         if self.settings.select:
             cohort, places, pool = yield from self._selected(plan, self.settings.select)
         if not len(cohort.clients):  # as if nobody took part
-            metrics = self._metrics({}, places, pool)
-            return replace(self.state, round=self.state.round + 1, sent=0, metrics=metrics)
+            nothing = empty_round(self.method, self.state, self.settings)
+            return replace(nothing, sent=0, metrics=self._metrics({}, places, pool))
         columns = self.method.averaging.aggregation_weights(cohort)[:, None]
         if plan.report is not None:
             columns = np.column_stack([columns, plan.report])
@@ -117,7 +124,7 @@ class MethodRound:
                 return found
             self._refuse_if_private("asks for full gradients")
             request = replace(request, seed=self.settings.seed)
-            if request.chain.keeps_state:
+            if request.chain:
                 answer = (yield from self._in_portions(request)).sums
             else:
                 answer = (yield request).sums
@@ -167,7 +174,7 @@ class MethodRound:
             tasks = self._tasks(plan, columns[portion], states, some)
             wanted = None if wanted is None else wanted[some]
             request = LocalTraining(self.x, tasks, sums, chain, shared, states, wanted)
-            total = self._added(total, (yield request), clients)
+            total = self._added(total, (yield request), clients, portion.start)
         assert total is not None
         return total
 
@@ -175,23 +182,27 @@ class MethodRound:
         total: Answer | None = None
         for portion in self._portions(len(request.clients)):
             clients, weights = request.clients[portion], request.weights[portion]
-            states = self._rows(clients)
+            states = self._rows(clients) if request.chain.keeps_state else None
             part = replace(request, clients=clients, weights=weights, states=states)
-            total = self._added(total, (yield part), clients)
+            total = self._added(total, (yield part), clients, portion.start)
         assert total is not None
         return total
 
     def _portions(self, n: int) -> Iterator[slice]:
         """Which of n clients are served together."""
-        size = max(_FEWEST, _PORTION // (len(self.x) * self.x.element_size()))
+        size = min(_MOST, max(_FEWEST, _PORTION // self.x.nbytes))
         return (slice(begin, begin + size) for begin in range(0, n, size))
 
     def _rows(self, clients: IntArray) -> "Tensor":
         assert self.clients is not None
         return self.clients.rows(clients, self.x.device)
 
-    def _added(self, total: Answer | None, answer: Answer, clients: IntArray) -> Answer:
-        """The sums and metrics of one more portion; what its clients keep goes to the store."""
+    def _added(
+        self, total: Answer | None, answer: Answer, clients: IntArray, before: int
+    ) -> Answer:
+        """The sums and metrics of one more portion, after a number of clients before; what its
+        clients keep goes to the store.
+        """
         if answer.states is not None:
             assert self.clients is not None
             self.clients = self.clients.updated(clients, answer.states)
@@ -200,10 +211,8 @@ class MethodRound:
         change = answer.state_change
         if total.state_change is not None and change is not None:
             change = total.state_change + change
-        metrics = {
-            name: np.concatenate([total.metrics[name], values])
-            for name, values in answer.metrics.items()
-        }
+        lengths = before, len(clients)
+        metrics = joined_metrics([total.metrics, answer.metrics], lengths)
         return Answer(total.sums + answer.sums, None, change, metrics)
 
     def _tasks(
@@ -269,6 +278,12 @@ def received(
     after, transform_state = settings.chain.server(update, context)
     check_tensor(after, "a transform's aggregated update", like=update)
     check_state(transform_state, "a transform's state at the server")
+    if not after.isfinite().all():  # though the updates were
+        names = ", ".join(type(one).__name__ for one in settings.chain.transforms)
+        raise FedShuffleError(
+            f"round {state.round}: the aggregated update is not finite after the transforms"
+            f" ({names}). One of them gives NaN or infinity, or the weighted sum overflows."
+        )
     return after, transform_state
 
 

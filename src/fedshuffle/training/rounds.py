@@ -149,17 +149,19 @@ class Run:
             self.chain,
             select,
         )
-        if self.down_link is None or not len(cohort.clients):
-            after: State = yield from self.method.round(state, cohort, settings)
-            return after
+        if self.down_link is None:
+            return (yield from self.method.round(state, cohort, settings))
         link, kept = self._link_state(state)
-        known, received, link = self.down_link.send(state.x, link, cohort.clients, self.seed, at)
-        settings, state = replace(settings, start=known), replace(state, transform_state=kept)
+        state, received = replace(state, transform_state=kept), {}
+        if len(cohort.clients):  # nothing is sent to nobody
+            to = cohort.clients
+            known, sizes, link = self.down_link.send(state.x, link, to, self.seed, at)
+            settings = replace(settings, start=known)
+            extra = (self.method.direction.down - 1) * state.x.nbytes  # vectors besides the model
+            received = {"bytes_down": sizes + extra}
         after = yield from self.method.round(state, cohort, settings)
         linked = {_LINK + name: value for name, value in link.items()}
-        extra = (self.method.direction.down - 1) * state.x.nbytes  # vectors besides the model
-        metrics = {**after.metrics, "bytes_down": received + extra}
-        kept = {**after.transform_state, **linked}
+        kept, metrics = {**after.transform_state, **linked}, {**after.metrics, **received}
         return replace(after, transform_state=kept, metrics=metrics)
 
     def _link_state(self, state: State) -> tuple[Mapping[str, Tensor], Mapping[str, Tensor]]:

@@ -3,9 +3,9 @@
     DIR/run.json            settings, versions, and the id of this run
     DIR/metrics.jsonl       one line per round
     DIR/checkpoints/        the last states, of two files each:
-        00000100.safetensors    the model and the method's state
+        00000100.safetensors    the model, and the state of the method and of transforms
         00000100.json           round, id of the run, and a checksum over both files
-    DIR/clients.rows        client state, for methods that have it
+    DIR/clients.rows        client state, of the method or of a transform
     DIR/.lock               held by the process that writes to the folder
 
 All files but the metrics are moved into place when they are complete, the JSON file of a checkpoint

@@ -13,13 +13,14 @@ of a table, and rows never mix: engines that train many clients at once transfor
 
 import abc
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
 from fedshuffle._arrays import FloatArray, IntArray
-from fedshuffle.errors import FedShuffleError
+from fedshuffle.errors import FedShuffleError, user_error
 from fedshuffle.randomness import Purpose, ReusableGenerator, generator
 
 if TYPE_CHECKING:
@@ -202,15 +203,15 @@ class Chain(Transform):
                 there = replace(context, shared=shared, norms=norms, part=context.part + part)
             if factors is not None:
                 updates = updates.mul_(updates.new_tensor(factors)[:, None])
-            message = one.client(updates, own, there)
-            if (message.state is None) == one.keeps_state:
-                found = "gives no state" if one.keeps_state else "gives a state for clients to keep"
-                raise FedShuffleError(
-                    f"the transform {one!r} {found}, but its keeps_state is {one.keeps_state}."
-                )
+            with _named(one):
+                message = one.client(updates, own, there)
+            _check_message(one, message, updates)
             updates, factors = message.vectors, message.factors
             metrics = {**metrics, **message.metrics}
-            kept = message.state if one.keeps_state else kept
+            if message.state is not None:
+                # What is sent may be overwritten by the next transform.
+                same = message.state.data_ptr() == updates.data_ptr()
+                kept = message.state.clone() if same else message.state
         return Message(updates, kept, metrics, factors)
 
     def server(
@@ -219,12 +220,48 @@ class Chain(Transform):
         after: dict[str, Tensor] = {}
         for part, one in enumerate(self.transforms):
             own = replace(context, state=_part_of(context.state, part), part=context.part + part)
-            update, state = one.server(update, own)
+            with _named(one, f"round {context.round}: "):
+                update, state = one.server(update, own)
             after |= {f"{part}.{name}": value for name, value in state.items()}
         return update, after
 
 
 NO_TRANSFORMS = Chain()
+
+
+@contextmanager
+def _named(transform: Transform, where: str = "") -> Iterator[None]:
+    """Name the transform in what its code raises, unless that is a clear error already."""
+    try:
+        yield
+    except FedShuffleError:
+        raise
+    except (Exception, SystemExit) as error:
+        message = f"{where}the transform {type(transform).__name__}: {user_error(error)}."
+        raise FedShuffleError(message) from error
+
+
+def _check_message(transform: Transform, message: Message, updates: "Tensor") -> None:
+    """Refuse a message without the rows that it must have."""
+    wrong = ""
+    if not isinstance(message, Message):
+        wrong = f"gives a {type(message).__name__} instead of a Message"
+    elif (message.state is None) == transform.keeps_state:
+        found = "no state" if transform.keeps_state else "a state for clients to keep"
+        wrong = f"gives {found}, but its keeps_state is {transform.keeps_state}"
+    else:
+        shape, dtype = tuple(updates.shape), updates.dtype
+        for what, rows in ("vectors", message.vectors), ("state", message.state):
+            if rows is not None and (tuple(rows.shape), rows.dtype) != (shape, dtype):
+                wrong = (
+                    f"gives {what} of {tuple(rows.shape)} and {rows.dtype}, but must give {shape}"
+                    f" and {dtype}, as it was given: a row for each client"
+                )
+        for name, values in message.metrics.items():
+            if np.shape(values) != shape[:1]:
+                wrong = f"gives {np.shape(values)} values of {name!r} for {shape[0]} clients"
+    if wrong:
+        raise FedShuffleError(f"the transform {type(transform).__name__} {wrong}.")
 
 
 def _part_of(state: "Mapping[str, Tensor]", part: int) -> "dict[str, Tensor]":
