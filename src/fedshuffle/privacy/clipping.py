@@ -52,7 +52,7 @@ def clipped(
     norms: "Tensor | None" = None,
 ) -> Message:
     """Updates with a largest norm; times the weights, if they are given."""
-    found = (updates.norm(dim=1) if norms is None else norms).double().cpu().numpy()
+    found = (updates.norm(dim=1) if norms is None else norms).cpu().double().numpy()
     lengths = found if weights is None else found * weights
     # A norm of zero has the factor one. NaN stays NaN: engines refuse it.
     factors = threshold / np.maximum(lengths, threshold)

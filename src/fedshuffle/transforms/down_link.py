@@ -79,13 +79,13 @@ class DownLink:
         correction, size = self.compressor.compress((x - known)[None], [drawn])
         known = known + self.compressor.damping(len(x)) * correction[0]
         sent = state["sent"] + int(size[0])
-        members = torch.from_numpy(clients)
+        members = torch.from_numpy(clients).to(state["received"].device)
         whole = x.numel() * x.element_size()
         last = state["received"][members]
         missed = (sent - last).where(last >= 0, whole).clamp_max(whole)
         received = state["received"].index_fill(0, members, int(sent))
         after = {"known": known, "sent": sent, "received": received}
-        return known, missed.numpy().astype(np.float64), after
+        return known, missed.cpu().numpy().astype(np.float64), after
 
     def encode(self, x: "Tensor", known: "Tensor", seed: int, round: int) -> Arrays:
         """The arrays of a round's message."""
