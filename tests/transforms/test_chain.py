@@ -348,3 +348,10 @@ def test_optimal_sampling_sends_what_the_chain_makes_of_the_chosen_updates() -> 
     sent = np.isfinite(state.metrics["first"])
     assert sent.sum() == state.sent
     np.testing.assert_array_equal(state.metrics["bytes_up"][~sent], 8)
+
+
+def test_chains_of_the_user_are_laid_out_flat() -> None:
+    """So that no two transforms draw the same random numbers."""
+    one, two, three = Halved(), Scaled(), Noise()
+    run = Run(Federation.from_sizes([1]), "fedshuffle", transforms=[Chain((one, two)), three])
+    assert run.chain.transforms == (one, two, three)

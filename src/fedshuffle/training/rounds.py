@@ -63,7 +63,7 @@ class Run:
         self.server_step_size = server_step_size
         self.seed = check_seed(seed)
         link = channels.channel(channel)
-        given = (*transforms, *([] if link is None else [link]))
+        given = Chain((*transforms, *([] if link is None else [link]))).flat
         self.mechanism: Mechanism | None = None
         """What makes the run private; its noise may depend on the number of rounds."""
         if privacy is not None:

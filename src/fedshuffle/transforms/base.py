@@ -12,6 +12,7 @@ of a table, and rows never mix: engines that train many clients at once transfor
 """
 
 import abc
+import itertools
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -163,6 +164,12 @@ class Chain(Transform):
     def then(self, *transforms: Transform) -> "Chain":
         """This chain with more transforms at its end."""
         return Chain((*self.transforms, *transforms))
+
+    @property
+    def flat(self) -> tuple[Transform, ...]:
+        """Its transforms, and those of chains among them, one after another."""
+        parts = (one.flat if isinstance(one, Chain) else (one,) for one in self.transforms)
+        return tuple(itertools.chain.from_iterable(parts))
 
     def check_with_client_state(self, method: str, client_state: bool) -> None:
         """Refuse a chain that keeps state with a method that does so as well."""
