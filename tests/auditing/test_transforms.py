@@ -13,6 +13,7 @@ from fedshuffle import Federation, FedShuffleError, audit
 from fedshuffle.auditing import clipping_report, measured_clipping
 from fedshuffle.auditing.result import print_audit
 from fedshuffle.auditing.transforms import print_clipping
+from fedshuffle.privacy import AdaptiveClipping, Privacy
 from fedshuffle.transforms import Chain, ClientContext, Message, Transform
 
 CLIENTS = Federation.from_sizes([1, 2, 3])
@@ -68,6 +69,28 @@ def test_clipping_leaves_the_objective_undecided(method: str, words: str) -> Non
         assert "transform" in result.conclusion[1]
     else:  # its weights are wrong without the transform
         assert "in the wrong place" in result.conclusion[1]
+
+
+@pytest.mark.parametrize("noise", [0.5, None], ids=["noise", "epsilon"])
+@pytest.mark.parametrize("adaptive", [AdaptiveClipping(count_noise=0.4), None], ids=repr)
+def test_privacy_is_clipping_with_noise(
+    noise: float | None, adaptive: AdaptiveClipping | None
+) -> None:
+    """The noise for an epsilon follows from the rounds, so the audit names none."""
+    privacy = Privacy(clip=2.0, noise=noise, epsilon=1.0, delta=1e-3, adaptive=adaptive)
+    result = audit(CLIENTS, "fedshuffle", "uniform:2", channel="qsgd:4", privacy=privacy)
+    assert result.consistent is None
+    (found,) = result.findings
+    assert ("AdaptiveClip" if noise and adaptive else "Clip(threshold=2.0") in found.what
+    assert "QSGD" in result.notes[0]
+    noises = [note for note in result.notes if "GaussianNoise(std=0.75)" in note]
+    assert len(result.notes) == 1 + len(noises)
+    assert bool(noises) == (noise is not None and adaptive is None)
+
+
+def test_privacy_that_no_run_accepts_is_refused() -> None:
+    with pytest.raises(FedShuffleError, match="fixed denominator"):
+        audit(CLIENTS, "fedavg", privacy=Privacy(clip=1.0, epsilon=1.0, delta=1e-3))
 
 
 def test_what_is_no_fault_is_printed() -> None:

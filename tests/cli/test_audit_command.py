@@ -231,9 +231,94 @@ def test_whose_weight_was_cut_in_a_run(store: Path, monkeypatch: Monkey, capsys:
     assert json.loads(capsys.readouterr().out)["client_ids"] == ["<b>zoe</b>", "ann", "bob"]
 
 
+TRAINED = """
+rounds = 6
+sampling = "uniform:2"
+step_size = 0.05
+record_clients = true
+loss = "squared_error"
+
+[model]
+use = "torch.nn:Linear"
+in_features = 3
+out_features = 1
+
+[data]
+use = "own_clients:clients"
+
+[privacy]
+clip = 0.5
+noise = 1.0
+"""
+OWN_CLIENTS = """
+import torch
+from fedshuffle import Federation
+
+def clients():
+    rng = torch.Generator().manual_seed(0)
+    inputs = torch.randn(10, 3, generator=rng)
+    return Federation.from_arrays(inputs, 2 + inputs.sum(1, keepdim=True), sizes=[1, 3, 6])
+"""
+
+
+@pytest.fixture
+def trained(tmp_path: Path, monkeypatch: Monkey, capsys: Printed) -> Path:
+    (tmp_path / "own_clients.py").write_text(OWN_CLIENTS)
+    (tmp_path / "run.toml").write_text(TRAINED)
+    monkeypatch.chdir(tmp_path)
+    assert run(monkeypatch, "run", "run.toml", "--out", "out") == 0
+    capsys.readouterr()
+    return tmp_path / "out"
+
+
+def test_whose_weight_was_cut_in_a_trained_run(
+    trained: Path, monkeypatch: Monkey, capsys: Printed
+) -> None:
+    """By hand from the norms that the run recorded, which agree with what it clipped."""
+    found = audited(monkeypatch, capsys, "--clipping", str(trained), "--clip", "0.5")
+    kept: dict[int, list[float]] = {}
+    for line in (trained / "metrics.jsonl").read_text().splitlines():
+        record = json.loads(line)
+        rows = record["per_client"]
+        for client, norm, clipped in zip(
+            record["cohort"], rows["update_norm"], rows["clipped"], strict=True
+        ):
+            assert clipped == (norm > 0.5)
+            kept.setdefault(client, []).append(min(1.0, 0.5 / norm))
+    raw = np.array([1, 3, 6]) * [np.mean(kept[client]) for client in range(3)]
+    assert found["effective_weights"] == pytest.approx((raw / raw.sum()).tolist())
+    assert found["times"] == [len(kept[client]) for client in range(3)]
+    assert 0 < sum(found["clipped"]) <= 3
+    assert run(monkeypatch, "audit", "--clipping", str(trained), "--clip", "0.5") == 0
+    assert "of the updates were clipped" in capsys.readouterr().out
+
+
+def test_the_norms_of_weighted_clipping_are_not_those_recorded(
+    trained: Path, monkeypatch: Monkey, capsys: Printed
+) -> None:
+    config = trained / "config.toml"
+    config.write_text(config.read_text().replace("weighted = false", "weighted = true"))
+    assert run(monkeypatch, "audit", "--clipping", str(trained), "--clip", "0.5") == 2
+    assert "times their weights" in capsys.readouterr().err
+
+
+def test_a_config_gives_channel_and_privacy(
+    trained: Path, monkeypatch: Monkey, capsys: Printed
+) -> None:
+    words = ["--config", str(trained / "config.toml")]
+    found = audited(monkeypatch, capsys, *words)
+    assert found["consistent"] is None
+    assert "Clip(threshold=0.5" in found["findings"][0]["what"]
+    found = audited(monkeypatch, capsys, *words, "--channel", "topk:0.5")
+    assert found["consistent"] is False
+    assert "TopK" in found["findings"][0]["what"]
+
+
 @pytest.mark.parametrize(
     ("words", "error"),
     [
+        (["--clipping", "run", "--clip", "1"], "no config.toml that names the clients"),
+        (["--clipping", "run", "--clip", "1", "--weights", "1,2"], "--weights changes nothing"),
         (["--privacy", "--sizes", "1,2", "--clip", "1"], "give --flower or --callable"),
         (["--privacy", "--callable", "a:b", "--sizes", "1,2"], "give --clip"),
         (["--clip", "1", "--sizes", "1,2"], "--clip changes nothing"),

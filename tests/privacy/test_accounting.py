@@ -204,6 +204,31 @@ def test_calibrated_noise_is_just_enough(amplification: Amplification) -> None:
     assert not found.affords(found.affordable() + 1)
 
 
+def test_clients_that_are_rarely_drawn_may_spend_nothing() -> None:
+    """With p below delta, even a noise multiplier of 1 costs an epsilon of zero."""
+    rare = replace(budget(1.0, np.full(4, 0.04), amplification="poisson"), delta=0.05)
+    assert rare.spent(1) == 0
+    found = calibrated(replace(rare, epsilon=0.5), 2)
+    assert 0.3 <= found.noise < 1
+    assert found.affords(2)
+
+
+def test_clients_equal_up_to_rounding_are_one_class() -> None:
+    p = np.array([0.3, 0.7])
+    found = budget(1.0, p, np.array([1.0, 1 - 2e-16]), "poisson")
+    assert found._worst == ([0.7], [1.0])
+
+
+def test_without_amplification_probabilities_make_no_classes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Two classes are enough for contributions that hardly differ, whatever p is."""
+    monkeypatch.setattr(accounting, "_MAX_CLASSES", 2)
+    each = np.array([0.5, 0.501, 1.0])
+    found = budget(3.0, np.array([0.1, 0.9, 0.5]), each).per_client(2)
+    assert found == pytest.approx([analytic(3.0 / a / 2**0.5) for a in each], rel=0.03)
+
+
 def test_calibrated_noise_of_a_tree() -> None:
     found = calibrated(budget(1.0, epsilon=2.0, separation=8), 20)
     assert found.noise == pytest.approx(

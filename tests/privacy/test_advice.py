@@ -35,3 +35,15 @@ def test_adaptive_clipping_does_not_reach_every_epsilon() -> None:
     # A noise multiplier of 9 would need a count_noise above 4.5.
     privacy = Privacy(clip=1.0, noise=2.0, adaptive=AdaptiveClipping(count_noise=4.0))
     assert list(advise(mechanism(privacy), 40).noise_for) == [2.0, 4.0, 8.0]
+
+
+def test_advice_says_when_the_budget_ends(capsys: pytest.CaptureFixture[str]) -> None:
+    privacy = Privacy(clip=1.0, noise=8.0, epsilon=2.0, delta=1e-3)
+    last = mechanism(privacy).max_rounds
+    assert last is not None
+    assert last < 40
+    found = advise(mechanism(privacy), 40)
+    assert found.stops_after == last
+    _print_privacy(found)
+    assert f"stops after round {last}" in capsys.readouterr().out
+    assert advise(mechanism(privacy), last).stops_after is None

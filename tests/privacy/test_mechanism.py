@@ -10,6 +10,7 @@ import torch
 from fedshuffle import Federation, LocalWork, methods
 from fedshuffle._arrays import IntArray
 from fedshuffle.errors import FedShuffleError
+from fedshuffle.local_work import Interruption
 from fedshuffle.methods import Cohort, FedShuffleGen, InclusionProbability, Method
 from fedshuffle.methods.averaging import own_steps
 from fedshuffle.privacy import Clip, GaussianNoise, Mechanism, Privacy, TreeNoise, bind
@@ -49,6 +50,29 @@ OWN = replace(
 )
 
 
+def share_of_the_cohort(cohort: Cohort) -> Any:
+    return cohort.weight / cohort.weight.sum()
+
+
+def longest_of_the_cohort(cohort: Cohort) -> Any:
+    return np.full(len(cohort.clients), float(cohort.planned.max()))
+
+
+class SlowestSetsThePace(Interruption):
+    random = False
+
+    def done(self, planned: IntArray, clients: IntArray, seed: int, round: int) -> IntArray:
+        return np.full_like(planned, planned.min())
+
+
+def own(**rules: Any) -> Method:
+    method = methods.get("fedshuffle")
+    return replace(method, name="own", averaging=replace(method.averaging, **rules))
+
+
+WEIGHTED = Privacy(clip=1.0, noise=1.0, weighted=True)
+
+
 class Remembers(Transform):
     def client(self, updates: torch.Tensor, state: object, context: ClientContext) -> Message:
         return Message(updates)
@@ -72,6 +96,12 @@ class Remembers(Transform):
         ({"sampling": "optimal:2"}, "norms of their updates"),
         ({"work": LocalWork(steps="min")}, "steps='min' depends on the cohort"),
         ({"method": OWN}, r"own weighs clients by own_weights.*weighted=True"),
+        (
+            {"method": own(weight=share_of_the_cohort), "privacy": WEIGHTED},
+            "own computes the weight.*from the whole cohort",
+        ),
+        ({"method": own(step_normalisation=longest_of_the_cohort)}, "from the whole cohort"),
+        ({"work": LocalWork(interruption=SlowestSetsThePace())}, "from the whole cohort"),
         ({"transforms": (Remembers(),)}, "before it has noise"),
         ({"privacy": EPSILON, "rounds": 0}, "number of rounds is 0"),
         ({"privacy": EPSILON, "rounds": None}, "give rounds, or noise"),

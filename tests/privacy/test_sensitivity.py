@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from fedshuffle import EpochRange, Federation, LocalWork, MissLast, RandomStop, methods
 from fedshuffle._arrays import FloatArray, IntArray
+from fedshuffle.local_work import Interruption
 from fedshuffle.methods import Cohort, FedShuffleGen, InclusionProbability, Method
 from fedshuffle.methods.averaging import (
     objective_weight,
@@ -121,6 +122,26 @@ def test_no_round_has_a_larger_weight(
     for round in range(5):
         steps = workload.plan(clients, seed, round)
         cohort = Cohort.of(federation, drawn, workload, clients, steps)
+        assert (own.averaging.aggregation_weights(cohort) <= most * (1 + 1e-12)).all()
+
+
+class LateStop(Interruption):
+    """Clients do all steps in the first rounds, and one step later."""
+
+    random = False
+
+    def done(self, planned: IntArray, clients: IntArray, seed: int, round: int) -> IntArray:
+        return planned if round < 100 else np.ones_like(planned)
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_an_interruption_of_one_s_own_may_change_with_the_round(rule: str) -> None:
+    federation, own = Federation.from_sizes(SIZES), method(RULES[rule])
+    workload = own.local_work(LocalWork(interruption=LateStop())).on(federation.sizes)
+    most = largest_weights(own, federation, Full(3), workload)
+    for round in (0, 100):
+        steps = workload.plan(np.arange(3), seed=0, round=round)
+        cohort = Cohort.of(federation, Full(3), workload, np.arange(3), steps)
         assert (own.averaging.aggregation_weights(cohort) <= most * (1 + 1e-12)).all()
 
 

@@ -26,6 +26,7 @@ from fedshuffle import (
 )
 from fedshuffle.cli.advise import _advised_run
 from fedshuffle.config import load
+from fedshuffle.privacy.accounting import gaussian_epsilon
 from fedshuffle.sampling import Independent, Optimal, Uniform, parse
 from fedshuffle.theory import (
     Advice,
@@ -295,6 +296,18 @@ def anchors(page: str) -> set[str]:
     text = (ROOT / page).read_text(encoding="utf-8")
     heads = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", head.lower()).replace(" ", "-") for head in heads}
+
+
+def test_a_config_with_privacy_gets_its_cost(
+    config: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = config.read_text(encoding="utf-8")
+    config.write_text(text + "\n[privacy]\nclip = 1.0\nnoise = 4.0\ndelta = 1e-3\n")
+    words = ["--search-rounds", "0", "--set", "sampling=full"]
+    assert command(monkeypatch, str(config), *words) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert f"20 rounds cost epsilon {gaussian_epsilon(4 / 20**0.5, 1e-3):.3g}" in shown
+    assert "docs/privacy.md" in shown
 
 
 def test_every_source_is_a_heading_in_the_docs() -> None:

@@ -92,10 +92,12 @@ def audit(
     biased = bool((np.abs(effective - objective) > slack).any())
     link = channels.channel(channel)
     chain = [*transforms, *([] if link is None else [link])]
-    if privacy is not None:  # how much noise there is does not matter here
-        noisy = dataclasses.replace(privacy, noise=privacy.noise or 1.0, epsilon=None)
-        mechanism = bind(noisy, method, federation, sampling, workload, None, chain)
-        chain += mechanism.transforms
+    if privacy is not None:
+        # The noise for an epsilon depends on the rounds of the run; it does not change the mean.
+        unknown: dict[str, Any] = {} if privacy.noise else {"noise": 1.0, "adaptive": None}
+        settings = dataclasses.replace(privacy, epsilon=None, **unknown)
+        private = bind(settings, method, federation, sampling, workload, None, chain).transforms
+        chain += private[:1] if unknown else private
     effects, notes, keeps = transform_effects(subject, chain)
     certain = True if errors is None and averaged is None and keeps else None
     momentum = "" if method.momentum == "none" else f", momentum {method.momentum}"

@@ -193,6 +193,8 @@ def _print_privacy(advice: "PrivacyAdvice") -> None:
         f" multiplier is {advice.noise:.3g}, the sensitivity {advice.sensitivity:.3g}, the standard"
         f" deviation of the noise {advice.noise_std:.3g}."
     )
+    if advice.stops_after is not None:
+        console.print(f"  The run stops after round {advice.stops_after}: its epsilon is spent.")
     notes = [_AMPLIFICATION[advice.amplification]]
     after, noise = advice.epsilon_after.items(), advice.noise_for.items()
     _table("after rounds|epsilon", after)

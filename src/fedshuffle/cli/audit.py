@@ -88,6 +88,7 @@ def audit(
     from fedshuffle.auditing.adapters import Aggregator, FlowerAggregator, read_log
     from fedshuffle.auditing.privacy import print_privacy
     from fedshuffle.auditing.result import print_audit
+    from fedshuffle.auditing.transforms import print_clipping
     from fedshuffle.config import imports, loader
 
     result: auditing.Audit | auditing.PrivacyAudit
@@ -96,9 +97,12 @@ def audit(
     if clip is None and (privacy or clipping is not None):
         raise FedShuffleError("give --clip and the norm to which updates are cut.")
     if clipping is not None:
-        known = ["clipping", "clip", "sizes", "data", "weights", "as_json"]
+        known = ["clipping", "clip", "sizes", "data", "as_json"]
+        known += ["weights"] * (sizes is not None or data is not None)
         refuse_unused(context, [name for name in context.params if name not in known], "--clipping")
-        _clipping(clipping, sizes, data, weights, clip, as_json)
+        federation = _clients_of_run(clipping, sizes, data, weights)
+        report = auditing.clipping_report(clipping, federation, number(clip, "--clip"))
+        emit(as_json, report.to_dict(), partial(print_clipping, console, report))
         return
     if not privacy:
         refuse_unused(context, [*private, "clip"], "an audit without --privacy")
@@ -170,29 +174,27 @@ def audit(
         raise typer.Exit(1)
 
 
-def _clipping(
-    folder: Path,
-    sizes: str | None,
-    data: Path | None,
-    weights: str | None,
-    clip: float | None,
-    as_json: bool,
-) -> None:
-    """Print whose weight clipping cut in a run; its config names the clients, unless given."""
-    from fedshuffle.auditing.transforms import print_clipping
+def _clients_of_run(
+    folder: Path, sizes: str | None, data: Path | None, weights: str | None
+) -> Federation:
+    """The clients of a recorded run: its config names them, unless they are given."""
+    if sizes is not None or data is not None:
+        return _clients(sizes, data, None if weights is None else _numbers(weights, "--weights"))
+    if not (folder / "config.toml").exists():
+        raise FedShuffleError(
+            f"{str(folder)!r} has no config.toml that names the clients: give --sizes or --data."
+        )
+    from fedshuffle.config import loader, runner
 
-    config = folder / "config.toml"
-    if sizes is None and data is None and config.exists():
-        from fedshuffle.config import loader, runner
-
-        chosen = loader.load(config, {})
-        with chosen.importable():
-            federation = runner.federation(chosen)
-    else:
-        objective = None if weights is None else _numbers(weights, "--weights")
-        federation = _clients(sizes, data, objective)
-    report = auditing.clipping_report(folder, federation, number(clip, "--clip"))
-    emit(as_json, report.to_dict(), partial(print_clipping, console, report))
+    config = loader.load(folder / "config.toml", {})
+    if config.privacy is not None and config.privacy.weighted:
+        raise FedShuffleError(
+            f"the run in {str(folder)!r} clips updates times their weights, and its records hold"
+            " the norms of updates. Use auditing.measured_clipping in Python, with the norms times"
+            " the weights."
+        )
+    with config.importable():
+        return runner.federation(config)
 
 
 def _clients(sizes: str | None, data: Path | None, weights: Any) -> Federation:

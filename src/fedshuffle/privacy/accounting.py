@@ -162,14 +162,15 @@ class Budget:
         until there are not.
         """
         p = self.probabilities if self.amplification != "none" else np.ones_like(self.probabilities)
-        step, contributions = 0.01, self.contributions
+        # Equal weights over equal probabilities differ in their last digits.
+        exact = p, np.ceil(self.contributions * 1e9) / 1e9
+        step, (p, contributions) = 0.01, exact
         while True:
             pairs, client_class = np.unique(p + 1j * contributions, return_inverse=True)
             if len(pairs) <= limit:
                 return pairs.real, pairs.imag, client_class
             p, contributions = (
-                np.minimum(np.exp(step * np.ceil(np.log(one) / step - 1e-9)), 1.0)
-                for one in (self.probabilities, self.contributions)
+                np.minimum(np.exp(step * np.ceil(np.log(one) / step - 1e-9)), 1.0) for one in exact
             )
             step *= 1.5
 
@@ -241,7 +242,8 @@ def calibrated(budget: Budget, rounds: int) -> Budget:
 
     def excess(log_noise: float) -> float:
         """The logarithm of what is spent, relative to what may be."""
-        return math.log(replace(budget, noise=math.exp(log_noise)).spent(rounds) / epsilon)
+        spent = replace(budget, noise=math.exp(log_noise)).spent(rounds)
+        return math.log(max(spent / epsilon, 0.01))  # clients that are rarely drawn may spend 0
 
     high = math.log(enough)
     if excess(high) > 0:

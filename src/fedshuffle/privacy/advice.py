@@ -33,6 +33,8 @@ class PrivacyAdvice:
     """Of the worst client, by the number of rounds."""
     noise_for: dict[float, float]
     """The noise multiplier with which all rounds cost an epsilon; without those out of reach."""
+    stops_after: int | None = None
+    """The last round that the user's epsilon affords, if it is not the last of all."""
 
 
 def advise(mechanism: Mechanism, rounds: int) -> PrivacyAdvice:
@@ -50,6 +52,7 @@ def advise(mechanism: Mechanism, rounds: int) -> PrivacyAdvice:
     """
     count(rounds, "the number of rounds")
     budget = mechanism.budget
+    last = mechanism.max_rounds
     steps = sorted({max(1, rounds // 10), max(1, rounds // 2), rounds, 2 * rounds, 10 * rounds})
     return PrivacyAdvice(
         rounds,
@@ -62,6 +65,7 @@ def advise(mechanism: Mechanism, rounds: int) -> PrivacyAdvice:
         float(np.median(budget.per_client(rounds))),
         {step: budget.spent(step) for step in steps},
         _noise_for(budget, rounds),
+        last if last is not None and last < rounds else None,
     )
 
 

@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike
 
-from fedshuffle._arrays import FloatArray, count, expect
+from fedshuffle._arrays import FloatArray, IntArray, count, expect
 from fedshuffle.errors import FedShuffleError
 from fedshuffle.federation import Federation
-from fedshuffle.local_work import Workload
+from fedshuffle.local_work import AtMost, MissLast, Workload
 from fedshuffle.methods import (
     Cohort,
     InclusionProbability,
@@ -33,6 +33,8 @@ from fedshuffle.transforms import Transform
 
 _KNOWN_WEIGHTS = (objective_weight, weight_per_step, weight_per_share_done)
 """Rules for w-tilde that do not depend on the round and fall with the steps done."""
+_SAME_IN_EVERY_ROUND = (AtMost, MissLast)
+"""Interruptions after which a client has done the same number of steps in every round."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -111,6 +113,7 @@ def bind(
     response_probability = np.asarray(response_probability, dtype=np.float64)
     assert privacy.clip is not None
     _check_method(method, workload)
+    _check_rules(method, federation, sampling, workload)
     _check_sampling(privacy, sampling)
     _check_transforms(transforms)
     if privacy.weighted:
@@ -176,10 +179,10 @@ def largest_weights(
     steps, interruption = workload.possible_steps[0], workload.work.interruption
     found = np.zeros(len(federation))
     for planned in steps.T:
-        if interruption is not None and interruption.random:
-            done = np.ones_like(planned)  # the fewest
-        else:
+        if interruption is None or type(interruption) in _SAME_IN_EVERY_ROUND:
             done = workload.done(planned, clients, seed=0, round=0)
+        else:
+            done = np.ones_like(planned)  # the fewest
         cohort = Cohort.of(federation, sampling, workload, clients, (planned, done))
         found = np.maximum(found, rule.aggregation_weights(cohort))
     return found
@@ -216,6 +219,27 @@ def _check_method(method: Method, workload: Workload) -> None:
             " updates of all others and the sensitivity is not bounded by its own. Give a number"
             " of steps, or epochs."
         )
+
+
+def _check_rules(
+    method: Method, federation: Federation, sampling: Sampling, workload: Workload
+) -> None:
+    """Refuse rules that give a client another number if it is alone than among all clients."""
+    rule, planned = method.averaging, workload.possible_steps[0][:, -1]
+
+    def values(clients: IntArray) -> FloatArray:
+        steps = planned[clients], workload.done(planned[clients], clients, seed=0, round=0)
+        cohort = Cohort.of(federation, sampling, workload, clients, steps)
+        return np.stack([rule.client_weights(cohort), rule.step_scale(cohort), cohort.done])
+
+    among_all = values(np.arange(len(planned)))
+    for client in (int(planned.argmin()), int(planned.argmax()), 0, len(planned) - 1):
+        if not np.allclose(values(np.array([client]))[:, 0], among_all[:, client], rtol=1e-9):
+            raise FedShuffleError(
+                f"{method.name} computes the weight, the step size or the steps of a client from"
+                " the whole cohort, so one client changes what all others send and the sensitivity"
+                " is not bounded by its own update. Use rules that depend on each client alone."
+            )
 
 
 def _check_sampling(privacy: Privacy, sampling: Sampling) -> None:

@@ -26,7 +26,6 @@ class GaussianNoise(Transform):
     """
 
     std: float
-    any_layout = True
     mean = "unbiased"
     server_only = every_round = private = any_layout = True
 
@@ -61,7 +60,6 @@ class TreeNoise(Transform):
 
     std: float
     rounds: int
-    any_layout = True
     mean = "unbiased"
     server_only = every_round = private = any_layout = True
 
