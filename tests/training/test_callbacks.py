@@ -329,9 +329,9 @@ def test_a_killed_run_is_the_same_with_stateful_callbacks(tmp_path: Path, done: 
     settings: dict[str, Any] = {"rounds": 16, "checkpoint_every": 4}
     whole = go(*both(), evaluate=Scripted(SCORES), **settings)
     assert whole.stopped == "EarlyStopping stopped training after round 13"
+    called = [*both(), Failing("round", done, Killed())]
     with pytest.raises(Killed):
-        evaluate = Scripted(SCORES)
-        go(*both(), Failing("round", done, Killed()), evaluate=evaluate, out=tmp_path, **settings)
+        go(*called, evaluate=Scripted(SCORES), out=tmp_path, **settings)
     saved = RunFolder(tmp_path).latest()
     assert saved is not None
     assert saved.round == done // 4 * 4
