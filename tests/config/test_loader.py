@@ -222,8 +222,10 @@ def test_defaults_equal_those_of_train() -> None:
         for name, parameter in inspect.signature(train).parameters.items()
         if parameter.default is not parameter.empty
     }
-    same = ("seed", "method", "sampling", "step_size", "server_step_size", "tensorboard", "device")
-    same += ("transforms", "privacy", "record_cohorts", "record_clients")
+    same = [
+        *("seed", "method", "sampling", "step_size", "server_step_size", "tensorboard", "device"),
+        *("transforms", "privacy", "record_cohorts", "record_clients"),
+    ]
     for name in same:
         assert getattr(BASE, name) == given[name]
     assert BASE.engine == given["engine"]

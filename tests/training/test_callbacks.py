@@ -488,7 +488,7 @@ class Reporting(Transform):
     """Changes nothing, and reports a number of its own."""
 
     def client(self, updates: Tensor, state: Tensor | None, context: ClientContext) -> Message:
-        return Message(updates, metrics={"mine": [7.0] * len(updates)})
+        return Message(updates, metrics={"mine": updates.new_full((len(updates),), 7.0)})
 
 
 @pytest.mark.parametrize(
