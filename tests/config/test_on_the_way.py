@@ -90,7 +90,6 @@ def test_a_resumed_run_equals_an_uninterrupted_one(
 def test_a_run_stops_at_its_budget(
     file: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    pytest.importorskip("dp_accounting")
     spent = Privacy(clip=0.5, noise=4.0, epsilon=1.0, delta=0.1)
     result = replace(config.load(file), rounds=100, privacy=spent).run(file.parent / "a")
     done = len(result.history)
