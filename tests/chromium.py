@@ -97,7 +97,7 @@ class Browser:
         return found
 
     def open(self, page: Path, fragment: str = "") -> None:
-        """Load a page anew and wait until it has."""
+        """Load a page again and wait until it has."""
         self.call("Page.navigate", url="about:blank")
         self.events.clear()
         loader = self.call("Page.navigate", url=page.as_uri() + fragment)["loaderId"]

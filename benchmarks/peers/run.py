@@ -40,7 +40,7 @@ HERE = Path(__file__).parent
 BENCH = HERE.parent.parent / ".bench"
 PEERS = ("flwr", "pfl", "fedjax", "flsim")
 ROUNDS = {"logreg": 10, "mlp": 8, "cnn": 1, "lstm": 1}
-"""Rounds in a block: so many that it lasts some tenths of a second at least."""
+"""Rounds in a block, enough that it lasts some tenths of a second at least."""
 SETTINGS = {
     "OMP_NUM_THREADS": "1",
     "MKL_NUM_THREADS": "1",

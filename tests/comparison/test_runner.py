@@ -18,8 +18,8 @@ import torch
 from fedshuffle import Evaluation, Federation, FedShuffleError, comparison, losses
 from fedshuffle._files import one_writer
 from fedshuffle._terminal import Console
-from fedshuffle.comparison.results import Results, majority
-from fedshuffle.comparison.runner import Progress, Study, tail
+from fedshuffle.comparison.results import Results, collect_facts, majority
+from fedshuffle.comparison.runner import Progress, Study, _history, tail
 from fedshuffle.comparison.spec import Criterion
 from fedshuffle.config import runner as config_runner
 from fedshuffle.reports.comparison.tables import print_results
@@ -95,6 +95,30 @@ def test_results(done: tuple[Path, Results]) -> None:
     for run in curve["runs"]:
         assert (out / run["folder"] / "model.safetensors").exists()
         assert run["history"][0].keys() == {"round", "loss", "training_loss", *free}
+
+
+def test_only_evaluated_rounds_are_compared(tmp_path: Path) -> None:
+    """Every record has a training loss, and with privacy an epsilon."""
+    record = {"train_loss": 1.0, "epsilon": 0.5, "bytes_down": 3, "bytes_up": 2, "seconds": 0.1}
+    lines = [json.dumps({"round": r, **record}) for r in (1, 2)]
+    lines.append(json.dumps({"round": 3, **record, "loss": 0.25, "evaluation_seconds": 0.1}))
+    (tmp_path / "run.json").write_text("{}")
+    (tmp_path / "metrics.jsonl").write_text("\n".join(lines) + "\n")
+    numbers = {"round": 3, "train_loss": 1.0, "epsilon": 0.5, "loss": 0.25}
+    assert _history(tmp_path, 3) == [numbers | {"total_bytes_down": 9, "total_bytes_up": 6}]
+
+
+def test_what_is_on_the_way_is_checked_audited_and_listed(tmp_path: Path) -> None:
+    file = project(tmp_path)
+    way = {"channel": "topk:0.5", "privacy": {"clip": 1.0, "noise": 1.0}}
+    with pytest.raises(FedShuffleError, match=r"^compare.methods: fedavg-rr divides by"):
+        collect_facts(comparison.load(file, way))
+    way["compare.methods"] = ["fedshuffle", "fedprox+fedshuffle"]
+    _, common, pairs = collect_facts(comparison.load(file, way))
+    assert common["settings"]["channel"] == "topk:0.5"
+    assert common["settings"]["privacy"].startswith("clip 1.0, noise 1.0")
+    assert "down_channel" not in common["settings"]
+    assert [facts["audit"]["consistent"] for facts in pairs.values()] == [False, False]
 
 
 def test_printed_table(done: tuple[Path, Results], capsys: pytest.CaptureFixture[str]) -> None:

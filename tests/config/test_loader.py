@@ -21,6 +21,7 @@ from fedshuffle import (
     FedShuffleError,
     LocalWork,
     MissLast,
+    Privacy,
     RandomStop,
     config,
     schedules,
@@ -35,6 +36,7 @@ from fedshuffle.config import (
     StorePath,
 )
 from fedshuffle.config.loader import _SECTIONS, plain, read, toml
+from fedshuffle.privacy import AdaptiveClipping
 from tests.cli.test_cli import run as command
 from tests.config.project import ROOT
 
@@ -126,6 +128,28 @@ BASE = Config(
             {"evaluation": EvaluationSpec("training", clients=3, training=4)},
         ),
         ("checkpoints.keep", 9, {"checkpoints": Checkpoints(keep=9)}),
+        ("channel", "topk:0.01+ef", {"channel": "topk:0.01+ef"}),
+        ("down_channel", "qsgd:8", {"down_channel": "qsgd:8"}),
+        (
+            "transforms",
+            ["a:T", {"use": "a:U", "n": 3}],
+            {"transforms": (ImportSpec("a:T"), ImportSpec("a:U", {"n": 3}))},
+        ),
+        (
+            "privacy",
+            {"clip": 2, "epsilon": 1.5, "delta": 1e-5, "weighted": True, "server_draws": False},
+            {"privacy": Privacy(2, None, 1.5, 1e-5, weighted=True, server_draws=False)},
+        ),
+        (
+            "privacy",
+            {"clip": 1.0, "noise": 2.0, "min_separation": 9},
+            {"privacy": Privacy(1.0, 2.0, min_separation=9)},
+        ),
+        (
+            "privacy",
+            {"clip": 1.0, "noise": 2.0, "adaptive": {"rate": 0.1, "count_noise": 3.0}},
+            {"privacy": Privacy(1.0, 2.0, adaptive=AdaptiveClipping(0.5, 0.1, 3.0))},
+        ),
     ],
 )
 def test_every_key_is_read_and_written(key: str, value: Any, changed: dict[str, Any]) -> None:
@@ -169,9 +193,12 @@ def test_the_page_shows_every_key_with_its_default() -> None:
 
     keys = {f"{name}." if name else "": set(readers) for name, readers in _SECTIONS.items()}
     every = {section + key for section, names in keys.items() for key in names}
-    sections = {"model", "loss", "data", "work", "evaluation", "checkpoints"}
+    sections = {"model", "loss", "data", *_SECTIONS} - {""}
     stand = {k for k in shown if k not in sections} | sections | commented.keys()
-    stand |= {f"{s}.{k}" for s in ("work", "evaluation", "checkpoints") for k in shown[s]}
+    adaptive = shown["privacy"]["adaptive"]
+    for name, table in {**shown, "privacy.adaptive": adaptive}.items():
+        if name in _SECTIONS:
+            stand |= {f"{name}.{key}" for key in table}
     assert stand - {"data.store"} == every
 
     written = read(shown, ROOT)
@@ -179,10 +206,13 @@ def test_the_page_shows_every_key_with_its_default() -> None:
     assert written.evaluation is not None
     evaluation = EvaluationSpec(written.evaluation.data)
     assert written.work.resolved() == LocalWork().resolved()
-    written = replace(written, work=LocalWork())
+    assert written.privacy == Privacy(clip=1.0, noise=1.0, adaptive=AdaptiveClipping())
+    written = replace(written, work=LocalWork(), privacy=None)
     assert written == Config(**needed, evaluation=evaluation, folder=ROOT)
     for key, value in commented.items():
         changed = {"data": {"store": value}} if key == "data.store" else {key: value}
+        if key.startswith("privacy"):
+            changed = {"privacy.clip": 1.0, "privacy.noise": 1.0, "privacy.delta": 0.1} | changed
         assert written.override(changed) != written or key == "folder"
 
 
@@ -192,7 +222,10 @@ def test_defaults_equal_those_of_train() -> None:
         for name, parameter in inspect.signature(train).parameters.items()
         if parameter.default is not parameter.empty
     }
-    same = ("seed", "method", "sampling", "step_size", "server_step_size", "tensorboard", "device")
+    same = [
+        *("seed", "method", "sampling", "step_size", "server_step_size", "tensorboard", "device"),
+        *("transforms", "privacy", "record_cohorts", "record_clients"),
+    ]
     for name in same:
         assert getattr(BASE, name) == given[name]
     assert BASE.engine == given["engine"]
@@ -297,6 +330,25 @@ MISTAKES = [
     ("evaluation.metrics=[1]", "evaluation.metrics is 1"),
     ("checkpoints.every=0", "checkpoints.every is 0"),
     ("checkpoints.keep=-1", "checkpoints.keep is -1"),
+    ("channel=3", "channel is 3"),
+    ("channel=tpk:0.1", "channel: unknown compressor 'tpk'. Did you mean 'topk'?"),
+    ("channel=topk:0", "channel: the share of topk is 0"),
+    ("channel=topk:0.1+ef+diana", "channel: "),
+    ("down_channel=qsgd:4+ef", "down_channel: "),
+    ("transforms=mine:Freeze", "transforms is 'mine:Freeze'"),
+    ("transforms=[]", "transforms is []"),
+    ("privacy=3", "[privacy]"),
+    ("privacy={noise = 1.0}", "privacy: privacy has no clip"),
+    ("privacy={clip = 1.0}", "privacy: privacy has neither noise nor epsilon"),
+    ("privacy={clip = '1', noise = 1.0}", "privacy.clip is '1'"),
+    ("privacy={clip = 1.0, noise = 0.0}", "privacy: the noise of privacy is 0.0"),
+    ("privacy={clip = 1.0, nose = 1.0}", "'privacy.noise'"),
+    ("privacy={clip = 1.0, epsilon = 1.0}", "without delta"),
+    ("privacy={clip = 1.0, noise = 1.0, adaptive = true}", "[privacy.adaptive]"),
+    ("privacy.adaptive.quantile=2", "privacy.adaptive: the quantile"),
+    ("privacy.quantile=0.5", "below [privacy.adaptive]"),
+    ("quantile=0.5", "below [privacy.adaptive]"),
+    ("epsilon=1", "below [privacy]"),
     ("rounds.all=1", "rounds is 7"),
     ("rounds", "'rounds'"),
     ("=3", "'=3'"),
@@ -327,6 +379,10 @@ MISTAKES = [
     ("sampling=uniform:9", "sampling: "),
     ("engine=lop", "'lop'"),
     ("data={store = 'nowhere'}", "data.store: "),
+    ("transforms=['mine:model']", "transforms: what 'mine:model' returns"),
+    ("transforms=['mine:modle']", "transforms: 'mine:modle'"),
+    ("transforms=[{use = 'mine:model', widht = 2}]", "'width'"),
+    ("privacy={clip = 1.0, noise = 1.0}", "leave without noise"),  # the momentum is MVR
 ]
 
 

@@ -112,7 +112,7 @@ def test_the_commands_of_the_page(
 
 def test_what_a_config_registers_is_undone_with_its_modules() -> None:
     before = methods.available()
-    for _ in range(2):  # the second reads the modules anew
+    for _ in range(2):  # the second reads the modules again
         with imports.importable(OWN):
             method = imports.find("feddyn:METHOD", OWN)
             assert methods.get("feddyn") is method

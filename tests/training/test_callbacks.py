@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn.utils import parameters_to_vector
 
-from fedshuffle import Evaluation, Federation, FedShuffleError, Result, callbacks, train
+from fedshuffle import Evaluation, Federation, FedShuffleError, Privacy, Result, callbacks, train
+from fedshuffle.privacy import Clip
 from fedshuffle.state import State
 from fedshuffle.training.callbacks import (
     Callback,
@@ -26,6 +27,7 @@ from fedshuffle.training.callbacks import (
 )
 from fedshuffle.training.monitoring import Record
 from fedshuffle.training.run_folder import RunFolder
+from fedshuffle.transforms import ClientContext, Message, Transform
 from tests.problems import Point, copies, half_squared_distance, targets
 
 FEDERATION = Federation.from_arrays(targets(12, 2), sizes=[1, 2, 3, 6])
@@ -154,6 +156,49 @@ def test_sys_exit_in_a_callback_is_an_error() -> None:
         go(Failing("round", 2, SystemExit(3)))
 
 
+@pytest.mark.parametrize(("hook", "done"), [("start", 0), ("round", 5), ("end", 8)])
+def test_ctrl_c_in_a_callback_saves_the_run(tmp_path: Path, hook: str, done: int) -> None:
+    before, after = Log(), Log()
+    with pytest.raises(KeyboardInterrupt):
+        go(before, Failing(hook, error=KeyboardInterrupt()), after, out=tmp_path)
+    assert before.seen[-1][0] == "end"
+    assert after.seen == [] if hook == "start" else after.seen[-1] == ("end", None)
+    saved = RunFolder(tmp_path).latest()
+    assert saved is not None
+    assert saved.round == done
+    assert torch.equal(vector(go(out=tmp_path, resume=True).model), vector(go().model))
+
+
+class StopAtOnce(Log):
+    def on_start(self, context: TrainingContext) -> bool:  # type: ignore[override]
+        super().on_start(context)
+        return True
+
+
+def test_a_training_may_be_stopped_before_it_starts(tmp_path: Path) -> None:
+    """All callbacks start and end, no round is done, and the run can be resumed."""
+    stopping, other = StopAtOnce(), Log()
+    result = go(stopping, other, out=tmp_path, evaluate=Scripted([]))
+    assert result.history == []
+    assert result.stopped == "StopAtOnce stopped training after round 0"
+    assert stopping.seen == other.seen == [("start", 0), ("end", result)]
+    assert torch.equal(vector(result.model), torch.zeros(2, dtype=torch.float64))
+    assert repr(result).startswith("Result(0 rounds")
+    assert torch.equal(vector(go(out=tmp_path, resume=True).model), vector(go().model))
+
+
+class Halving(Callback):
+    """Sets a factor of the step size without saying so."""
+
+    def on_round(self, record: Record, state: State) -> None:
+        self.step_factor = 0.5
+
+
+def test_a_step_factor_is_never_ignored() -> None:
+    with pytest.raises(FedShuffleError, match=r"callback Halving .* changes_step_size = True"):
+        go(Halving())
+
+
 # A metric that no longer improves -----------------------------------------------------------------
 
 
@@ -274,6 +319,31 @@ def test_a_resumed_run_is_the_same_with_stateful_callbacks(tmp_path: Path, done:
         assert resumed.stopped == whole.stopped
 
 
+@pytest.mark.parametrize("done", range(1, 14, 3))
+def test_a_killed_run_is_the_same_with_stateful_callbacks(tmp_path: Path, done: int) -> None:
+    """Rounds after the last checkpoint are done again, and the callbacks see them once."""
+
+    def both() -> list[Callback]:
+        return [ReduceOnPlateau("train_loss", 0.5, patience=2), EarlyStopping("score", patience=4)]
+
+    settings: dict[str, Any] = {"rounds": 16, "checkpoint_every": 4}
+    whole = go(*both(), evaluate=Scripted(SCORES), **settings)
+    assert whole.stopped == "EarlyStopping stopped training after round 13"
+    called = [*both(), Failing("round", done, Killed())]
+    with pytest.raises(Killed):
+        go(*called, evaluate=Scripted(SCORES), out=tmp_path, **settings)
+    saved = RunFolder(tmp_path).latest()
+    assert saved is not None
+    assert saved.round == done // 4 * 4
+    evaluate = Scripted(SCORES).from_round(saved.round)
+    resumed = go(*both(), evaluate=evaluate, out=tmp_path, resume=True, **settings)
+    assert torch.equal(vector(resumed.model), vector(whole.model))
+    assert resumed.stopped == whole.stopped
+    for name in ("step_factor", "train_loss", "score"):
+        values = [record.get(name) for record in whole.history]
+        assert [record.get(name) for record in resumed.history] == values
+
+
 def test_a_run_is_resumed_only_with_the_callback_that_changes_its_step_size(tmp_path: Path) -> None:
     evaluate = Scripted(SCORES)
     go(ReduceOnPlateau("score", 0.5), rounds=2, evaluate=evaluate, out=tmp_path / "a")
@@ -296,8 +366,10 @@ def test_a_metric_that_is_never_recorded_is_named_in_the_first_round(tmp_path: P
             go(kind("los"), evaluate=Evaluation(FEDERATION, ["loss"]), evaluate_every=4)
         with pytest.raises(FedShuffleError, match=r"unknown metric 'los'.*'loss'"):
             go(kind("los"), evaluate=lambda model: {"loss": 1.0}, evaluate_every=4)
-        with pytest.raises(FedShuffleError, match="unknown metric 'loss'"):
-            go(kind("loss"))
+        for name in ("loss", "clipped", "epsilon"):  # nothing clips, nothing is private
+            with pytest.raises(FedShuffleError, match=f"unknown metric '{name}'"):
+                go(kind(name))
+        go(kind("clipped"), transforms=[Clip(0.1)])
         go(kind("loss"), evaluate=Evaluation(FEDERATION, ["loss"]), evaluate_every=4)
         go(kind("loss"), evaluate=lambda model: {"loss": 1.0}, evaluate_every=4)
 
@@ -391,6 +463,49 @@ def test_a_tracker_logs_every_round_once(tmp_path: Path) -> None:
     late = Listing()  # given only now: it gets the past too
     go(late, out=tmp_path, resume=True, rounds=9)
     assert late.rounds == list(range(1, 10))
+
+
+def test_two_trackers_at_once(tmp_path: Path) -> None:
+    """Each logs every round once; an error of one closes both."""
+
+    class Broken(Listing):
+        def log(self, numbers: Any, round: int) -> None:
+            if round == 4:
+                raise OSError("no network")
+            super().log(numbers, round)
+
+    first, broken = Listing(), Broken()
+    with pytest.raises(FedShuffleError, match=r"^callback Broken after round 4: OSError"):
+        go(first, broken, out=tmp_path)
+    assert (first.rounds, broken.rounds) == ([1, 2, 3, 4], [1, 2, 3])
+    second = Listing()
+    go(first, second, out=tmp_path, resume=True)
+    assert first.rounds == second.rounds == [1, 2, 3, 4, 5, 6, 7, 8]
+    assert (first.ends, broken.ends, second.ends) == ([False, True], [False], [True])
+
+
+class Reporting(Transform):
+    """Changes nothing, and reports a number of its own."""
+
+    def client(self, updates: Tensor, state: Tensor | None, context: ClientContext) -> Message:
+        return Message(updates, metrics={"mine": updates.new_full((len(updates),), 7.0)})
+
+
+@pytest.mark.parametrize(
+    ("settings", "shown"),
+    [
+        ({}, "train_loss "),
+        ({"transforms": [Reporting()]}, "train_loss "),
+        ({"transforms": [Reporting()], "evaluate": lambda model: {"score": 3.0}}, "score 3 "),
+        ({"privacy": Privacy(clip=1.0, noise=1.0), "method": "fedshuffle"}, "train_loss "),
+    ],
+)
+def test_the_bar_shows_a_loss(
+    settings: dict[str, Any], shown: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Not the numbers of a transform, nor the budget of privacy."""
+    go(progress=True, rounds=2, **settings)
+    assert f" {shown}" in capsys.readouterr().err
 
 
 def test_missing_trackers_are_named_before_training(monkeypatch: pytest.MonkeyPatch) -> None:

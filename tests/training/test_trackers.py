@@ -119,6 +119,13 @@ def test_an_error_of_mlflow_names_it() -> None:
         go(MLflow("nowhere://tracked"))
 
 
+def test_two_trackers_at_once(tmp_path: Path, database: str) -> None:
+    result = go(MLflow(database, "both"), offline(), out=tmp_path / "run")
+    (run,) = mlflow_runs(database, "both")
+    (folder,) = (tmp_path / "run").glob("wandb/offline-run-*")
+    assert mlflow_points(database, run) == wandb_points(folder) == wanted(result)
+
+
 # Weights & Biases ---------------------------------------------------------------------------------
 
 

@@ -197,26 +197,24 @@ def test_the_server_acts_if_no_update_is_chosen() -> None:
     torch.testing.assert_close(state.x, torch.from_numpy(noise), **NEAR)
 
 
-def test_a_round_without_clients_leaves_the_down_link_as_it_is() -> None:
-    """Noise moves the server's model, and clients know of it only by a message."""
+def test_the_down_link_sends_in_every_round() -> None:
+    """Also if nobody takes part, so that what is sent does not tell; and it keeps its state."""
     federation = Federation.from_arrays(torch.zeros(2, 2).double(), sizes=[1, 1])
     problem = Problem(Point(2), half_squared_distance, federation)
     engine = ReferenceEngine(problem)
     rare = Independent([1e-9, 1e-9])
     run = Run(federation, "fedshuffle", rare, transforms=[Noise()], down_channel="topk:0.5", seed=1)
-    state = run.start(problem.start)
-    (state,) = run_round(engine, [run], [state])
-    before = {name: tensor.clone() for name, tensor in state.transform_state.items()}
-    torch.testing.assert_close(before["down.known"], problem.start, **NEAR)
-    (state,) = run_round(engine, [run], [state])
-    assert state.x.norm() > 0
-    assert state.transform_state.keys() == before.keys()
-    for name, tensor in before.items():
-        assert torch.equal(state.transform_state[name], tensor)
-    request = run.round(state, run.cohort(2, np.array([0])))
-    training = next(request)
-    assert isinstance(training, LocalTraining)
-    assert torch.count_nonzero(training.start) == 1  # of two coordinates, half are sent
+    states = [run.start(problem.start)]
+    for _ in range(2):
+        states += run_round(engine, [run], [states[-1]])
+    known = [state.transform_state["down.known"] for state in states[1:]]
+    sent = [int(state.transform_state["down.sent"]) for state in states[1:]]
+    torch.testing.assert_close(known[0], problem.start, **NEAR)  # the model before any noise
+    larger = int(states[1].x.abs().argmax())  # of two coordinates, half are sent
+    assert known[1][larger] == states[1].x[larger]
+    assert torch.count_nonzero(known[1]) == 1
+    assert 0 < sent[0] < sent[1]
+    assert states[-1].metrics == {}  # nobody received it
 
 
 def test_random_numbers_have_an_address() -> None:

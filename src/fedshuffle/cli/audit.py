@@ -141,8 +141,7 @@ def audit(
                 with chosen.importable():
                     federation = runner.federation(chosen)
                     rule, drawn = runner.method(chosen), runner.sampling(chosen, federation)
-                    on_the_way = {"channel": chosen.channel, "privacy": chosen.privacy}
-                    on_the_way["transforms"] = runner.transforms(chosen)
+                    on_the_way = runner.on_the_way(chosen)
                 work = chosen.work
             else:
                 federation = _clients(sizes, data, objective)

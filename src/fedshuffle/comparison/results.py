@@ -131,11 +131,14 @@ def collect_facts(comparison: Comparison) -> tuple[Criterion, Facts, dict[Pair, 
         with at("compare"):
             target = _criterion(evaluate, comparison.metric or first)
         sampling = config_runner.sampling(base, inputs.federation)
+        on_the_way = config_runner.on_the_way(base)
         pairs = {}
         for pair, method in methods.items():
+            given = inputs.federation, method, sampling, base.work
+            with at("compare.methods"):  # some do not go with privacy or a channel
+                run = Run(*given, rounds=base.rounds, **on_the_way)
             with imports.running(f"the audit of {method.name!r}", base.folder):
-                found = audit(inputs.federation, method, sampling, base.work)
-                scales = Run(inputs.federation, method, sampling, base.work).step_scales()
+                found, scales = audit(*given, **on_the_way), run.step_scales()
             pairs[pair] = {
                 "method": method.name,
                 "label": label(method),
@@ -210,6 +213,9 @@ def _settings(comparison: Comparison, judge: Criterion, parameters: int) -> dict
     base, short, tables = comparison.base, comparison.short, loader.plain(comparison.base)
     names = ("sampling", "work", "engine", "model", "loss", "data", "evaluation")
     found: dict[str, Any] = {name: _words(tables[name]) for name in (*names, "server_step_size")}
+    for name in ("transforms", "channel", "down_channel", "privacy"):
+        if tables.get(name, "none") != "none":
+            found[name] = _words(tables[name])
     found |= {"parameters": parameters, "seeds": list(comparison.seeds)}
     if isinstance(base.step_size, ScheduleSpec):
         schedule = {k: v for k, v in tables["step_size"].items() if k != "step_size"}

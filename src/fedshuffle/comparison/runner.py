@@ -27,7 +27,7 @@ from fedshuffle.comparison.spec import Comparison, Criterion, GridPoint, Pair, T
 from fedshuffle.comparison.workers import OUTCOME, Answer, WorkerPool, write_outcome
 from fedshuffle.config import loader
 from fedshuffle.errors import FedShuffleError
-from fedshuffle.training.monitoring import RECORD_KEYS, evaluated
+from fedshuffle.training.monitoring import RECORD_KEYS, evaluated, is_evaluated
 from fedshuffle.training.run_folder import RunFolder
 
 TICK = 0.5  # seconds between updates of the progress display
@@ -269,7 +269,7 @@ def _history(folder: Path, rounds: int) -> list[dict[str, Any]]:
     sent, kept = dict.fromkeys(("bytes_down", "bytes_up"), 0), []
     for record in records:
         sent = {name: total + record.get(name, 0) for name, total in sent.items()}
-        if evaluated(record) and record["round"] <= rounds:
+        if is_evaluated(record) and record["round"] <= rounds:
             metrics = {name: value for name, value in record.items() if name not in facts}
             kept.append(metrics | {f"total_{name}": total for name, total in sent.items()})
     return kept

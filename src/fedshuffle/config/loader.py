@@ -257,16 +257,21 @@ _READERS: dict[Any, Callable[[Any, str], Any]] = {
 }
 """Each turns the value at a key of the file into the value of a field, or raises an error."""
 
-_SECTIONS: dict[str, dict[str, Any]] = {"": keys(Config)} | {
-    name: keys(kind)
-    for name, kind in keys(Config).items()
-    if kind not in _READERS and is_dataclass(kind)
-}
-"""All keys of a config file, by section."""
-
 
 def _join(key: str, name: str) -> str:
     return f"{key}.{name}" if key else name
+
+
+def _sections_of(kind: Any, section: str) -> dict[str, dict[str, Any]]:
+    found = {section: keys(kind)}
+    for name, inner in keys(kind).items():
+        if inner not in _READERS and is_dataclass(inner):
+            found |= _sections_of(inner, _join(section, name))
+    return found
+
+
+_SECTIONS = _sections_of(Config, "")
+"""All keys of a config file, by section."""
 
 
 def _unknown_key(key: str, name: str, known: Mapping[str, Any]) -> FedShuffleError:

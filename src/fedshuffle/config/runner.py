@@ -132,10 +132,8 @@ def _train(
             work=config.work,
             step_size=step_size_by_round(config.step_size, config.rounds),
             server_step_size=step_size_by_round(config.server_step_size, config.rounds),
-            transforms=transforms(config),
-            channel=config.channel,
             down_channel=config.down_channel,
-            privacy=config.privacy,
+            **on_the_way(config),
             seed=config.seed,
             engine=engine,
             device=config.device,
@@ -254,6 +252,11 @@ def transforms(config: Config) -> list[Transform]:
         ]
 
 
+def on_the_way(config: Config) -> dict[str, Any]:
+    """What happens to updates, as arguments of ``train`` and ``audit``."""
+    return {"transforms": transforms(config), "channel": config.channel, "privacy": config.privacy}
+
+
 def federation(config: Config, source: DataSpec | None = None, key: str = "data") -> Federation:
     """The data of a config, or of another source; ``key`` is named in errors."""
     source = config.data if source is None else source
@@ -279,7 +282,8 @@ def _check_names(config: Config) -> None:
     method(config)
     specs: dict[str, object] = {"model": config.model, "data": config.data}
     specs |= {"evaluation.data": config.evaluation.data} if config.evaluation else {}
-    for key, spec in specs.items():
+    named = [*specs.items(), *(("transforms", spec) for spec in config.transforms)]
+    for key, spec in named:
         if isinstance(spec, ImportSpec):
             with at(key):
                 imports.function(spec.path, spec.arguments, config.folder, complete=True)

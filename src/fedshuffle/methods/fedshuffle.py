@@ -103,7 +103,7 @@ METHODS = (
         "fedshuffle-capped",
         "FedShuffle with steps at most rho = 4 times as large",
         CAPPED,
-        reference="Horvath et al. 2022 (FedShuffleGen)",
+        reference="Horvath et al. 2022",
         family=Family("capped", "Between FedNova and FedShuffle", _STYLES),
     ),
 )

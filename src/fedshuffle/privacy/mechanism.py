@@ -206,12 +206,13 @@ def _check_method(method: Method, workload: Workload) -> None:
         "asks clients for full gradients": direction.full_gradients or direction.trips > 1,
         "estimates the gradient from a further sum of updates": direction.needs_estimate,
     }
+    momentum = "" if method.momentum == "none" else f" with momentum {method.momentum}"
     for what, needed in sent.items():
         if needed:
             raise FedShuffleError(
-                f"{name} {what} ({direction!r:.60}): that sum would leave without noise. Use a"
-                " method that needs the sum of updates only, such as fedshuffle or"
-                " fedadam+fedshuffle."
+                f"{name}{momentum} {what} ({direction!r:.60}): that sum would leave without noise."
+                " Use a method that needs the sum of updates only, such as fedshuffle or"
+                " fedadam+fedshuffle, without momentum."
             )
     if isinstance(workload.work.steps, str):
         raise FedShuffleError(

@@ -98,16 +98,19 @@ def _plain(value: Any) -> str:
 
 
 def markdown(page: str | None = None) -> str:
-    """The methods of a page of ``docs/methods`` as a table, or those of all with links."""
+    """The methods of a page of ``docs/methods`` as a table, with options, or those of all, with
+    links and references.
+    """
     rows = [
         "| method | what it is | messages | vectors down, up | keeps state | consistent: all, some,"
-        " cut | options | reference |",
-        "|---|---|---|---|---|---|---|---|",
+        f" cut | {'options' if page else 'reference'} |",
+        "|---|---|---|---|---|---|---|",
     ]
     for method in methods.available():
         if (own := family(method).page) != OWN.page and page in (None, own):
             facts = describe(method)
             name, cost = f"`{method.name}`", facts["costs"]
+            options = f"`{options_text(facts, ',')}`" if facts["options"] else "none"
             cells = [
                 name if page else f"[{name}]({own}.md)",
                 facts["summary"],
@@ -115,8 +118,7 @@ def markdown(page: str | None = None) -> str:
                 f"{cost['vectors_down']:g}, {cost['vectors_up']:g}",
                 "yes" if facts["client_state"] else "no",
                 ", ".join(MARKS[found] for found in facts["consistent"].values()),
-                f"`{options_text(facts, ',')}`" if facts["options"] else "none",
-                facts["reference"],
+                options if page else facts["reference"],
             ]
             rows.append(f"| {' | '.join(cells)} |")
     return "\n".join(rows)

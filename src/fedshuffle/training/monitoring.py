@@ -13,8 +13,8 @@ RECORD_KEYS = (
     *("cohort", "per_client", "step_factor", "seconds", "evaluation_seconds"),
 )
 """Keys of a record that are not metrics."""
-TRAINING_METRICS = ("train_loss", "update_norm", "update_norm_max", "clipped")
-"""Metrics that training gives for nothing: of the local steps and of the clients' updates."""
+TRAINING_METRICS = ("train_loss", "update_norm", "update_norm_max", "clipped", "epsilon")
+"""Metrics that training gives for nothing: of local steps, of clients' updates, of privacy."""
 
 
 def metrics_of(record: Record) -> dict[str, Any]:
@@ -31,6 +31,11 @@ def evaluated(record: Record) -> dict[str, Any]:
     """The metrics in a record that were evaluated, with a transform's own."""
     ours = {*RECORD_KEYS, *TRAINING_METRICS}
     return {name: value for name, value in record.items() if name not in ours}
+
+
+def is_evaluated(record: Record) -> bool:
+    """Whether the model was evaluated after the round."""
+    return "evaluation_seconds" in record
 
 
 def scalars(record: Record) -> dict[str, float]:

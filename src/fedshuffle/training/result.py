@@ -36,7 +36,7 @@ class Result:
     diverged: str | None = None
     """Why the run counts as diverged, with its loss; None otherwise."""
     stopped: str | None = None
-    """Which callback stopped the run, and after which round; None if none did."""
+    """What stopped the run early, a callback or the privacy budget; None if nothing did."""
 
     @property
     def metrics(self) -> list[str]:

@@ -152,16 +152,15 @@ class Run:
         if self.down_link is None:
             return (yield from self.method.round(state, cohort, settings))
         link, kept = self._link_state(state)
-        state, received = replace(state, transform_state=kept), {}
-        if len(cohort.clients):  # nothing is sent to nobody
-            to = cohort.clients
-            known, sizes, link = self.down_link.send(state.x, link, to, self.seed, at)
-            settings = replace(settings, start=known)
-            extra = (self.method.direction.down - 1) * state.x.nbytes  # vectors besides the model
-            received = {"bytes_down": sizes + extra}
+        # Also if nobody takes part: what is sent must not tell, or sampling would not hide clients.
+        known, sizes, link = self.down_link.send(state.x, link, cohort.clients, self.seed, at)
+        state, settings = replace(state, transform_state=kept), replace(settings, start=known)
         after = yield from self.method.round(state, cohort, settings)
         linked = {_LINK + name: value for name, value in link.items()}
-        kept, metrics = {**after.transform_state, **linked}, {**after.metrics, **received}
+        extra = (self.method.direction.down - 1) * state.x.nbytes  # vectors besides the model
+        kept, metrics = {**after.transform_state, **linked}, dict(after.metrics)
+        if len(cohort.clients):
+            metrics["bytes_down"] = sizes + extra
         return replace(after, transform_state=kept, metrics=metrics)
 
     def _link_state(self, state: State) -> tuple[Mapping[str, Tensor], Mapping[str, Tensor]]:

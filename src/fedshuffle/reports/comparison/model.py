@@ -270,6 +270,7 @@ _TITLES = {
     "update_norm": "norm of updates, mean of clients",
     "update_norm_max": "largest norm of an update",
     "clipped": "share of clipped updates",
+    "epsilon": "epsilon spent so far",
     "total_bytes_down": "bytes received by clients so far",
     "total_bytes_up": "bytes sent by clients so far",
 }

@@ -53,8 +53,8 @@ class Callback(abc.ABC):
     """
 
     changes_step_size: ClassVar[bool] = False
-    """Whether ``step_factor`` multiplies the step size. Then a run is resumed only with a callback
-    of the same ``repr``."""
+    """Whether the callback sets ``step_factor``. Then a run is resumed only with a callback of the
+    same ``repr``."""
     step_factor: float = 1.0
     """The factor of the step size in the next round; must follow from the records so far."""
 
@@ -85,7 +85,13 @@ class Callbacks:
     @property
     def step_factor(self) -> float:
         """The factor of the step size in the next round."""
-        return math.prod(c.step_factor for c in self._callbacks if c.changes_step_size)
+        for callback in self._callbacks:
+            if callback.step_factor != 1.0 and not callback.changes_step_size:
+                raise FedShuffleError(
+                    f"callback {type(callback).__name__} sets step_factor, so a resumed run needs"
+                    " it too: give its class the attribute changes_step_size = True."
+                )
+        return math.prod(callback.step_factor for callback in self._callbacks)
 
     def start(self) -> None:
         """Before the first round."""

@@ -8,7 +8,7 @@ from fedshuffle._arrays import count, expect, number
 from fedshuffle.errors import check_known
 from fedshuffle.state import State
 from fedshuffle.training.callbacks.base import Callback, TrainingContext
-from fedshuffle.training.monitoring import TRAINING_METRICS, Record, metrics_of
+from fedshuffle.training.monitoring import Record, is_evaluated, metrics_of
 
 Mode = Literal["min", "max"]
 
@@ -27,6 +27,7 @@ class _Plateau:
         self.sign = 1.0 if mode == "min" else -1.0
         self.best = math.inf
         self.waited = 0
+        self.seen = False
 
     def reached(self, record: Record) -> bool:
         """Whether the metric has not improved in ``patience`` records that hold it; counts again
@@ -34,6 +35,7 @@ class _Plateau:
         """
         if self.metric not in record:
             return False
+        self.seen = True
         value = self.sign * record[self.metric]
         if value < self.best - self.min_delta:  # never true of NaN
             self.best, self.waited = value, 0
@@ -48,10 +50,10 @@ class _Plateau:
         """Refuse a metric that is neither recorded nor going to be evaluated."""
         names = context.evaluated
         if names is None:  # those of a function are known when it was called
-            names = () if "evaluation_seconds" in record else (self.metric,)
-        known = {*names, *TRAINING_METRICS, *metrics_of(record)}
-        if record["clients"]:  # others of the training are missing from a round without clients
-            check_known("metric", self.metric, known)
+            names = () if is_evaluated(record) else (self.metric,)
+        # A round without clients lacks the metrics of the training.
+        if record["clients"] and not self.seen:
+            check_known("metric", self.metric, {*names, "train_loss", *metrics_of(record)})
 
 
 @dataclass(eq=False)

@@ -12,7 +12,7 @@ from rich.table import Column
 from fedshuffle._terminal import Console, progress_bar
 from fedshuffle.state import State
 from fedshuffle.training.callbacks.base import Callback, TrainingContext
-from fedshuffle.training.monitoring import Record, evaluated
+from fedshuffle.training.monitoring import Record, evaluated, is_evaluated
 
 if TYPE_CHECKING:
     from fedshuffle.training.result import Result
@@ -41,12 +41,15 @@ class Progress(Callback):
         self._rounds, done = context.rounds, len(context.history)
         text = f"{done}/{self._rounds} rounds"
         self._task = self._bar.add_task(text, total=self._rounds, completed=done, note="")
-        self._known = next(filter(None, map(evaluated, reversed(context.history))), {})
+        last = next(filter(is_evaluated, reversed(context.history)), {})
+        self._known = evaluated(last)
         self._steps, self._seconds = 0, 0.0
         self._bar.start()
 
     def on_round(self, record: Record, state: State) -> None:
-        self._known = evaluated(record) or self._known
+        if is_evaluated(record):
+            found = evaluated(record)  # with what transforms report
+            self._known = {name: found[name] for name in found if name not in state.metrics}
         self._steps += record["steps"]
         self._seconds += record["seconds"]
         known = self._known or {k: v for k, v in record.items() if k == "train_loss"}
