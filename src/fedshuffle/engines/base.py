@@ -20,6 +20,7 @@ from fedshuffle.errors import (
 )
 from fedshuffle.kernel import Answer, ClientTask, FullGradient, LocalTraining
 from fedshuffle.transforms import ClientContext, Message
+from fedshuffle.transforms.base import Numbers
 
 
 class Engine(Protocol):
@@ -141,9 +142,7 @@ class Gathered:
                 shared=request.shared,
             )
 
-    def observe(
-        self, rows: Sequence[int] | slice, /, **metrics: Tensor | FloatArray | float
-    ) -> None:
+    def observe(self, rows: Sequence[int] | slice, /, **metrics: Numbers | float) -> None:
         """Record numbers of some tasks, by the name of the metric."""
         for name, values in metrics.items():
             known = self._metrics.get(name)

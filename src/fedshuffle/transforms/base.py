@@ -13,10 +13,10 @@ of a table, and rows never mix: engines that train many clients at once transfor
 
 import abc
 import itertools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, Union
 
 import numpy as np
 
@@ -67,6 +67,10 @@ class ClientContext:
             )
 
 
+Numbers = Union["Tensor", FloatArray, Sequence[float]]
+"""One number per row."""
+
+
 @dataclass(frozen=True, slots=True)
 class Message:
     """What clients send, as the server decodes it: a row per client."""
@@ -75,7 +79,7 @@ class Message:
     """What is sent, up to ``factors``."""
     state: "Tensor | None" = None
     """The vectors that clients keep; None if the transform keeps no state."""
-    metrics: "Mapping[str, Tensor | FloatArray]" = field(default_factory=dict)
+    metrics: "Mapping[str, Numbers]" = field(default_factory=dict)
     """Numbers by name, one per row: ``bytes_up`` is the size of the message, ``clipped`` is 1 for
     an update that was clipped and 0 otherwise."""
     factors: FloatArray | None = None
@@ -199,7 +203,7 @@ class Chain(Transform):
     def client(self, updates: "Tensor", state: "Tensor | None", context: ClientContext) -> Message:
         kept: Tensor | None = None
         factors: FloatArray | None = None
-        metrics: dict[str, Tensor | FloatArray] = {}
+        metrics: dict[str, Numbers] = {}
         for part, one in enumerate(self.transforms):
             if one.server_only:
                 continue
