@@ -117,8 +117,6 @@ class Sign(Compressor):
     (tensor([[ 2., -2.]]), array([5]))
     """
 
-    any_layout = True
-
     def __str__(self) -> str:
         return "sign"
 
