@@ -1,5 +1,6 @@
 """Transforms on real clients: the simulator's trajectory, the bytes on the wire, lost replies."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -39,6 +40,7 @@ from tests.flower.helpers import (
     WORK,
     Shorten,
     apps,
+    change,
     data,
     model,
     own,
@@ -234,7 +236,8 @@ def test_sensitivity_grows_with_the_weights_of_clients_that_seldom_reply(weighte
     clip, noise = ours._session.run.chain.transforms
     assert isinstance(noise, GaussianNoise)
     largest = 1.0 if weighted else np.max(FEDERATION.weights / r)
-    assert (clip, noise.std) == (Clip(0.05, weighted), pytest.approx(2.0 * 0.05 * largest))
+    assert clip == Clip(0.05, weighted)
+    assert noise.std == pytest.approx(2.0 * 0.05 * largest)
 
 
 def test_threshold_follows_the_clients_that_reply() -> None:
@@ -371,6 +374,46 @@ def test_invalid_message_is_refused(
     result = strategy(transforms=[link("topk:0.2")]).start(grid, start(), 1)
     assert result.train_metrics_clientapp[1]["replied"] == 0
     assert said in warnings(log)
+
+
+@register
+@dataclass(frozen=True)
+class Broken(Transform):
+    """What it keeps at the server is not finite."""
+
+    def client(self, updates: Tensor, state: Tensor | None, context: ClientContext) -> Sent:
+        return Sent(updates)
+
+    def server(self, update: Tensor, context: ServerContext) -> tuple[Tensor, Mapping[str, Tensor]]:
+        return update, {"kept": torch.tensor(math.nan)}
+
+
+def test_server_state_stays_finite() -> None:
+    with pytest.raises(FedShuffleError, match="not be finite after round 1"):
+        strategy(transforms=[Broken()]).start(LocalGrid(apps()), start(), 1)
+
+
+@pytest.mark.parametrize("clipped", [None, math.nan, 1e300, -1.0, 0.5])
+def test_clients_count_as_clipped_or_not(
+    clipped: float | None, log: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A private threshold follows the count, whatever one of them says."""
+    grid = LocalGrid(apps())
+    pull = grid.pull_messages
+
+    def tampered(ids: Any) -> list[Message]:
+        replies = pull(ids)
+        for reply in replies:
+            if reply.metadata.src_node_id == 101 and reply.metadata.message_type == protocol.TRAIN:
+                metrics = {"train_loss": 1.0, "update_norm": 1.0, "clipped": clipped}
+                told = {name: value for name, value in metrics.items() if value is not None}
+                change(reply.content, metrics=told)
+        return replies
+
+    monkeypatch.setattr(grid, "pull_messages", tampered)
+    ours = strategy(transforms=CHAINS["private threshold"], sampling="full")
+    assert ours.start(grid, start(), 1).train_metrics_clientapp[1]["replied"] == 3
+    assert "clipped" in warnings(log)
 
 
 # Texts

@@ -14,6 +14,7 @@ from functools import cached_property
 from typing import Any, TypeVar, final
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -144,6 +145,10 @@ class WireChain:
         return found[0] if found and isinstance(found[0], Channel) else None
 
     @property
+    def _before(self) -> Chain:
+        return Chain(self.chain.transforms[: self._place])
+
+    @property
     def _after(self) -> Chain:
         return Chain(self.chain.transforms[self._place + 1 :])
 
@@ -161,8 +166,9 @@ class WireChain:
         state: Tensor | None,
     ) -> "Sent":
         """At the client: train, and pass the update through the chain up to its channel."""
-        first = Chain(self.chain.transforms[: self._place])
-        before = Chain((_First(first, self.chain.any_layout),)) if first else NO_TRANSFORMS
+        first, before = self._before, NO_TRANSFORMS
+        if first:
+            before = Chain((_First(first, self.chain.any_layout),))
         request = LocalTraining(
             x,
             [task],
@@ -182,6 +188,13 @@ class WireChain:
         if own is None and answer.states is not None:
             after = answer.states[0]
         return Sent(values, after, metrics, encoded)
+
+    def metrics(self, context: ClientContext, like: Tensor) -> set[str]:
+        """At the server: the names of the metrics that the chain gives at a client."""
+        some = torch.ones_like(like)[None]
+        state = torch.zeros_like(some) if self._before.keeps_state else None
+        context = replace(context, full_gradients=lambda: some.clone())
+        return {*self._before.client(some.clone(), state, context).metrics}
 
     def decode(
         self,
