@@ -210,11 +210,8 @@ class WireChain:
         here = replace(context, part=self._place)
         values, kept = self.channel.decode(dict(arrays), like, state, here)
         begin = self._place + 1
-        message = Message(values[None])
-        if self._after:
-            shared = _from_place(context.shared, begin)
-            here = replace(context, part=begin, shared=shared)
-            message = self._after.client(message.values, None, here)
+        here = replace(context, part=begin, shared=_from_place(context.shared, begin))
+        message = self._after.client(values[None], None, here)
         return message.values[0], kept, message.metrics
 
 
