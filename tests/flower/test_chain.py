@@ -1,5 +1,6 @@
 """Transforms on real clients: the simulator's trajectory, the bytes on the wire, lost replies."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,13 +12,13 @@ import torch
 from flwr.app import Array, ArrayRecord, Message
 from flwr.clientapp import ClientApp
 from flwr.serverapp.strategy import Strategy
-from torch import Tensor
+from torch import Tensor, nn
 
 from fedshuffle import losses
 from fedshuffle.engines import Problem
 from fedshuffle.engines.sequential import SequentialEngine
 from fedshuffle.errors import FedShuffleError
-from fedshuffle.flower import Client, protocol
+from fedshuffle.flower import Client, client_app, protocol
 from fedshuffle.flower.chain import WireChain, from_text, register, to_text
 from fedshuffle.privacy import (
     AdaptiveClip,
@@ -35,9 +36,12 @@ from fedshuffle.transforms import Message as Sent
 from tests.flower.grid import Fault, LocalGrid
 from tests.flower.helpers import (
     FEDERATION,
+    SIZES,
     WORK,
     Shorten,
     apps,
+    change,
+    data,
     model,
     own,
     start,
@@ -133,6 +137,30 @@ def test_model_is_that_of_the_simulator(name: str) -> None:
     assert not torch.equal(state_of([]).x, expected)
 
 
+def perceptron() -> nn.Module:
+    """A model for which the engine has a layout of its own."""
+    torch.manual_seed(1)
+    layers = [nn.Linear(4, 50), nn.ReLU(), nn.Linear(50, 30), nn.ReLU(), nn.Linear(30, 3)]
+    return nn.Sequential(*layers)
+
+
+@pytest.mark.parametrize(
+    "transforms",
+    [[Clip(0.05)], [link("sign")], [link("float16"), Clip(0.05)], [Clip(0.1), link("sign")]],
+    ids=str,
+)
+def test_layout_of_the_engine_does_not_matter(transforms: list[Transform]) -> None:
+    problem = Problem(perceptron(), losses.cross_entropy, FEDERATION)
+    engine, x = SequentialEngine(problem), torch.arange(1.0, 1.0 + len(problem.start))
+    assert not torch.equal(engine._here.layout.arrange(x), x)
+    run = Run(FEDERATION, "fedshuffle", "uniform:2", WORK, 0.05, seed=3, transforms=transforms)
+    *_, (last,) = simulate(engine, [run], 6)
+    grid = LocalGrid([client_app(perceptron, data, losses.cross_entropy)] * len(SIZES))
+    begin = ArrayRecord(perceptron().state_dict())
+    result = strategy(transforms=transforms).start(grid, begin, 6)
+    assert torch.equal(flat(result.arrays), last.x)
+
+
 @pytest.mark.parametrize("name", ["topk:0.2+ef21", "scaffold", "scaffold-i"])
 def test_clients_with_state_may_come_in_portions(
     name: str, monkeypatch: pytest.MonkeyPatch
@@ -197,13 +225,30 @@ def test_budget_is_not_exceeded(tmp_path: Path) -> None:
         more.start(LocalGrid(apps()), start(), 4)
 
 
-@pytest.mark.parametrize(
-    "options", [{}, {"weighted": True, "adaptive": AdaptiveClipping(count_noise=1.0)}]
-)
-def test_privacy_needs_known_weights(options: dict[str, Any]) -> None:
-    with pytest.raises(FedShuffleError, match="weighted=True"):
-        strategy(privacy=Privacy(clip=1.0, noise=1.0, **options), response_probability=0.9)
-    strategy(privacy=Privacy(clip=1.0, noise=1.0, weighted=True), response_probability=0.9)
+@pytest.mark.parametrize("weighted", [False, True])
+def test_sensitivity_grows_with_the_weights_of_clients_that_seldom_reply(weighted: bool) -> None:
+    """The noise is that of the largest weight ``w_i / (p_i r_i)``, or of the threshold alone."""
+    r = np.array([0.5, 1.0, 0.9, 0.25])
+    privacy = Privacy(clip=0.05, noise=2.0, weighted=weighted)
+    ours = strategy(privacy=privacy, response_probability=r, sampling="full")
+    ours.start(LocalGrid(apps()), start(), 1)
+    assert ours._session is not None
+    clip, noise = ours._session.run.chain.transforms
+    assert isinstance(noise, GaussianNoise)
+    largest = 1.0 if weighted else np.max(FEDERATION.weights / r)
+    assert clip == Clip(0.05, weighted)
+    assert noise.std == pytest.approx(2.0 * 0.05 * largest)
+
+
+def test_threshold_follows_the_clients_that_reply() -> None:
+    privacy = Privacy(clip=1.0, noise=1.0, adaptive=AdaptiveClipping(count_noise=1.0))
+    ours = strategy(privacy=privacy, response_probability=0.5)
+    (clip,) = ours._run(FEDERATION.sizes, 1).chain.transforms
+    assert isinstance(clip, AdaptiveClip)
+    assert clip.expected_cohort == 2 * 0.5
+
+
+def test_privacy_needs_start() -> None:
     with pytest.raises(FedShuffleError, match="call start"):
         Strategy.start(
             strategy(privacy=Privacy(clip=1.0, noise=1.0)), LocalGrid(apps()), start(), 1
@@ -329,6 +374,46 @@ def test_invalid_message_is_refused(
     result = strategy(transforms=[link("topk:0.2")]).start(grid, start(), 1)
     assert result.train_metrics_clientapp[1]["replied"] == 0
     assert said in warnings(log)
+
+
+@register
+@dataclass(frozen=True)
+class Broken(Transform):
+    """What it keeps at the server is not finite."""
+
+    def client(self, updates: Tensor, state: Tensor | None, context: ClientContext) -> Sent:
+        return Sent(updates)
+
+    def server(self, update: Tensor, context: ServerContext) -> tuple[Tensor, Mapping[str, Tensor]]:
+        return update, {"kept": torch.tensor(math.nan)}
+
+
+def test_server_state_stays_finite() -> None:
+    with pytest.raises(FedShuffleError, match="not be finite after round 1"):
+        strategy(transforms=[Broken()]).start(LocalGrid(apps()), start(), 1)
+
+
+@pytest.mark.parametrize("clipped", [None, math.nan, 1e300, -1.0, 0.5])
+def test_clients_count_as_clipped_or_not(
+    clipped: float | None, log: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A private threshold follows the count, whatever one of them says."""
+    grid = LocalGrid(apps())
+    pull = grid.pull_messages
+
+    def tampered(ids: Any) -> list[Message]:
+        replies = pull(ids)
+        for reply in replies:
+            if reply.metadata.src_node_id == 101 and reply.metadata.message_type == protocol.TRAIN:
+                metrics = {"train_loss": 1.0, "update_norm": 1.0, "clipped": clipped}
+                told = {name: value for name, value in metrics.items() if value is not None}
+                change(reply.content, metrics=told)
+        return replies
+
+    monkeypatch.setattr(grid, "pull_messages", tampered)
+    ours = strategy(transforms=CHAINS["private threshold"], sampling="full")
+    assert ours.start(grid, start(), 1).train_metrics_clientapp[1]["replied"] == 3
+    assert "clipped" in warnings(log)
 
 
 # Texts

@@ -140,6 +140,13 @@ def test_server_sees_no_update() -> None:
     assert not any(len(record) for c in contents for record in c.array_records.values())
 
 
+def test_metrics_that_are_not_asked_for_end_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The client is in the sum already, and what it says of its update is not masked."""
+    monkeypatch.setattr("fedshuffle.flower.client._OBSERVED", ())
+    with pytest.raises(FedShuffleError, match=r"client \d breaks secure.*train_loss.* instead of"):
+        secure().start(grid(), start(), 1)
+
+
 @pytest.mark.parametrize("when", STAGES[2:])
 def test_client_may_drop_out_once_keys_are_shared(when: str, log: pytest.LogCaptureFixture) -> None:
     """The sum is that of the clients whose masked updates came."""

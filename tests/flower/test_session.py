@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from flwr.app import Context, Message, MetricRecord
+from flwr.app import Array, Context, Message, MetricRecord
 from flwr.clientapp import ClientApp
 
 from fedshuffle import losses
@@ -105,13 +105,16 @@ def wrong(**values: Any) -> ClientApp:
     def answer(message: Message, context: Context) -> Message:
         reply = client.handle(message)
         if trains(message):
-            fields = protocol.Reply(values.get("client", 1), values.get("steps", 8))
+            metrics = values.get("metrics", {"train_loss": 1.0, "update_norm": 1.0})
+            fields = protocol.Reply(values.get("client", 1), values.get("steps", 8), metrics)
             d = len(client.problem.start)
             update = values.get("update", torch.zeros(d))
-            reply = Message(
-                protocol.content(fields, protocol.arrays(**{values.get("name", "update"): update})),
-                reply_to=message,
-            )
+            sent = protocol.arrays(**{values.get("name", "update"): update})
+            for name, array in sent.items():
+                says = values.get("dtype", array.dtype), values.get("shape", array.shape)
+                sent[name] = Array(*says, array.stype, array.data)
+            others = dict.fromkeys(values.get("others", ()), sent)
+            reply = Message(protocol.content(fields, sent, **others), reply_to=message)
         return reply
 
     app = ClientApp()
@@ -133,6 +136,13 @@ def wrong(**values: Any) -> ClientApp:
         ({"steps": 0}, "did 0 of 8 steps"),
         ({"client": 2}, "client 2 "),
         ({"name": "other"}, "other"),
+        ({"others": ["more"]}, "more arrays"),
+        ({"dtype": "garbage"}, "said to be"),
+        ({"shape": (10**9,)}, "said to be"),
+        ({"metrics": {}}, "metrics"),
+        ({"metrics": {"train_loss": 1.0, "update_norm": "large"}}, "metrics"),
+        ({"metrics": {"train_loss": 1.0, "update_norm": 1.0, "rows": 1.0}}, "rows"),
+        ({"metrics": {"train_loss": 1.0, "update_norm": 1.0, "epsilon": 0.1}}, "epsilon"),
     ],
 )
 def test_invalid_replies_are_refused(

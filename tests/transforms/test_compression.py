@@ -74,7 +74,7 @@ def test_what_channels_do_to_the_mean() -> None:
 
 
 def test_only_channels_without_memory_take_any_layout() -> None:
-    assert {str(one) for one in ALL if one.any_layout} == {"sign", "float16"}
+    assert {str(one) for one in ALL if one.any_layout} == {"float16"}
 
 
 # Sent plus residual --------------------------------------------------------------------------

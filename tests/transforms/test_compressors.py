@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 from torch import Tensor
@@ -316,6 +316,29 @@ def test_half_precision_neither_overflows_nor_underflows() -> None:
     for unit in (1e-30, 1e-9, 1e9, 1e30):
         u = unit * normal(100)
         torch.testing.assert_close(compress(Float16(), u), u, rtol=2**-11, atol=unit * 1e-9)
+
+
+sizes = st.tuples(st.floats(1, 2), st.integers(-60, 60)).map(lambda pair: math.ldexp(*pair))
+floats = st.just(0.0) | sizes | sizes.map(lambda size: -size)
+
+
+@settings(max_examples=50)
+@given(u=st.lists(floats, min_size=1, max_size=6), dtype=st.sampled_from(DTYPES[:2]))
+@example(u=[2.0**-4, 2.0**-25 * 0.999], dtype=torch.float64)  # the smallest norm without scaling
+@example(u=[2.0**-4] + [1.5 * 2.0**-24] * 5, dtype=torch.float32)  # halfway between subnormals
+@example(u=[1 + 2.0**-11 + 2.0**-40], dtype=torch.float64)  # nearly halfway, rounded twice
+@example(u=[2.0**15 * (1 - 2.0**-12)], dtype=torch.float32)  # rounds up to 2^15
+def test_the_error_of_half_precision(u: list[float], dtype: torch.dtype) -> None:
+    """Within its bound, and the same with known norms, into the rows themselves, on the wire."""
+    rows = torch.tensor([u], dtype=dtype)
+    found = compress(Float16(), rows[0])
+    exact = rows[0].double()
+    error = float((found.double() - exact).square().sum())
+    assert error <= Float16().omega(len(u)) * float(exact.square().sum())
+    arrays = Float16().encode(rows[0], None)
+    assert torch.equal(Float16().decode(arrays, len(u), dtype, None), found)
+    norms = torch.linalg.vector_norm(rows, dim=1)
+    assert torch.equal(Float16().compress(rows, [None], norms, rows)[0][0], found)
 
 
 def test_a_model_without_a_numpy_dtype_is_refused() -> None:

@@ -157,9 +157,10 @@ class Gathered:
             message = self._sent(rows, tasks, updates, norms)
             updates, factors = message.vectors, message.factors
         if len(tasks) == 1:
-            factor = 1.0 if factors is None else float(factors[0])
+            if factors is not None and factors[0] != 1:  # rounded as by a client that is elsewhere
+                updates = updates.mul_(updates.new_tensor(factors)[:, None])
             for total, weight in zip(self.sums, tasks[0].weights, strict=True):
-                total.add_(updates[0], alpha=factor * float(weight))
+                total.add_(updates[0], alpha=float(weight))
         else:
             weights = np.array([task.weights for task in tasks]).T
             weights = weights if factors is None else weights * factors

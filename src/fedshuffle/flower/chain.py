@@ -14,6 +14,7 @@ from functools import cached_property
 from typing import Any, TypeVar, final
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -144,6 +145,10 @@ class WireChain:
         return found[0] if found and isinstance(found[0], Channel) else None
 
     @property
+    def _before(self) -> Chain:
+        return Chain(self.chain.transforms[: self._place])
+
+    @property
     def _after(self) -> Chain:
         return Chain(self.chain.transforms[self._place + 1 :])
 
@@ -161,8 +166,9 @@ class WireChain:
         state: Tensor | None,
     ) -> "Sent":
         """At the client: train, and pass the update through the chain up to its channel."""
-        first = Chain(self.chain.transforms[: self._place])
-        before = Chain((_First(first, self.chain.any_layout),)) if first else NO_TRANSFORMS
+        first, before = self._before, NO_TRANSFORMS
+        if first:
+            before = Chain((_First(first, self.chain.any_layout),))
         request = LocalTraining(
             x,
             [task],
@@ -183,6 +189,13 @@ class WireChain:
             after = answer.states[0]
         return Sent(values, after, metrics, encoded)
 
+    def metrics(self, context: ClientContext, like: Tensor) -> set[str]:
+        """At the server: the names of the metrics that the chain gives at a client."""
+        some = torch.ones_like(like)[None]
+        state = torch.zeros_like(some) if self._before.keeps_state else None
+        context = replace(context, full_gradients=lambda: some.clone())
+        return {*self._before.client(some.clone(), state, context).metrics}
+
     def decode(
         self,
         arrays: Mapping[str, NDArray[Any]],
@@ -197,11 +210,8 @@ class WireChain:
         here = replace(context, part=self._place)
         values, kept = self.channel.decode(dict(arrays), like, state, here)
         begin = self._place + 1
-        message = Message(values[None])
-        if self._after:
-            shared = _from_place(context.shared, begin)
-            here = replace(context, part=begin, shared=shared)
-            message = self._after.client(message.values, None, here)
+        here = replace(context, part=begin, shared=_from_place(context.shared, begin))
+        message = self._after.client(values[None], None, here)
         return message.values[0], kept, message.metrics
 
 

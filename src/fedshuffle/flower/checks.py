@@ -12,7 +12,7 @@ from fedshuffle.flower.chain import WireChain
 from fedshuffle.kernel import FullGradient, LocalTraining, Request
 from fedshuffle.local_work import LocalWork
 from fedshuffle.methods import Method, averaging
-from fedshuffle.privacy import Mechanism, Privacy
+from fedshuffle.privacy import Mechanism
 from fedshuffle.sampling import Sampling
 from fedshuffle.state import State
 from fedshuffle.training.rounds import Run, advance
@@ -78,15 +78,6 @@ def check_transforms(run: Run, resume: bool) -> None:
         raise FedShuffleError(
             f"a run with {memory} cannot be resumed: what clients keep is gone with the Flower run."
             " Start a new run in another folder."
-        )
-
-
-def check_privacy(privacy: Privacy, response_probability: FloatArray) -> None:
-    """Refuse privacy whose sensitivity is not known."""
-    if (response_probability < 1).any() and (not privacy.weighted or privacy.adaptive is not None):
-        raise FedShuffleError(
-            "with a response probability weights are larger than privacy counts on. Use"
-            " Privacy(weighted=True), which clips the weighted update, and a fixed threshold."
         )
 
 

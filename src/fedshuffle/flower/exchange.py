@@ -46,6 +46,8 @@ class Exchange(Generic[_Replies]):
     read: Callable[[Reply, Message], Any]
     """What a reply says; raises a FedShuffleError if it is not valid."""
     replies: _Replies
+    check: Callable[[Reply], None] = lambda fields: None
+    """Raises a FedShuffleError if the fields of a reply are not valid."""
     bytes: Counter[str] = field(default_factory=Counter)
     """The sizes of all arrays sent ``down``, and of those in valid replies, ``up``."""
 
@@ -63,15 +65,22 @@ class Exchange(Generic[_Replies]):
     def accept(self, client: int, reply: Message) -> str:
         """Store a reply; returns why not, if it is not valid."""
         try:
-            fields = protocol.read(reply, Reply)
-            if fields.client != client:
-                raise FedShuffleError(f"client {fields.client} replied for client {client}.")
-            content = self.read(fields, reply)
+            fields = self.checked(client, protocol.read(reply, Reply))
+            if len(reply.content.array_records) > 1:
+                raise FedShuffleError("the reply has more arrays than it was asked for.")
+            content, size = self.read(fields, reply), protocol.nbytes(reply.content)
         except FedShuffleError as error:
             return f"failed: {error}"
         self.replies[client] = content  # an error here is not the client's
-        self.bytes["up"] += protocol.nbytes(reply.content)
+        self.bytes["up"] += size
         return ""
+
+    def checked(self, client: int, fields: Reply) -> Reply:
+        """The fields of a client's reply, if they are valid."""
+        if fields.client != client:
+            raise FedShuffleError(f"client {fields.client} replied for client {client}.")
+        self.check(fields)
+        return fields
 
 
 def full_gradients(request: FullGradient) -> Exchange[UpdateBuffer]:

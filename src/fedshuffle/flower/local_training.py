@@ -48,6 +48,9 @@ def local_training(request: LocalTraining, options: TrainingOptions) -> Exchange
     tasks = {task.minibatches.client: task for task in request.tasks}
     wire, round = options.wire, request.tasks[0].minibatches.round
     texts = wire.texts
+    metrics = wire.metrics(context_of(request.tasks[0], request.shared), request.start)
+    if options.clipping_range is None:  # with secure aggregation nobody would mask them
+        metrics |= {"train_loss", "update_norm"}
     shared = protocol.arrays(**request.shared) if wire.chain else None
     encode = lru_cache(1)(protocol.arrays)  # once for all clients that get the same
 
@@ -78,9 +81,8 @@ def local_training(request: LocalTraining, options: TrainingOptions) -> Exchange
         arrays = encode(x=request.start, v=step.v, scale=step.scale)
         return protocol.content(fields, arrays, **{protocol.SHARED: shared} if shared else {})
 
-    def read(fields: Reply, reply: Message) -> Update:
-        task = tasks[fields.client]
-        planned = task.minibatches.steps
+    def check(fields: Reply) -> None:
+        planned = tasks[fields.client].minibatches.steps
         if not 1 <= fields.steps <= planned:
             raise FedShuffleError(f"it says that it did {fields.steps} of {planned} steps.")
         if options.must_finish and fields.steps < planned:
@@ -88,6 +90,14 @@ def local_training(request: LocalTraining, options: TrainingOptions) -> Exchange
                 f"it did {fields.steps} of {planned} steps, and privacy counts on all. Leave out"
                 " seconds."
             )
+        if fields.metrics.keys() != metrics:
+            sent, wanted = sorted(fields.metrics), sorted(metrics)
+            raise FedShuffleError(f"its metrics are {sent!r:.200} instead of {wanted}.")
+        if (clipped := fields.metrics.get("clipped", 0.0)) not in (0, 1):
+            raise FedShuffleError(f"it says that {clipped} of its update was clipped, not 0 or 1.")
+
+    def read(fields: Reply, reply: Message) -> Update:
+        task = tasks[fields.client]
         if wire.channel is not None:
             weight = [options.weights[fields.client]]
             return decode(fields, reply, replace(task, weights=weight))
@@ -98,8 +108,8 @@ def local_training(request: LocalTraining, options: TrainingOptions) -> Exchange
         if len(found) < len(wanted):
             raise FedShuffleError("the reply lacks the full gradient.")
         values = torch.stack([check_size(found[name], name) for name in wanted])
-        metrics = {**fields.metrics, "bytes_up": float(protocol.nbytes(reply.content))}
-        return Update(values, fields.steps, metrics)
+        size = float(protocol.nbytes(reply.content))
+        return Update(values, fields.steps, {**fields.metrics, "bytes_up": size})
 
     def decode(fields: Reply, reply: Message, task: ClientTask) -> Update:
         state: Tensor | None = None
@@ -110,10 +120,11 @@ def local_training(request: LocalTraining, options: TrainingOptions) -> Exchange
         values, kept, found = wire.decode(arrays, request.start, state, context)
         rows = [check_size(values, "message")] + ([] if kept is None else [kept])
         size = float(sum(array.nbytes for array in arrays.values()))
-        metrics = {**fields.metrics, **{k: float(v[0]) for k, v in found.items()}, "bytes_up": size}
-        return Update(torch.stack(rows), fields.steps, metrics)
+        after = {name: float(numbers[0]) for name, numbers in found.items()}
+        every = {**fields.metrics, **after, "bytes_up": size}
+        return Update(torch.stack(rows), fields.steps, every)
 
     rows = 2 if wire.shares_memory or options.send_gradient else 1
     like = request.start.new_empty(rows, len(request.start))
     buffer = UpdateBuffer(like, wire)
-    return Exchange(protocol.TRAIN, round, list(tasks), write, read, buffer)
+    return Exchange(protocol.TRAIN, round, list(tasks), write, read, buffer, check)

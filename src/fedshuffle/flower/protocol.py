@@ -158,7 +158,8 @@ def split(content: RecordDict) -> tuple[dict[str, Any], dict[tuple[str, str], Ar
 def nbytes(content: RecordDict) -> int:
     """The size of the arrays of a message."""
     arrays = split(content)[1].values()
-    return sum(math.prod(array.shape) * np.dtype(array.dtype).itemsize for array in arrays)
+    with error_context("the size of an array cannot be read", TypeError):
+        return sum(math.prod(array.shape) * np.dtype(array.dtype).itemsize for array in arrays)
 
 
 def read(message: Message, kind: type[_Fields]) -> _Fields:
@@ -203,7 +204,7 @@ def vectors(message: Message, dtype: torch.dtype, **shapes: Sequence[int]) -> di
         if name not in shapes:
             raise FedShuffleError(f"the message has an array {name!r}, which is not expected.")
         with error_context(lambda error: f"the array {name!r} cannot be read: {error}.", Exception):  # noqa: B023
-            values = np.require(array.numpy(), requirements="W")  # of Flower: without pickle
+            values = _values(array)
         wanted = tuple(shapes[name])
         fits = len(values.shape) == len(wanted) and all(
             w in (-1, s) for s, w in zip(values.shape, wanted)
@@ -227,7 +228,16 @@ def raw(message: Message, record: str) -> dict[str, NDArray[Any]]:
     """The arrays of a record of a message as they are, for a reader that checks them."""
     named = message.content.array_records.get(record, {})
     with error_context(lambda error: f"the {record} cannot be read: {error}.", Exception):
-        return {name: np.require(a.numpy(), requirements="W") for name, a in named.items()}
+        return {name: _values(array) for name, array in named.items()}
+
+
+def _values(array: Array) -> NDArray[Any]:
+    """What an array holds, if that has the type and the shape by which its size is counted."""
+    values: NDArray[Any] = np.require(array.numpy(), requirements="W")  # of Flower: without pickle
+    said, found = (array.dtype, tuple(array.shape)), (str(values.dtype), values.shape)
+    if said != found:
+        raise ValueError(f"it is said to be {said}, and is {found}")
+    return values
 
 
 def withheld(client: int) -> FedShuffleError:

@@ -187,7 +187,10 @@ class _Updates:
         self, round: int, results: list[tuple[SimpleNamespace, FitRes]], failures: object
     ) -> tuple[None, dict[str, float]]:
         for proxy, fitted in results:
-            self.metrics[proxy.client] = protocol.parse(fitted.metrics, protocol.Reply).metrics
+            # It is in the sum already, from which nobody can take it.
+            with error_context(f"client {proxy.client} breaks secure aggregation", FedShuffleError):
+                fields = protocol.parse(fitted.metrics, protocol.Reply)
+                self.metrics[proxy.client] = self._exchange.checked(proxy.client, fields).metrics
         self.replied = sorted(self.metrics)
         (mean,) = parameters_to_ndarrays(results[0][1].parameters)
         self.mean = torch.from_numpy(mean)
@@ -257,14 +260,12 @@ def from_fit(message: Message, context: Context, call_next: ClientAppCallable) -
     fit = recorddict_compat.recorddict_to_fitins(message.content, keep_input=True)
     fields = dict(fit.config)
     names = json.loads(str(fields.pop("names")))
-    arrays = {
-        (record, name): Array("", (), fit.parameters.tensor_type, data)
-        for (record, name), data in zip(names, fit.parameters.tensors, strict=True)
-    }
+    sent = parameters_to_ndarrays(fit.parameters)
+    arrays = {tuple(name): Array(values) for name, values in zip(names, sent, strict=True)}
     message.content = protocol.join(fields, arrays)
     reply = call_next(message, context)
-    fields, sent = protocol.split(reply.content)
-    parameters = Parameters([array.data for array in sent.values()], "numpy.ndarray")
+    fields, replied = protocol.split(reply.content)
+    parameters = Parameters([array.data for array in replied.values()], "numpy.ndarray")
     fitted = FitRes(Status(Code.OK, ""), parameters, 1, fields)
     reply.content = recorddict_compat.fitres_to_recorddict(fitted, keep_input=True)
     return reply

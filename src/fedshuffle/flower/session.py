@@ -297,11 +297,12 @@ class Session:
 
 def _refuse_infinite(after: State, trained: object) -> None:
     """Updates that are finite one by one may have a weighted sum that is not."""
-    kept = (*after.method_state.values(), *after.optimiser_state.values())
+    states = after.method_state, after.optimiser_state, after.transform_state
+    kept = [tensor for state in states for tensor in state.values()]
     if all(tensor.isfinite().all() for tensor in (after.x, *kept)):
         return
     largest = ""
-    if isinstance(trained, UpdateBuffer):
+    if isinstance(trained, UpdateBuffer) and trained.steps:
         norm, client = max((float(trained[c][0].double().norm()), c) for c in trained.steps)
         largest = f" Client {client} sent the largest update (norm {norm:.0e})."
     raise FedShuffleError(

@@ -139,8 +139,6 @@ class FedShuffleStrategy(Strategy):  # type: ignore[misc]  # Flower is untyped h
         self._on_the_way = tuple(transforms), channel
         run = self._run(self.sizes, rounds=1)  # fails now if the settings are wrong
         checks.check_transforms(run, resume)
-        if privacy is not None:
-            checks.check_privacy(privacy, self.response_probability)
         if secure_aggregation is not None:
             expect(secure_aggregation, SecureAggregation, "secure_aggregation")
             checks.check_secure(run, self.retries, self.response_probability)
@@ -308,6 +306,7 @@ class FedShuffleStrategy(Strategy):  # type: ignore[misc]  # Flower is untyped h
             channel=channel,
             privacy=self.privacy,
             rounds=rounds,
+            response_probability=self.response_probability,
         )
 
 

@@ -52,7 +52,12 @@ def clipped(
     norms: "Tensor | None" = None,
 ) -> Message:
     """Updates with a largest norm; times the weights, if they are given."""
-    found = (updates.norm(dim=1) if norms is None else norms).cpu().double().numpy()
+    import torch
+
+    if norms is None:  # in double precision, where the order of the coordinates hardly matters
+        wide = None if updates.device.type == "mps" else torch.float64  # MPS has no doubles
+        norms = torch.linalg.vector_norm(updates, dim=1, dtype=wide)
+    found = norms.cpu().double().numpy()
     lengths = found if weights is None else found * weights
     # A norm of zero has the factor one. NaN stays NaN: engines refuse it.
     factors = threshold / np.maximum(lengths, threshold)

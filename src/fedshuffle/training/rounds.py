@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from numpy.typing import ArrayLike
 from torch import Tensor
 
 from fedshuffle import fingerprint, methods, schedules
@@ -50,6 +51,7 @@ class Run:
         down_channel: str | DownLink | None = None,
         privacy: Privacy | None = None,
         rounds: int | None = None,
+        response_probability: ArrayLike = 1.0,
     ) -> None:
         expect(federation, Federation, "federation")
         work = LocalWork() if work is None else work
@@ -68,7 +70,8 @@ class Run:
         """What makes the run private; its noise may depend on the number of rounds."""
         if privacy is not None:
             clients = self.federation, self.sampling, self.workload
-            self.mechanism = bind(privacy, self.method, *clients, rounds, given)
+            limits = rounds, given, response_probability  # of real clients: weights grow by it
+            self.mechanism = bind(privacy, self.method, *clients, *limits)
         # Privacy comes last, so that its sensitivity holds whatever came before.
         self.chain = Chain((*given, *(self.mechanism.transforms if self.mechanism else ())))
         self.down_link = channels.down_link(down_channel)

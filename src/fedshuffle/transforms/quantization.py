@@ -117,8 +117,6 @@ class Sign(Compressor):
     (tensor([[ 2., -2.]]), array([5]))
     """
 
-    any_layout = True
-
     def __str__(self) -> str:
         return "sign"
 
@@ -163,7 +161,8 @@ class Sign(Compressor):
 @dataclass(frozen=True)
 class Float16(Compressor):
     """Half precision, rounded to nearest. A vector whose norm is not in [2^-4, 2^15) is multiplied
-    by a power of two before: small updates do not underflow, and large ones do not overflow.
+    by a power of two before: small updates do not underflow, and large ones do not overflow. The
+    power is from 2^-100 to 2^100, so the bound of the error holds for norms from 2^-90 to 2^110.
 
     >>> import torch
     >>> Float16().compress(torch.tensor([[1e-9, 1e-6]]), [None])
