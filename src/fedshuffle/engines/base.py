@@ -20,7 +20,7 @@ from fedshuffle.errors import (
 )
 from fedshuffle.kernel import Answer, ClientTask, FullGradient, LocalTraining
 from fedshuffle.transforms import ClientContext, Message
-from fedshuffle.transforms.base import Numbers
+from fedshuffle.transforms.base import Numbers, scaled
 
 
 class Engine(Protocol):
@@ -157,8 +157,8 @@ class Gathered:
             message = self._sent(rows, tasks, updates, norms)
             updates, factors = message.vectors, message.factors
         if len(tasks) == 1:
-            if factors is not None and factors[0] != 1:  # rounded as by a client that is elsewhere
-                updates = updates.mul_(updates.new_tensor(factors)[:, None])
+            if factors is not None:  # rounded as by a client that is elsewhere
+                updates = scaled(updates, factors)
             for total, weight in zip(self.sums, tasks[0].weights, strict=True):
                 total.add_(updates[0], alpha=float(weight))
         else:
@@ -188,9 +188,11 @@ class Gathered:
             norms,
         )
         old = None if request.states is None else request.states[places]
-        clients = [task.minibatches.client for task in tasks]
-        with _naming(self._ids, clients, context.round):
+        try:  # a context manager would cost more than some transforms
             message = request.chain.client(updates, old, context)
+        except FedShuffleError as error:
+            clients = [task.minibatches.client for task in tasks]
+            raise _named(error, self._ids, clients, context.round) from error
         if old is not None and self._states is not None and message.state is not None:
             self._states[places] = message.state
             if self._change is not None and request.state_weights is not None:
@@ -218,16 +220,14 @@ def norms(updates: Tensor) -> Tensor:
     return found
 
 
-@contextmanager
-def _naming(ids: Sequence[object] | None, clients: Sequence[int], round: int) -> Iterator[None]:
-    """Add the clients and the round to what a transform raises."""
-    try:
-        yield
-    except TrainingError:  # the full gradient of a client, which is named
-        raise
-    except FedShuffleError as error:
-        who = named_clients([str(k if ids is None else ids[k]) for k in clients])
-        raise TrainingError(str(error), client=who, round=round, stage="transforms") from error
+def _named(
+    error: FedShuffleError, ids: Sequence[object] | None, clients: Sequence[int], round: int
+) -> FedShuffleError:
+    """What a transform raised, with its clients and the round."""
+    if isinstance(error, TrainingError):  # the full gradient of a client, which is named
+        return error
+    who = named_clients([str(k if ids is None else ids[k]) for k in clients])
+    return TrainingError(str(error), client=who, round=round, stage="transforms")
 
 
 def named_clients(ids: Sequence[str]) -> str:
@@ -252,8 +252,10 @@ def transformed_gradients(
     steps = np.ones(len(rows), dtype=np.int64)
     context = ClientContext(request.seed, request.round, request.clients, steps, ones, weights)
     rows = rows + request.weight_decay * request.points[0]
-    with _naming(ids, request.clients.tolist(), request.round):
+    try:
         message = request.chain.client(rows, request.states, context)
+    except FedShuffleError as error:
+        raise _named(error, ids, request.clients.tolist(), request.round) from error
     sums = rows.new_tensor(request.weights.T) @ message.values
     metrics = {
         name: numbers(values) if isinstance(values, Tensor) else np.asarray(values)

