@@ -328,6 +328,7 @@ floats = st.just(0.0) | sizes | sizes.map(lambda size: -size)
 @example(u=[2.0**-4] + [1.5 * 2.0**-24] * 5, dtype=torch.float32)  # halfway between subnormals
 @example(u=[1 + 2.0**-11 + 2.0**-40], dtype=torch.float64)  # nearly halfway, rounded twice
 @example(u=[2.0**15 * (1 - 2.0**-12)], dtype=torch.float32)  # rounds up to 2^15
+@example(u=[2.0**14.9] * 4, dtype=torch.float32)  # a norm above 2^15, and no exponent
 def test_the_error_of_half_precision(u: list[float], dtype: torch.dtype) -> None:
     """Within its bound, and the same with known norms, into the rows themselves, on the wire."""
     rows = torch.tensor([u], dtype=dtype)
@@ -338,7 +339,11 @@ def test_the_error_of_half_precision(u: list[float], dtype: torch.dtype) -> None
     arrays = Float16().encode(rows[0], None)
     assert torch.equal(Float16().decode(arrays, len(u), dtype, None), found)
     norms = torch.linalg.vector_norm(rows, dim=1)
-    assert torch.equal(Float16().compress(rows, [None], norms, rows)[0][0], found)
+    size = Float16().compress_in_place(rows, norms)
+    if size is not None:
+        assert not arrays["exponent"].any()
+        assert torch.equal(rows[0], found)
+        assert size.tolist() == [sum(array.nbytes for array in arrays.values())]
 
 
 def test_a_model_without_a_numpy_dtype_is_refused() -> None:

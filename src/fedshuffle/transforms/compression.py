@@ -54,9 +54,11 @@ class Channel(Transform):
     def client(self, updates: "Tensor", state: "Tensor | None", context: ClientContext) -> Message:
         d = updates.shape[1]
         drawn = (self.compressor.draw(d, generator) for generator in context.generators())
-        target = self._target(updates, state)
-        known = (context.norms, updates) if target is updates else ()
-        sent, sizes = self.compressor.compress(target, drawn, *known)
+        target, sizes = self._target(updates, state), None
+        if target is updates and context.norms is not None:
+            sent, sizes = updates, self.compressor.compress_in_place(updates, context.norms)
+        if sizes is None:
+            sent, sizes = self.compressor.compress(target, drawn)
         values, kept = self._values(sent, state), self._state(target, sent, state)
         return Message(values, kept, {"bytes_up": sizes.astype(float)})
 

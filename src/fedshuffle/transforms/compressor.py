@@ -65,16 +65,9 @@ class Compressor(abc.ABC):
         """The random part of a message; None if there is none."""
         return None
 
-    def compress(
-        self,
-        rows: "Tensor",
-        drawn: Iterable[Drawn],
-        norms: "Tensor | None" = None,
-        out: "Tensor | None" = None,
-    ) -> "tuple[Tensor, IntArray]":
+    def compress(self, rows: "Tensor", drawn: Iterable[Drawn]) -> "tuple[Tensor, IntArray]":
         """What the receiver decodes for each row, and the bytes sent: bit for bit and byte for byte
-        what :meth:`encode` and :meth:`decode` give, which a subclass may compute faster: with
-        ``norms``, those of the rows, if they are known, and in ``out``, which may be ``rows``.
+        what :meth:`encode` and :meth:`decode` give, which a subclass may compute faster.
         """
         out, sizes = rows.new_empty(rows.shape), np.zeros(len(rows), dtype=np.int64)
         for i, own in zip(range(len(rows)), drawn, strict=False):
@@ -82,6 +75,12 @@ class Compressor(abc.ABC):
             out[i] = self.decode(arrays, rows.shape[1], rows.dtype, own)
             sizes[i] = sum(array.nbytes for array in arrays.values())
         return out, sizes
+
+    def compress_in_place(self, rows: "Tensor", norms: "Tensor") -> IntArray | None:
+        """Put what the receiver decodes in the place of the rows, whose norms are known, and return
+        the bytes; None, and nothing done, if there is no such way.
+        """
+        return None
 
     def damping(self, d: int) -> float:
         """The factor that makes it a contraction: ``1 / (1 + omega)`` if unbiased, 1 otherwise."""

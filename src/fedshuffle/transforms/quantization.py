@@ -53,13 +53,7 @@ class QSGD(Compressor):
     def draw(self, d: int, generator: np.random.Generator) -> Drawn:
         return generator.random(d)
 
-    def compress(
-        self,
-        rows: "Tensor",
-        drawn: Iterable[Drawn],
-        norms: "Tensor | None" = None,
-        out: "Tensor | None" = None,
-    ) -> "tuple[Tensor, IntArray]":
+    def compress(self, rows: "Tensor", drawn: Iterable[Drawn]) -> "tuple[Tensor, IntArray]":
         norms, levels = self._round(rows, drawn)
         out = (levels * (norms / self.levels)).to(rows.dtype)
         return out, wire.sizes(len(rows), self._layout(rows.shape[1], rows.dtype))
@@ -123,13 +117,7 @@ class Sign(Compressor):
     def omega(self, d: int) -> float:
         return 1 - 1 / d
 
-    def compress(
-        self,
-        rows: "Tensor",
-        drawn: Iterable[Drawn],
-        norms: "Tensor | None" = None,
-        out: "Tensor | None" = None,
-    ) -> "tuple[Tensor, IntArray]":
+    def compress(self, rows: "Tensor", drawn: Iterable[Drawn]) -> "tuple[Tensor, IntArray]":
         scales = _mean_sizes(rows).to(rows.dtype)
         out = scales.where(rows >= 0, -scales)
         return out, wire.sizes(len(rows), self._layout(rows.shape[1], rows.dtype))
@@ -177,23 +165,22 @@ class Float16(Compressor):
     def omega(self, d: int) -> float:
         return float(2.0**-22 + d * 2.0**-42)
 
-    def compress(
-        self,
-        rows: "Tensor",
-        drawn: Iterable[Drawn],
-        norms: "Tensor | None" = None,
-        out: "Tensor | None" = None,
-    ) -> "tuple[Tensor, IntArray]":
-        exponents, half = self._round(rows, norms)
-        sizes = np.full(len(rows), 2 * rows.shape[1] + 1)  # half-precision numbers, and an exponent
-        if exponents is None:
-            return half.to(rows.dtype) if out is None else out.copy_(half), sizes
+    def compress(self, rows: "Tensor", drawn: Iterable[Drawn]) -> "tuple[Tensor, IntArray]":
+        exponents, half = self._round(rows)
+        sizes = wire.sizes(len(rows), self._layout(rows.shape[1], rows.dtype))
         back = _powers(exponents, rows)
         return half.to(back.dtype).mul_(back).to(rows.dtype), sizes
 
+    def compress_in_place(self, rows: "Tensor", norms: "Tensor") -> IntArray | None:
+        import torch
+
+        if not _fits(norms).all():
+            return None
+        rows.copy_(rows.to(torch.float16))
+        return np.full(len(rows), 2 * rows.shape[1] + 1)  # half-precision numbers, and an exponent
+
     def encode(self, vector: "Tensor", drawn: Drawn) -> Arrays:
         exponents, half = self._round(vector[None])
-        exponents = np.zeros(1, np.int8) if exponents is None else exponents
         return {"exponent": exponents, "values": half[0].cpu().numpy()}
 
     def decode(self, arrays: Arrays, d: int, dtype: "torch.dtype", drawn: Drawn) -> "Tensor":
@@ -201,26 +188,15 @@ class Float16(Compressor):
 
         wire.check(arrays, self._layout(d, dtype), self)
         half = torch.from_numpy(arrays["values"])
-        if not arrays["exponent"].any():
-            return half.to(dtype)
         back = _powers(arrays["exponent"], torch.empty(0, dtype=dtype))[0]
         return half.to(back.dtype).mul_(back).to(dtype)
 
-    def _round(
-        self, rows: "Tensor", norms: "Tensor | None" = None
-    ) -> "tuple[NDArray[np.int8] | None, Tensor]":
-        """The exponent of each row, None if all are zero, and its numbers in half precision,
-        divided by that power.
-        """
+    def _round(self, rows: "Tensor") -> "tuple[NDArray[np.int8], Tensor]":
+        """The exponent of each row, and its numbers in half precision, divided by that power."""
         import torch
 
-        if norms is None:
-            wide = torch.float64 if rows.dtype == torch.float64 else torch.float32
-            norms = torch.linalg.vector_norm(rows, dim=1, dtype=wide)
-        sizes = norms.cpu().numpy()
-        fits = (sizes >= 2.0**-4) & (sizes < 2.0**15)
-        if fits.all():
-            return None, rows.to(torch.float16)
+        wide = torch.float64 if rows.dtype == torch.float64 else torch.float32
+        fits = _fits(torch.linalg.vector_norm(rows, dim=1, dtype=wide))
         largest = rows.abs().amax(dim=1).cpu().numpy()
         exponents = np.frexp(largest)[1] - 15  # of infinity and NaN any will do
         exponents = np.where(fits, 0, np.clip(exponents, -100, 100)).astype(np.int8)
@@ -228,6 +204,12 @@ class Float16(Compressor):
 
     def _layout(self, d: int, dtype: "torch.dtype") -> Layout:
         return {"exponent": (np.int8, 1), "values": (np.float16, d)}
+
+
+def _fits(norms: "Tensor") -> NDArray[np.bool_]:
+    """Whether vectors of these norms need no exponent in half precision."""
+    sizes = norms.cpu().numpy()
+    return (sizes >= 2.0**-4) & (sizes < 2.0**15)
 
 
 def _per_row(rows: "Tensor", reduce: Any) -> "Tensor":

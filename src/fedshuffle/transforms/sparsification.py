@@ -52,13 +52,7 @@ class TopK(Compressor):
     def omega(self, d: int) -> float:
         return 1 - kept(self.share, d) / d
 
-    def compress(
-        self,
-        rows: "Tensor",
-        drawn: Iterable[Drawn],
-        norms: "Tensor | None" = None,
-        out: "Tensor | None" = None,
-    ) -> "tuple[Tensor, IntArray]":
+    def compress(self, rows: "Tensor", drawn: Iterable[Drawn]) -> "tuple[Tensor, IntArray]":
         keep = _largest(rows, kept(self.share, rows.shape[1]))
         return rows.where(keep, 0), wire.sizes(len(rows), self._layout(rows.shape[1], rows.dtype))
 
@@ -125,13 +119,7 @@ class RandK(Compressor):
         places = generator.choice(d, kept(self.share, d), replace=False, shuffle=False)
         return np.sort(places)
 
-    def compress(
-        self,
-        rows: "Tensor",
-        drawn: Iterable[Drawn],
-        norms: "Tensor | None" = None,
-        out: "Tensor | None" = None,
-    ) -> "tuple[Tensor, IntArray]":
+    def compress(self, rows: "Tensor", drawn: Iterable[Drawn]) -> "tuple[Tensor, IntArray]":
         import torch
 
         d = rows.shape[1]
