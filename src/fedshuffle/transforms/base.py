@@ -169,10 +169,6 @@ class Chain(Transform):
     def __bool__(self) -> bool:
         return bool(self.transforms)
 
-    def then(self, *transforms: Transform) -> "Chain":
-        """This chain with more transforms at its end."""
-        return Chain((*self.transforms, *transforms))
-
     @property
     def flat(self) -> tuple[Transform, ...]:
         """Its transforms, and those of chains among them, one after another."""
