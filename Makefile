@@ -32,7 +32,7 @@ format: $(TOOLS)  ## put the code in its standard form
 figures: $(INSTALLED)  ## the paper's toy figures in out/quadratic
 	$(BIN)/fedshuffle reproduce quadratic --out out/quadratic
 
-docs-pictures: $(INSTALLED)  ## the pictures and tables of docs/methods
+docs-pictures: $(INSTALLED)  ## the pictures and tables of docs/explanation/methods
 	$(BIN)/python -m fedshuffle.experiments.method_pictures docs
 
 audit-flower: $(CLUSTERS)  ## what the auditor finds for Flower's strategies

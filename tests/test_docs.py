@@ -35,10 +35,3 @@ def test_snippets(page: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_links_lead_somewhere(page: Path) -> None:
     for target in re.findall(r"\]\(([^)#]+)\)", page.read_text(encoding="utf-8")):
         assert target.startswith("https://") or (page.parent / target).exists(), target
-
-
-def test_every_page_is_in_the_index() -> None:
-    for index in (ROOT / "docs").rglob("index.md"):
-        text = index.read_text(encoding="utf-8")
-        for page in index.parent.glob("*.md"):
-            assert page.name == "index.md" or f"({page.name})" in text

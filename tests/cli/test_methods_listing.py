@@ -1,4 +1,4 @@
-"""`fedshuffle methods`, and the pages of docs/methods: what they say follows from the code."""
+"""`fedshuffle methods` and docs/explanation/methods: what they say follows from the code."""
 
 import dataclasses
 import io
@@ -22,7 +22,7 @@ from fedshuffle.methods import Direction, LocalPlan, RoundContext, Steps
 from fedshuffle.reports import methods as listing
 
 DOCS = Path(__file__).parents[2] / "docs"
-PAGES = sorted((DOCS / "methods").glob("*.md"))
+PAGES = sorted((DOCS / "explanation" / "methods").glob("*.md"))
 FAMILIES = {
     page: list(members)
     for page, members in itertools.groupby(methods.available(), lambda m: listing.family(m).page)
@@ -280,13 +280,13 @@ def test_curves_are_those_of_training() -> None:
 
 
 def test_it_draws_and_refreshes(tmp_path: Path) -> None:
-    (tmp_path / "methods").mkdir()
-    page = tmp_path / "methods" / "vrl-sgd.md"
+    (tmp_path / "explanation" / "methods").mkdir(parents=True)
+    page = tmp_path / "explanation" / "methods" / "vrl-sgd.md"
     page.write_text("before\n<!-- generated: picture vrl-sgd -->\nold\n<!-- end -->\nafter\n")
     method_pictures.write(tmp_path, ["vrl-sgd"], rounds=5)
     assert (tmp_path / "images" / "methods" / "vrl-sgd.png").stat().st_size > 1000
     text = page.read_text()
     assert text.startswith("before\n")
     assert text.endswith("<!-- end -->\nafter\n")
-    assert "(../images/methods/vrl-sgd.png)" in text
+    assert "(../../images/methods/vrl-sgd.png)" in text
     assert "old" not in text

@@ -307,7 +307,7 @@ def test_a_config_with_privacy_gets_its_cost(
     assert command(monkeypatch, str(config), *words) == 0
     shown = " ".join(capsys.readouterr().out.split())
     assert f"20 rounds cost epsilon {gaussian_epsilon(4 / 20**0.5, 1e-3):.3g}" in shown
-    assert "docs/privacy.md" in shown
+    assert "docs/how-to/privacy.md" in shown
 
 
 def test_every_source_is_a_heading_in_the_docs() -> None:
@@ -371,7 +371,7 @@ def test_advice_for_a_person(
         "The problem: linear regression",
         "exact: ",
         "strongly-convex",
-        "docs/theory.md#the-step-size-limit",
+        "docs/explanation/theory.md#the-step-size-limit",
         "FedShuffleMVR",
         "pays until",
         "of the optimum",

@@ -5,7 +5,7 @@ The clients are ours, the server is theirs. Client i of a cohort takes :math:`\t
 server's step shows, coordinate by coordinate, how far each client moved the model: its contribution
 :math:`a_i \gamma_i \tau_i`, whatever rule made :math:`a_i`. The mean contribution over cohorts
 gives the effective weights (see :mod:`fedshuffle.auditing.audit`), here with confidence intervals.
-docs/audit-others.md says what is done if a step is not a weighted sum of the updates.
+docs/how-to/audit-your-code.md says what is done if a step is not a weighted sum of the updates.
 """
 
 import dataclasses

@@ -71,7 +71,7 @@ def estimate(
     weight: its error is infinite, but the weights of the others come out right.
 
     A rare round with a large contribution may not be drawn, so contributions are regressed on
-    control variates: docs/audit-others.md says why, under "Intervals".
+    control variates: docs/how-to/audit-your-code.md says why, under "Intervals".
     """
     client, n = seen.client, len(objective)
     count = np.bincount(client, minlength=n).astype(np.float64)

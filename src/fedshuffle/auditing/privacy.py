@@ -8,7 +8,7 @@ A server that clips updates to the norm :math:`C` and adds Gaussian noise of sta
 where the sensitivity :math:`\Delta` is the largest distance by which one client can move the model.
 With aggregation weights :math:`a_i` it is :math:`C \max_i a_i`. That is how accountants define z,
 so a server that claims a larger one spends more privacy than it reports. Both are measured by
-sending updates that are known; docs/audit-others.md says how.
+sending updates that are known; docs/how-to/audit-your-code.md says how.
 
 Which change of one client is meant is the *neighbouring relation*:
 

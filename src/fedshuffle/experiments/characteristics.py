@@ -1,6 +1,6 @@
 """The paper's table of characteristics, measured by running each method in each condition.
 
-docs/characteristics.md defines each and says where the paper differs; ``python -m
+docs/research/characteristics.md defines each and says where the paper differs; ``python -m
 fedshuffle.experiments.characteristics`` prints its table. All clients have parabolas (see
 :mod:`fedshuffle.testing.problems`) and weights by size; the server optimiser is left out where it
 is not in question, and a diagonal that rescales coordinates is divided out.

@@ -1,4 +1,4 @@
-"""The pictures of ``docs/methods``: each family of methods on the toy problem.
+"""The pictures of ``docs/explanation/methods``: each family of methods on the toy problem.
 
 All runs of a picture move equally far: each step size is chosen such that a round of full
 participation moves the model by the same multiple of the gradient, to first order. The exceptions
@@ -217,7 +217,7 @@ def refreshed(text: str) -> str:
         begin, kind, page, end = match.groups()
         if kind == "table":
             return f"{begin}{markdown(None if page == 'all' else page)}\n{end}"
-        picture = f"![{page} on the toy problem](../images/methods/{page}.png)"
+        picture = f"![{page} on the toy problem](../../images/methods/{page}.png)"
         text = textwrap.fill(f"*{caption(page)}*", 100, break_on_hyphens=False)
         return f"{begin}{picture}\n\n{text}\n{end}"
 
@@ -225,11 +225,11 @@ def refreshed(text: str) -> str:
 
 
 def write(docs: Path, pages: Sequence[str] = tuple(PICTURES), rounds: int = ROUNDS) -> None:
-    """Draw the pictures in ``docs/images/methods`` and refresh the pages of ``docs/methods``."""
+    """Draw ``docs/images/methods`` and refresh the pages of ``docs/explanation/methods``."""
     folder = results_folder(Path(docs) / "images" / "methods")
     for page in pages:
         draw(compute(PICTURES[page], rounds), folder / f"{page}.png")
-    for path in sorted((Path(docs) / "methods").glob("*.md")):
+    for path in sorted((Path(docs) / "explanation" / "methods").glob("*.md")):
         write_file(path, refreshed(path.read_text(encoding="utf-8")))
 
 

@@ -1,8 +1,8 @@
 """A round on real clients: the method's round, run again after each exchange.
 
 After an exchange, the round runs again as if only the clients that replied had been sampled
-(docs/architecture.md, "Real clients"). Updates are added in the cohort's order, so the result does
-not depend on who was first.
+(docs/explanation/architecture.md, "Real clients"). Updates are added in the cohort's order, so the
+result does not depend on who was first.
 """
 
 import time

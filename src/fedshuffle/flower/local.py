@@ -343,7 +343,7 @@ def write_certificates(folder: Path) -> None:
     """Write a certificate for this machine, its key, and the authority that signed it.
 
     The authority's private key is never written, so nobody can sign with it later. For real servers
-    use certificates of your own authority (docs/deployment.md).
+    use certificates of your own authority (docs/how-to/deploy.md).
     """
     import trustme
 

@@ -98,8 +98,9 @@ def _plain(value: Any) -> str:
 
 
 def markdown(page: str | None = None) -> str:
-    """The methods of a page of ``docs/methods`` as a table, with options, or those of all, with
-    links and references.
+    """The methods of a page of ``docs/explanation/methods`` as a table, with options.
+
+    Without a page: all methods, with links and references.
     """
     rows = [
         "| method | what it is | messages | vectors down, up | keeps state | consistent: all, some,"

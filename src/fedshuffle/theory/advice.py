@@ -35,21 +35,48 @@ METHODS = ("fedavg-rr", "fednova-rr", "fedshuffle")
 """The methods to advise on for every run, besides FedShuffleMVR."""
 
 SOURCES = {
-    "step_size_search": ("docs/theory.md#what-can-be-measured", "short runs, no theorem"),
-    "problem": ("docs/theory.md#the-constants-of-a-problem", "assumptions on the losses"),
-    "steps.constants": ("docs/theory.md#the-constants", "general theorem, definitions"),
-    "steps.theorem": ("docs/theory.md#the-step-size-limit", "general theorem"),
-    "steps.proof": ("docs/theory.md#the-step-size-limit", "general theorem, lemmas of proof"),
-    "steps.tuned": ("docs/theory.md#over-many-rounds", "general theorem, recursion of proof"),
-    "steps.target": ("docs/theory.md#rounds-to-a-target", "general theorem, recursion of proof"),
-    "step_ratios": ("docs/theory.md#how-much-larger-are-fedshuffles-steps", "steps.proof"),
-    "mvr.theorem": ("docs/theory.md#fedshufflemvr", "theorem on FedShuffleMVR"),
-    "mvr.proof": ("docs/theory.md#fedshufflemvr", "theorem on FedShuffleMVR, its proof redone"),
-    "largest_proven": ("docs/theory.md#the-step-size-limit", "steps.proof, or mvr.proof for MVR"),
-    "sampling": ("docs/theory.md#which-sampling", "sampling variance lemma"),
-    "sampling.rounds": ("docs/theory.md#when-a-larger-cohort-stops-paying", "steps.target over M"),
-    "total_variation": ("docs/audit.md", "general theorem, definition of w-hat"),
-    "privacy": ("docs/privacy.md", "accounting, no theorem on convergence"),
+    "step_size_search": (
+        "docs/explanation/theory.md#what-can-be-measured",
+        "short runs, no theorem",
+    ),
+    "problem": (
+        "docs/explanation/theory.md#the-constants-of-a-problem",
+        "assumptions on the losses",
+    ),
+    "steps.constants": ("docs/explanation/theory.md#the-constants", "general theorem, definitions"),
+    "steps.theorem": ("docs/explanation/theory.md#the-step-size-limit", "general theorem"),
+    "steps.proof": (
+        "docs/explanation/theory.md#the-step-size-limit",
+        "general theorem, lemmas of proof",
+    ),
+    "steps.tuned": (
+        "docs/explanation/theory.md#over-many-rounds",
+        "general theorem, recursion of proof",
+    ),
+    "steps.target": (
+        "docs/explanation/theory.md#rounds-to-a-target",
+        "general theorem, recursion of proof",
+    ),
+    "step_ratios": (
+        "docs/explanation/theory.md#how-much-larger-are-fedshuffles-steps",
+        "steps.proof",
+    ),
+    "mvr.theorem": ("docs/explanation/theory.md#fedshufflemvr", "theorem on FedShuffleMVR"),
+    "mvr.proof": (
+        "docs/explanation/theory.md#fedshufflemvr",
+        "theorem on FedShuffleMVR, its proof redone",
+    ),
+    "largest_proven": (
+        "docs/explanation/theory.md#the-step-size-limit",
+        "steps.proof, or mvr.proof for MVR",
+    ),
+    "sampling": ("docs/explanation/theory.md#which-sampling", "sampling variance lemma"),
+    "sampling.rounds": (
+        "docs/explanation/theory.md#when-a-larger-cohort-stops-paying",
+        "steps.target over M",
+    ),
+    "total_variation": ("docs/explanation/audit.md", "general theorem, definition of w-hat"),
+    "privacy": ("docs/how-to/privacy.md", "accounting, no theorem on convergence"),
 }
 """For each part of the advice the place that derives its numbers, and the statement."""
 

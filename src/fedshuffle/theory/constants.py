@@ -1,4 +1,4 @@
-"""The constants that enter the convergence theorems (docs/theory.md): of a method, of a problem."""
+"""The constants of the convergence theorems (docs/explanation/theory.md)."""
 
 import math
 from collections.abc import Mapping

@@ -1,4 +1,4 @@
-"""Exact constants of losses with affine gradients, such as quadratics (see docs/theory.md).
+"""Exact constants of losses with affine gradients, such as quadratics (docs/explanation/theory.md).
 
 On a ball B is 1 by default and P_i is 0; otherwise both are as :func:`smallest_bound` chooses.
 """

@@ -89,7 +89,7 @@ def nearest_constants(
 
     ``notes`` and ``covered`` say how the case differs, and whether it is proven: epochs may change
     from round to round, second moments are estimated where there are too many cohorts, and optimal
-    sampling has at most the variance of the best independent one (docs/theory.md).
+    sampling has at most the variance of the best independent one (docs/explanation/theory.md).
 
         >>> clients = Federation.from_sizes([1, 2, 3])
         >>> work = LocalWork(epochs=EpochRange(1, 4))

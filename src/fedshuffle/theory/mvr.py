@@ -1,7 +1,7 @@
 """FedShuffleMVR: its step size, its momentum parameter, and the bound that they give.
 
-docs/theory.md says what the theorem covers, and redoes its proof. As in the paper, ``eta_l`` is the
-step of an epoch; this project's ``step_size`` is ``eta_l E / tau_max``.
+docs/explanation/theory.md says what the theorem covers, and redoes its proof. As in the paper,
+``eta_l`` is the step of an epoch; this project's ``step_size`` is ``eta_l E / tau_max``.
 """
 
 import math
@@ -78,7 +78,7 @@ class MVRRate:
         self.epochs, self.max_steps = int(np.max(epochs)), workload.max_steps
 
     def at(self, eta_l: FloatArray, a: FloatArray) -> tuple[FloatArray, ...]:
-        """The coefficients p, c, q and s of the bound (docs/theory.md), for arrays that broadcast.
+        """The coefficients p, c, q and s of the bound, for arrays that broadcast.
 
         p is what remains of the descent: where it is not positive the proof says nothing.
         """

@@ -1,4 +1,4 @@
-"""Step sizes and convergence rates of the general theorem and its proof (docs/theory.md).
+"""Step sizes and rates of the general theorem and its proof (docs/explanation/theory.md).
 
 The effective step ``eta = W eta_g eta_l`` is how far a round moves along f-hat, to first order.
 Bounds are on one of three expectations: ``gap``, f-hat - f-hat* at a past round drawn with the
@@ -51,7 +51,7 @@ def largest_step_size(
     """The largest local step size for a server step size.
 
     With ``bound="theorem"`` it is the paper's ``eta_l max(1, W eta_g) <= 1 / (4 beta L)``, where
-    ``beta = 1 + M_2 + (1 + P) B + M_1 B^2`` (the paper omits W: docs/differences.md). With
+    ``beta = 1 + M_2 + (1 + P) B + M_1 B^2`` (the paper omits W: docs/research/differences.md). With
     ``bound="proof"``, which is never smaller, it is what the proof needs for the progress of a
     round, ``4 L eta (1 + M_1 B^2) <= 1``, and against the drift of clients, ``12 L^2 eta_l^2 B^2 A
     <= 9/10 (1 - 2 L^2 eta_l^2 r^2)``, where ``r = max_i tau_i / c_i`` and

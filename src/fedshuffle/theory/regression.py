@@ -1,4 +1,4 @@
-"""Constants of linear and of logistic regression (derived in docs/theory.md)."""
+"""Constants of linear and of logistic regression (derived in docs/explanation/theory.md)."""
 
 import math
 from typing import Any, Unpack
@@ -169,11 +169,15 @@ def logistic_regression_constants(
         validity={
             "L": request.step_validity(federation.sizes, "curvature max_ij |a_ij|^2 + l2"),
             "mu": Validity("exact", "l2: far away the losses are almost linear"),
-            "G": Validity(status, "the variance of clients' gradients (docs/theory.md)"),
+            "G": Validity(
+                status, "the variance of clients' gradients (docs/explanation/theory.md)"
+            ),
             "B": Validity(status, "see G"),
-            "sigma": Validity(status, "gradients of bounded length (docs/theory.md)"),
+            "sigma": Validity(status, "gradients of bounded length (docs/explanation/theory.md)"),
             "P": Validity(status, "see sigma"),
-            "delta": Validity(status, "Hessians between 0 and curvature Sigma_i (docs/theory.md)"),
+            "delta": Validity(
+                status, "Hessians between 0 and curvature Sigma_i (docs/explanation/theory.md)"
+            ),
         },
     )
 

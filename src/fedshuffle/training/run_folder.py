@@ -10,7 +10,7 @@
 
 All files but the metrics are moved into place when they are complete, the JSON file of a checkpoint
 last. Metrics reach the disk before the checkpoint of their round, so that a kill may leave more
-metrics than checkpoints, never fewer. ``docs/runs.md`` says what happens to damaged files.
+metrics than checkpoints, never fewer. ``docs/how-to/resume.md`` says what happens to damaged files.
 """
 
 import hashlib

@@ -54,7 +54,7 @@ def cifar100(
     Args:
         folder: the folder that holds ``cifar100/train.bin``, or the files; by default
             FEDSHUFFLE_DATA, or where ``fedshuffle data get cifar100`` put them. One
-            ``cifar100*.npz`` of plain arrays is enough as well (docs/datasets.md).
+            ``cifar100*.npz`` of plain arrays is enough as well (docs/how-to/datasets.md).
         clients: number of clients to train on.
         per_client: number of examples of each client.
         alpha, beta: how evenly a client's examples are spread over coarse labels, and over the fine

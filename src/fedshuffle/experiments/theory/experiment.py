@@ -1,7 +1,7 @@
 """The theory's own claims, measured on quadratic problems whose constants are exact.
 
 Step sizes are those that the theorems allow. Each panel is a function of its own below;
-docs/theory-experiments.md says what each shows, and what not.
+docs/research/theory-experiments.md says what each shows, and what not.
 """
 
 import math

@@ -1,6 +1,6 @@
 """The report of a comparison: figures, tables, every curve as CSV, and a page that needs no other.
 
-docs/reports.md lists the files, and says how to read them.
+docs/how-to/read-the-report.md lists the files, and says how to read them.
 """
 
 import base64
