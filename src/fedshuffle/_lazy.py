@@ -17,7 +17,12 @@ def attach(package: str) -> Callable[[str], Any]:
 
     def load(name: str) -> Any:
         if (place := exports(package).get(name, package)) != package:
-            found = getattr(import_module(place), name)
+            try:
+                found = getattr(import_module(place), name)
+            except ModuleNotFoundError as error:
+                from fedshuffle.errors import missing_known
+
+                raise missing_known(error, f"{package}.{name}") or error from error
             setattr(sys.modules[package], name, found)
             return found
         if not name.startswith("_") and find_spec(f"{package}.{name}"):

@@ -9,6 +9,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from functools import cache, partial
 from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -123,12 +124,72 @@ def error_context(
         raise raised if isinstance(raised, Exception) else FedShuffleError(raised) from error
 
 
+EXTRAS: dict[str, tuple[str, ...]] = {
+    "report": ("matplotlib", "jinja2"),
+    "demo": ("matplotlib", "jinja2", "sklearn"),
+    "data": ("h5py", "pyarrow"),
+    "frame": ("pandas",),
+    "privacy": ("dp_accounting",),
+    "tensorboard": ("tensorboard",),
+    "mlflow": ("mlflow",),
+    "wandb": ("wandb",),
+    "ray": ("ray",),
+    "flower": ("flwr", "trustme"),
+}
+"""The modules that each extra of this package brings."""
+
+_REQUIRED = ("torch", "safetensors", "cloudpickle")
+"""Modules that every installation has, except one made without dependencies, which can audit."""
+
+_DISTRIBUTIONS = {"sklearn": "scikit-learn", "dp_accounting": "dp-accounting"}
+
+
+class MissingPackageError(FedShuffleError, ImportError):
+    """A package that is not installed; the message says how to install it."""
+
+
+def missing_package(
+    module: str, purpose: str, extra: str = "", instead: str = "", cause: object = ""
+) -> MissingPackageError:
+    """The error for a package that cannot be imported, with the command that installs it.
+
+    >>> print(missing_package("sklearn", "fedshuffle demo", "demo"))
+    fedshuffle demo needs scikit-learn. Install it with pip install 'fedshuffle[demo]'.
+    """
+    package = _DISTRIBUTIONS.get(module, module)
+    extra = extra or next((name for name, modules in EXTRAS.items() if module in modules), "")
+    wanted = f"'fedshuffle[{extra}]'" if extra else package
+    needs = f"{purpose} needs {package}{cause and f' ({cause})'}"
+    instead = instead and f", {instead}"
+    return MissingPackageError(f"{needs}. Install it with pip install {wanted}{instead}.")
+
+
+def missing_known(
+    error: ImportError, purpose: str, instead: str = ""
+) -> MissingPackageError | None:
+    """The error for a failed import of a package that fedshuffle uses; None for other packages."""
+    module = (error.name or "").partition(".")[0]
+    known = {*_REQUIRED, *(module for modules in EXTRAS.values() for module in modules)}
+    return missing_package(module, purpose, instead=instead) if module in known else None
+
+
 def optional_import(module: str, purpose: str, extra: str, instead: str = "") -> Any:
-    """Import a module of an optional dependency, or say how to install it."""
-    install = f"Install it with pip install 'fedshuffle[{extra}]'{instead and ', ' + instead}."
-    needs = f"{purpose} needs {module.partition('.')[0]}"
-    with error_context(lambda error: f"{needs} ({error}). {install}", ImportError):
+    """Import a module of an extra, or say how to install it."""
+    try:
         return import_module(module)
+    except ImportError as error:
+        top = module.partition(".")[0]
+        top = top if top in EXTRAS[extra] else EXTRAS[extra][0]
+        absent = isinstance(error, ModuleNotFoundError) and error.name == top
+        cause = "" if absent else one_line(error)
+        raise missing_package(top, purpose, extra, instead, cause) from error
+
+
+def require(extra: str, purpose: str) -> None:
+    """Fail before any work if a package of an extra is not installed."""
+    for module in EXTRAS[extra]:
+        if find_spec(module) is None:
+            raise missing_package(module, purpose, extra)
 
 
 _TWO_OUTPUTS = "It takes one output for each of the two classes."

@@ -22,7 +22,7 @@ from fedshuffle.cli.shared import (
     emit,
     overrides,
 )
-from fedshuffle.errors import FedShuffleError
+from fedshuffle.errors import FedShuffleError, require
 
 if TYPE_CHECKING:
     from fedshuffle.comparison import Comparison
@@ -59,6 +59,7 @@ def run_comparison(
     found: "Comparison", out: Path, jobs: int | None, words: list[str], as_json: bool
 ) -> None:
     """Run a comparison, write its report with the command's words, and print its results."""
+    require("report", "the report of a comparison")
     from fedshuffle.reports.comparison import write
     from fedshuffle.reports.comparison.tables import print_results, summary
     from fedshuffle.reports.comparison.warnings import annotate

@@ -10,6 +10,7 @@ from rich.filesize import decimal
 from rich.markup import escape
 from typer import Argument, Option
 
+from fedshuffle._arrays import histogram
 from fedshuffle._terminal import plain_table
 from fedshuffle.cli.shared import AsJson, Command, DataFolder, Group, console, emit
 from fedshuffle.errors import FedShuffleError
@@ -106,8 +107,6 @@ def _dtypes(text: str | None) -> dict[str, str]:
 
 
 def _describe(store: "Store") -> dict[str, Any]:
-    from fedshuffle.reports.comparison.figures import histogram
-
     sizes = store.sizes
     return {
         "clients": len(sizes),

@@ -9,7 +9,7 @@ from rich.markup import escape
 from typer import Option
 
 from fedshuffle.cli.shared import Command, Group, console, overrides
-from fedshuffle.errors import FedShuffleError
+from fedshuffle.errors import FedShuffleError, require
 
 app = typer.Typer(
     help="Flower: real clients, on this machine for now.", no_args_is_help=True, cls=Group
@@ -31,6 +31,7 @@ def up(
     port: Annotated[int | None, Option(help="Of the SuperLink; else a free one.")] = None,
 ) -> None:
     """Bring up a SuperLink and SuperNodes on this machine only, with TLS and node keys."""
+    require("flower", "fedshuffle flower")
     from fedshuffle.flower.local import COMPLETED, Deployment, app_config
 
     changes = overrides(settings)

@@ -3,6 +3,7 @@
 import shlex
 import sys
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -25,7 +26,7 @@ from fedshuffle.cli.shared import (
     emit,
     overrides,
 )
-from fedshuffle.errors import FedShuffleError
+from fedshuffle.errors import FedShuffleError, missing_package
 
 if TYPE_CHECKING:
     from fedshuffle.training import Result
@@ -142,4 +143,6 @@ def new(
         made = templates.new_flower_app(folder)
         command = ["flower", "up", "--clients", "3", "--app", str(folder)]
         print(f"A Flower app is in {made}. Its README says what to change.")
+    if find_spec("sklearn") is None:
+        print(missing_package("sklearn", "Its example data", "demo"))
     print(f"To try it:\n\n    {shlex.join(['fedshuffle', *command])}")

@@ -14,7 +14,7 @@ from rich.markup import escape
 from typer.core import TyperCommand, TyperGroup
 
 from fedshuffle._terminal import Console, interrupted_once
-from fedshuffle.errors import FedShuffleError, did_you_mean, nearest_name, user_error
+from fedshuffle.errors import FedShuffleError, did_you_mean, missing_known, nearest_name, user_error
 
 console = Console(highlight=False)
 
@@ -110,6 +110,8 @@ class Command(TyperCommand):
             raise typer.Exit(130) from None
         except SystemExit as error:  # by the user's code: it is not a success
             raise FedShuffleError(f"{user_error(error)}.") from error
+        except ModuleNotFoundError as error:
+            raise missing_known(error, ctx.command_path) or error from error
         except FedShuffleError as error:
             name, space, rest = str(error).partition(" ")
             for param in self.params:

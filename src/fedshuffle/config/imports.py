@@ -14,7 +14,14 @@ from typing import Any, TypeVar
 from fedshuffle import methods
 from fedshuffle import sampling as samplings
 from fedshuffle._arrays import expect
-from fedshuffle.errors import FedShuffleError, did_you_mean, error_context, one_line, user_error
+from fedshuffle.errors import (
+    FedShuffleError,
+    did_you_mean,
+    error_context,
+    missing_known,
+    one_line,
+    user_error,
+)
 from fedshuffle.federation import Federation
 from fedshuffle.methods import Method
 from fedshuffle.sampling import Sampling
@@ -148,6 +155,8 @@ def _module(path: str, name: str, folder: Path) -> ModuleType:
         if isinstance(error, ModuleNotFoundError):
             near = did_you_mean(top, [place.stem for place in folder.glob("*.py")])
             remedy = f"{near} Install it, or put it into {str(folder)!r}."
+            if known := missing_known(error, str(folder / f"{top}.py")):
+                return f"{path!r} cannot be imported: {known}"
         return f"{path!r} cannot be imported: {_cause(error, folder)}{remedy}"
 
     with error_context(message):

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from fedshuffle._arrays import FloatArray, IntArray, count, expect
-from fedshuffle.errors import FedShuffleError
+from fedshuffle.errors import FedShuffleError, require
 from fedshuffle.federation import Federation
 from fedshuffle.local_work import AtMost, MissLast, Workload
 from fedshuffle.methods import (
@@ -110,6 +110,7 @@ def bind(
     (Clip(threshold=2.0, weighted=False), GaussianNoise(std=4.5))
     """
     expect(privacy, Privacy, "privacy")
+    require("privacy", "the accounting of privacy")
     response_probability = np.asarray(response_probability, dtype=np.float64)
     assert privacy.clip is not None
     _check_method(method, workload)

@@ -247,9 +247,7 @@ def statistics(batches: Iterable[NDArray[Any]]) -> tuple[FloatArray, FloatArray]
 
     Ignores rows that are not finite: the writer of the store refuses them.
     """
-    from sklearn.preprocessing import StandardScaler
-
-    scaler = StandardScaler()
+    rows, mean, squares = 0, np.zeros(1), np.zeros(1)
     for batch in batches:
         if batch.ndim != 2:
             raise FedShuffleError(
@@ -257,9 +255,14 @@ def statistics(batches: Iterable[NDArray[Any]]) -> tuple[FloatArray, FloatArray]
             )
         finite = batch[np.isfinite(batch).all(1)].astype(np.float64)
         if len(finite):
-            scaler.partial_fit(finite)
-    found = hasattr(scaler, "mean_")
-    return (scaler.mean_, scaler.scale_) if found else (np.zeros(1), np.ones(1))
+            centre, rows = finite.mean(0), rows + len(finite)
+            shift, share = centre - mean, len(finite) / rows
+            squares = squares + ((finite - centre) ** 2).sum(0)
+            squares = squares + shift**2 * (1 - share) * len(finite)
+            mean = mean + shift * share
+    deviation = np.sqrt(squares / max(rows, 1))
+    rounding = rows * np.finfo(np.float64).eps * np.abs(mean)  # all that a constant column has
+    return mean, np.where(deviation > rounding, deviation, 1.0)
 
 
 def _stored_statistics(

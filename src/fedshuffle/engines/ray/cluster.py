@@ -51,6 +51,7 @@ def join(address: str | None, cpus: float) -> bool:
         return False
     options: dict[str, Any] = {}
     if wanted == "local":
+        _check_token_mode(ray.__version__)
         _create_token()
         cores = max(available_cores(), math.ceil(cpus))
         options = {"num_cpus": cores, "include_dashboard": False}
@@ -74,6 +75,19 @@ def join(address: str | None, cpus: float) -> bool:
             f" {ray.__version__}, and do RAY_AUTH_MODE and RAY_AUTH_TOKEN_PATH name its token?"
         ) from error
     return True
+
+
+def _check_token_mode(version: str) -> None:
+    """Refuse to start a cluster that would ask for no token.
+
+    Ray reads the mode when it is imported. From 2.59 on it also sets it when a cluster starts.
+    """
+    if "RAY_AUTH_MODE" not in os.environ and [int(n) for n in version.split(".")[:2]] < [2, 59]:
+        raise FedShuffleError(
+            f"Ray {version} was imported before fedshuffle could ask for a token, so every user of"
+            " this machine could run code in the cluster. Set RAY_AUTH_MODE=token before the"
+            " program starts, call ray.init() in it, or install Ray 2.59 or later."
+        )
 
 
 def _create_token() -> None:

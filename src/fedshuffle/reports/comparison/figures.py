@@ -13,6 +13,7 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from fedshuffle._arrays import FloatArray, IntArray
+from fedshuffle._arrays import histogram as histogram
 from fedshuffle.reports.comparison import model
 from fedshuffle.reports.comparison.model import Compared, ComparedMethod
 from fedshuffle.reports.rendering import LIGHT, clean, round_numbers, set_ticks
@@ -186,19 +187,3 @@ def _calm(axes: Axes) -> None:
     clean(axes)
     axes.spines[["left", "bottom"]].set_color(LIGHT.axis)
     axes.tick_params(colors=LIGHT.ink, which="both", length=3)
-
-
-def histogram(sizes: Sequence[int], most: int = 24) -> list[tuple[int, int, int]]:
-    """First size, last size and number of clients of each bar; bars widen where sizes differ much.
-
-    >>> histogram([1, 2, 2, 3])
-    [(1, 1, 1), (2, 2, 2), (3, 3, 1)]
-    >>> histogram([1, 100], most=4)
-    [(1, 2, 1), (3, 9, 0), (10, 31, 0), (32, 100, 1)]
-    """
-    low, high = min(sizes), max(sizes)
-    space = np.geomspace if high > 20 * low else np.linspace
-    inner = np.round(space(low, high + 1, min(most, high + 1 - low) + 1)).astype(int)
-    edges = np.unique([low, *inner, high + 1])
-    counts = np.histogram(sizes, edges)[0].tolist()
-    return list(zip(edges[:-1].tolist(), (edges[1:] - 1).tolist(), counts, strict=True))
