@@ -1,14 +1,16 @@
-# The commands: `make demo`, `make test` and `make test-slow`. Each installs what it needs in .venv, and no more.
+# The commands: `make demo`, `make test`, `make test-slow`, `make docs` and `make dist`. Each installs
+# what it needs in .venv, and no more.
 PYTHON ?= python3
 VENV := $(or $(FEDSHUFFLE_VENV),.venv)
 BIN := $(VENV)/bin
-# What .venv holds: the package alone, with the tools of `make test`, and with Ray, Flower and trackers too.
+# What .venv holds: the package with its demo, the tools of `make test`, those of the docs, and all.
 INSTALLED := $(VENV)/.installed
 TOOLS := $(VENV)/.tools
-CLUSTERS := $(VENV)/.clusters
+DOCS := $(VENV)/.docs
+ALL := $(VENV)/.all
 PYTEST := $(BIN)/python -m pytest -n 2 --dist loadgroup
 
-.PHONY: demo test test-slow lint format figures docs-pictures audit-flower bench bench-peers clean
+.PHONY: demo test test-slow docs dist lint format figures docs-pictures audit-flower bench bench-peers clean
 .DELETE_ON_ERROR:
 
 demo: $(INSTALLED)  ## audit and train three methods on real data; leaves a report in out/demo
@@ -17,8 +19,15 @@ demo: $(INSTALLED)  ## audit and train three methods on real data; leaves a repo
 test: lint  ## format, lint, types and the fast tests
 	$(PYTEST) -m "not slow"
 
-test-slow: $(CLUSTERS)  ## the tests that take long: Ray, Flower, the browser, killed processes, experiments
+test-slow: $(ALL)  ## the tests that take long: Ray, Flower, the browser, the site, new environments
 	$(PYTEST) -m slow
+
+docs: $(DOCS)  ## the site, in out/docs
+	$(BIN)/python -m sphinx -q -W --keep-going -b html docs out/docs
+
+dist: $(TOOLS)  ## the wheel and the source distribution, in dist
+	rm -rf dist
+	$(BIN)/python -m build
 
 lint: $(TOOLS)  ## format, lint and types
 	$(BIN)/ruff format --check .
@@ -35,10 +44,10 @@ figures: $(INSTALLED)  ## the paper's toy figures in out/quadratic
 docs-pictures: $(INSTALLED)  ## the pictures and tables of docs/explanation/methods
 	$(BIN)/python -m fedshuffle.experiments.method_pictures docs
 
-audit-flower: $(CLUSTERS)  ## what the auditor finds for Flower's strategies
+audit-flower: $(ALL)  ## what the auditor finds for Flower's strategies
 	$(BIN)/python benchmarks/flower_strategies.py --write
 
-bench: $(CLUSTERS)  ## engines against a bare loop, and what grows with what; on an idle machine
+bench: $(ALL)  ## engines against a bare loop, and what grows with what; on an idle machine
 	$(BIN)/python benchmarks/engines.py
 	$(BIN)/python benchmarks/engines.py --works "lstm 2x256" "resnet-18 gn" --engines sequential sequential:2 --rounds 5
 	$(BIN)/python benchmarks/scaling.py
@@ -57,16 +66,20 @@ $(BIN)/pip:
 	$(PYTHON) -m venv $(VENV)
 
 $(INSTALLED): pyproject.toml constraints.txt | $(BIN)/pip
-	$(install) .
+	$(install) '.[demo]'
 	touch $@
 
 $(TOOLS): pyproject.toml constraints.txt | $(BIN)/pip
 	$(install) '.[dev]'
 	touch $(INSTALLED) $@
 
-$(CLUSTERS): pyproject.toml constraints.txt | $(BIN)/pip
-	$(install) '.[dev,flower,mlflow,ray,wandb]'
-	touch $(INSTALLED) $(TOOLS) $@
+$(DOCS): pyproject.toml constraints.txt | $(BIN)/pip
+	$(install) '.[docs]'
+	touch $(INSTALLED) $@
+
+$(ALL): pyproject.toml constraints.txt | $(BIN)/pip
+	$(install) '.[all,dev,docs]'
+	touch $(INSTALLED) $(TOOLS) $(DOCS) $@
 
 clean:
 	rm -rf .venv .bench out build dist

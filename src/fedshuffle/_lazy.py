@@ -16,17 +16,19 @@ def attach(package: str) -> Callable[[str], Any]:
     """
 
     def load(name: str) -> Any:
-        if (place := exports(package).get(name, package)) != package:
-            try:
+        try:
+            if (place := exports(package).get(name, package)) != package:
                 found = getattr(import_module(place), name)
-            except ModuleNotFoundError as error:
-                from fedshuffle.errors import missing_known
+                setattr(sys.modules[package], name, found)
+                return found
+            if not name.startswith("_") and find_spec(f"{package}.{name}"):
+                return import_module(f"{package}.{name}")
+        except ModuleNotFoundError as error:
+            from fedshuffle.errors import missing_known
 
-                raise missing_known(error, f"{package}.{name}") or error from error
-            setattr(sys.modules[package], name, found)
-            return found
-        if not name.startswith("_") and find_spec(f"{package}.{name}"):
-            return import_module(f"{package}.{name}")
+            if (known := missing_known(error, f"{package}.{name}")) is None:
+                raise
+            raise known from error
         raise AttributeError(f"module {package!r} has no attribute {name!r}")
 
     return load

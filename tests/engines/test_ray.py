@@ -178,6 +178,30 @@ def test_ray_is_named_where_it_is_missing(monkeypatch: pytest.MonkeyPatch) -> No
         make("ray:2", problem())
 
 
+@pytest.mark.parametrize(
+    ("version", "starts"), [("2.55.1", False), ("2.59.0", True), ("3.0", True)]
+)
+def test_a_local_cluster_without_a_token_is_refused(
+    monkeypatch: pytest.MonkeyPatch, version: str, starts: bool
+) -> None:
+    """Before 2.59, Ray asks for a token only if it was told so before it was imported."""
+    monkeypatch.delenv("RAY_AUTH_MODE", raising=False)
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    started = list[str]()
+    monkeypatch.setattr(ray, "__version__", version)
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+    monkeypatch.setattr(ray, "init", lambda address, **_: started.append(address))
+    monkeypatch.setenv("RAY_AUTH_TOKEN", "5e" * 32)
+    if starts:
+        assert clusters.join(None, 1)
+    else:
+        with pytest.raises(FedShuffleError, match="RAY_AUTH_MODE=token"):
+            clusters.join(None, 1)
+        monkeypatch.setenv("RAY_AUTH_MODE", "token")
+        assert clusters.join(None, 1)
+    assert started == ["local"]
+
+
 def test_what_all_workers_need_is_packed_once() -> None:
     x, y = torch.arange(3, dtype=torch.bfloat16), torch.tensor(2.0)
     shared, packed = pack([[x, y], [x], [x, x]])

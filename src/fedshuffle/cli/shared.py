@@ -111,7 +111,9 @@ class Command(TyperCommand):
         except SystemExit as error:  # by the user's code: it is not a success
             raise FedShuffleError(f"{user_error(error)}.") from error
         except ModuleNotFoundError as error:
-            raise missing_known(error, ctx.command_path) or error from error
+            if (known := missing_known(error, ctx.command_path)) is None:
+                raise
+            raise known from error
         except FedShuffleError as error:
             name, space, rest = str(error).partition(" ")
             for param in self.params:
