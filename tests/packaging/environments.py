@@ -51,7 +51,7 @@ class Environment:
         run(*self._pip, "check", folder=self.work)
 
     def _install(self, *what: str | Path) -> None:
-        words = ["install", "--quiet", "--no-compile", "-c", CONSTRAINTS]
+        words = ("install", "--quiet", "--no-compile", "-c", CONSTRAINTS)
         run(*self._pip, *words, *what, folder=self.work)
 
     def install_without(self, wheel: Path, absent: set[str]) -> None:

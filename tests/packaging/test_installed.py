@@ -31,8 +31,7 @@ def clients():
 
 def trained(rounds=2, **options):
     options = {"evaluate": Evaluation(clients(), ["loss"])} | options
-    return train(model(), "cross_entropy", clients(), "fedshuffle", "full", rounds=rounds,
-                 step_size=0.1, **options)
+    return train(model(), clients(), loss="cross_entropy", rounds=rounds, **options)
 """
 CONFIG = """
 rounds = 2
@@ -264,7 +263,7 @@ def test_audits_run_without_torch(wheel: Path, version: str, tmp_path: Path) -> 
     _write_task(env.work)
     assert env.command("--version").strip() == wheel.name.split("-")[1]
     assert "fedshuffle" in env.command("methods")
-    assert "inconsistent" in env.command("audit", "--sizes", "1,2,3")
+    assert "not consistent" in env.command("audit", "--sizes", "1,2,3")
     sampled = ["--method", "fedshuffle", "--sampling", "uniform:2", "--channel", "topk:0.5"]
     assert json.loads(env.command("audit", "--sizes", "1,2,3", *sampled, "--json"))
     assert json.loads(env.command("audit", "--log", "log.csv", "--json"))["client_ids"]

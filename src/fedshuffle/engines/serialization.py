@@ -11,7 +11,7 @@ import os
 import pickle
 import tempfile
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import IO, Any, NamedTuple
 
@@ -148,8 +148,8 @@ class Packed(NamedTuple):
             return unpickled(number) if isinstance(number, bytes) else tensors[number]
 
         def unpickled(text: bytes) -> Any:
-            unpickler: Any = pickle.Unpickler(io.BytesIO(text))
-            unpickler.persistent_load = load
+            unpickler = _Unpickler(io.BytesIO(text))
+            unpickler.replace = load
             return unpickler.load()
 
         return unpickled(self.requests)
@@ -174,6 +174,28 @@ def pack(requests: Sequence[Any]) -> tuple[Tensors, list[Packed]]:
     ]
 
 
+# From Python 3.13 on these methods cannot be set on a pickler, only defined in its class.
+class _Pickler(pickle.Pickler):
+    replace: Callable[[Any], Any]
+
+    def persistent_id(self, obj: Any) -> Any:
+        return self.replace(obj)
+
+
+class _CodePickler(cloudpickle.Pickler):  # type: ignore[misc]
+    replace: Callable[[Any], Any]
+
+    def persistent_id(self, obj: Any) -> Any:
+        return self.replace(obj)
+
+
+class _Unpickler(pickle.Unpickler):
+    replace: Callable[[Any], Any]
+
+    def persistent_load(self, pid: Any) -> Any:
+        return self.replace(pid)
+
+
 def _without_tensors(request: Any) -> tuple[bytes, dict[int, Tensor]]:
     """A pickled request in which numbers stand for its tensors, and these.
 
@@ -186,17 +208,17 @@ def _without_tensors(request: Any) -> tuple[bytes, dict[int, Tensor]]:
             tensors[id(thing)] = thing  # referenced, so that its id stays unique
             return id(thing)
         if isinstance(thing, Transform) and not isinstance(thing, Chain):
-            return pickled(cloudpickle.Pickler, thing, skip=thing)
+            return pickled(_CodePickler, thing, skip=thing)
         return None
 
     def pickled(kind: Any, thing: Any, skip: Any = None) -> bytes:
         buffer = io.BytesIO()
         pickler = kind(buffer, protocol=5)
-        pickler.persistent_id = lambda part: None if part is skip else number(part)
+        pickler.replace = lambda part: None if part is skip else number(part)
         pickler.dump(thing)
         return buffer.getvalue()
 
-    return pickled(pickle.Pickler, request), tensors
+    return pickled(_Pickler, request), tensors
 
 
 def answer(engine: Engine, what: str, packed: Packed, shared: Tensors) -> tuple[bool, Any]:
