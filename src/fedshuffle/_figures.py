@@ -10,6 +10,7 @@ if TYPE_CHECKING:
 INK, AXIS, GRID = "#222222", "#8a8f98", "#e6e8eb"
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000")
 """Colours that people with any colour vision tell apart (Okabe and Ito), one for each result."""
+_WIDE = 1000.0  # a logarithmic axis between ends of this ratio shows powers of ten alone
 DASHES = ("-", "--", ":", "-.")
 
 
@@ -30,3 +31,15 @@ def next_colour(ax: "Axes") -> str:
     """The first colour that no line of these axes has."""
     used = {line.get_color() for line in ax.get_lines()}
     return next((colour for colour in COLOURS if colour not in used), COLOURS[0])
+
+
+def log_scale(ax: "Axes") -> None:
+    """A logarithmic vertical axis with plain numbers, unless it spans many powers of ten."""
+    from matplotlib.ticker import LogLocator, NullLocator
+
+    ax.set_yscale("log")
+    low, high = ax.get_ylim()
+    if high / low < _WIDE:
+        ax.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        ax.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
+        ax.yaxis.set_minor_locator(NullLocator())

@@ -168,10 +168,23 @@ def test_a_picture_of_many_clients_shows_ten_groups_by_size(clients: int) -> Non
         assert len(heights) == 10
         assert sum(heights) == pytest.approx(weights.sum())
     ticks = [label.get_text() for label in axes.get_xticklabels()]
-    assert ticks[0] == ("1 to 4" if clients == 40 else "1 to 5")
-    assert "ten groups" in axes.get_xlabel()
+    assert ticks[0] == ("1 to 4 (4)" if clients == 40 else "1 to 5 (1,000)")
+    assert axes.get_xlabel() == "examples of a client (number of such clients)"
     assert f"{clients:,} clients" in texts(axes)[-1]
     pyplot.close("all")
+
+
+def test_clients_of_few_sizes_are_grouped_by_size() -> None:
+    result = audit(Federation.from_sizes([12] * 30 + [3] * 4 + [300]), "fedavg-rr", "uniform:5")
+    axes = result.plot()
+    ticks = [label.get_text() for label in axes.get_xticklabels()]
+    assert ticks == ["3 (4)", "12 (30)", "300 (1)"]
+    meant = np.array([12, 360, 300]) / 672
+    np.testing.assert_allclose(bars(axes)["you meant"], meant)
+    pyplot.close("all")
+    reader = Reader()
+    reader.feed(result._repr_html_())
+    assert [row[:2] for row in reader.rows[1:]] == [["4", "3"], ["30", "12"], ["1", "300"]]
 
 
 def test_a_picture_shows_intervals_and_what_is_unknown() -> None:

@@ -13,11 +13,11 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 _WIDTH = 0.4  # of a bar
-_LETTERS = 16  # of a name; with more than four names of that length all of them are tilted
+_LETTERS = 16  # of a name that are shown
 
 
 def draw(audit: Audit, ax: "Axes | None") -> "Axes":
-    """Draw a pair of bars for every client, or for ten groups of clients by size."""
+    """Draw a pair of bars for every client, or for groups of clients by size."""
     names, groups = groups_by_size(audit)
     each = len(groups) == len(audit.sizes)
     meant = np.array([audit.objective_weights[members].sum() for members in groups])
@@ -34,20 +34,23 @@ def draw(audit: Audit, ax: "Axes | None") -> "Axes":
     ax.bar(places - _WIDTH / 2, meant, _WIDTH, label="you meant", **hollow)
     ax.bar(places + _WIDTH / 2, really, _WIDTH, yerr=thin, label="really", **full)
 
+    size = "medium" if len(groups) < 8 else "small"
     points: dict[str, Any] = {"textcoords": "offset points", "color": _figures.INK}
     for place, wanted, found, margin in zip(places, meant, really, reach, strict=True):
         known = np.isfinite(margin)  # nothing is known of a client that was never drawn
         text = f"{found / wanted:.2g}\N{MULTIPLICATION SIGN}" if known else "?"
         top = max(wanted, found + margin if known else 0.0)
-        ax.annotate(text, (place, top), (0, 4), ha="center", **points)
+        ax.annotate(text, (place, top), (0, 4), ha="center", fontsize=size, **points)
 
     short = [_short(name) for name in names]
-    tilt = 30 if sum(map(len, short)) > 4 * _LETTERS else 0
+    if not each:
+        short = [f"{name} ({len(members):,})" for name, members in zip(short, groups, strict=True)]
+    ax.set_xlabel("client" if each else "examples of a client (number of such clients)")
+    tilt = 30 if sum(map(len, short)) > 60 else 0
     ax.set_xticks(places, short, rotation=tilt, ha="right" if tilt else "center")
     ax.tick_params(axis="x", length=0)
     for label in ax.get_xticklabels():
         label.set_parse_math(False)  # a dollar in a name is a dollar
-    ax.set_xlabel("client" if each else "examples of a client, in ten groups of clients by size")
     ax.set_ylabel("share of the objective")
     ax.yaxis.set_major_formatter(lambda share, _: f"{100 * share:g}%")
     ax.margins(y=0.12)

@@ -22,7 +22,8 @@ if TYPE_CHECKING:
 
 _ROUNDING = 1e-8  # the smallest relative width of an interval: servers and expectations round
 _SURE = 5.0  # standard errors needed to call a weight wrong; corrects for testing many clients
-_ROWS = 24  # larger federations are shown in ten groups of clients instead of client by client
+_ROWS = 24  # larger federations are shown in groups of clients instead of client by client
+_GROUPS = 10
 _COLOURS = dict.fromkeys(("consistent", "holds"), "green")
 _COLOURS |= dict.fromkeys(("not consistent", "does not hold"), "red")
 _Row = tuple[str, str, str, str, str, float]
@@ -148,7 +149,7 @@ class Audit:
         """Draw how much each client counts beside how much you meant it to, as bars.
 
         Above each pair stands the factor between the two; thin lines are intervals, or two
-        standard errors. More than 24 clients are drawn in ten groups by size. Without axes the bars
+        standard errors. More than 24 clients are drawn in groups by size. Without axes the bars
         get a new figure, which a notebook shows; in a script, call
         ``ax.figure.savefig("audit.png")``.
         """
@@ -221,11 +222,15 @@ def print_conclusion(
 
 
 def groups_by_size(audit: Audit) -> tuple[list[str], list[IntArray]]:
-    """The clients one by one, with their names, or ten groups by size, with their sizes."""
+    """The clients one by one, with their names, or groups of clients, with their sizes.
+
+    There is a group for each size, or, if sizes are many, ten groups of as many clients.
+    """
     order = np.argsort(audit.sizes, kind="stable")
     if len(order) <= _ROWS:
         return [str(i) for i in audit.client_ids], np.split(np.arange(len(order)), len(order))
-    groups = np.array_split(order, 10)
+    starts = np.flatnonzero(np.diff(audit.sizes[order])) + 1
+    groups = np.split(order, starts) if len(starts) < _GROUPS else np.array_split(order, _GROUPS)
     return [_sizes(audit.sizes[members]) for members in groups], groups
 
 
@@ -235,7 +240,7 @@ def _sizes(sizes: IntArray) -> str:
 
 
 def _table(audit: Audit) -> tuple[tuple[str, ...], list[_Row]]:
-    """The columns, and a row for every client, or for ten groups of clients by size."""
+    """The columns, and a row for every client, or for groups of clients by size."""
     each = len(audit.sizes) <= _ROWS
     rows: list[_Row] = []
     for name, members in zip(*groups_by_size(audit), strict=True):

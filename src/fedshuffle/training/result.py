@@ -93,11 +93,11 @@ class Result:
             own = {"linestyle": dash, "marker": marker, "label": text} | look
             ax.plot(*zip(*points, strict=True), **own)
         ax.set_xlabel("round")
-        ax.xaxis.set_major_locator(MaxNLocator(integer=True))
+        ax.xaxis.set_major_locator(MaxNLocator(integer=True, steps=[1, 2, 5, 10]))
         if not ax.get_ylabel() and (metric is None or len(names) == 1):
             ax.set_ylabel(next(iter(names)))
         if log:
-            ax.set_yscale("log")
+            _figures.log_scale(ax)
         if len(ax.get_lines()) > 1 or label is not None:
             ax.legend(frameon=False)
         return ax
