@@ -115,24 +115,18 @@ def markdown(page: str | None = None) -> str:
 
     Without a page: all methods, with links.
     """
-    heads = [
-        "method",
-        "what it is",
-        "cost",
-        "consistent: all, some, cut",
-        *(["options"] if page else []),
-    ]
-    rows = [f"| {' | '.join(heads)} |", "|" + "---|" * len(heads)]
+    about, found = "what it is", "consistent: all, some, cut"
+    heads = [about, found, "cost", "options"] if page else [found, "cost", about]
+    rows = [f"| method | {' | '.join(heads)} |", f"|---|{'---|' * len(heads)}"]
     for method in methods.available():
         if (own := family(method).page) != OWN.page and page in (None, own):
             facts = describe(method)
-            cells = [
-                f"`{method.name}`" if page else f"[`{method.name}`]({own}.md)",
-                facts["summary"],
-                costs_text(facts),
-                ", ".join(MARKS[found] for found in facts["consistent"].values()),
-            ]
-            if page:
-                cells.append(f"`{options_text(facts, ', ')}`" if facts["options"] else "none")
-            rows.append(f"| {' | '.join(cells)} |")
+            cells = {
+                about: facts["summary"],
+                found: ", ".join(MARKS[answer] for answer in facts["consistent"].values()),
+                "cost": costs_text(facts),
+                "options": f"`{options_text(facts)}`" if facts["options"] else "none",
+            }
+            name = f"`{method.name}`" if page else f"[`{method.name}`]({own}.md)"
+            rows.append(f"| {name} | {' | '.join(cells[head] for head in heads)} |")
     return "\n".join(rows)
