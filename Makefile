@@ -36,7 +36,7 @@ docs-pictures: $(INSTALLED)  ## the picture of the README; pictures and tables o
 	$(BIN)/python -m fedshuffle.experiments.message_picture docs
 	$(BIN)/python -m fedshuffle.experiments.method_pictures docs
 
-notebooks: $(TOOLS)  ## run docs/notebooks and store their outputs
+notebooks: $(DOCS)  ## run docs/notebooks and store their outputs
 	$(BIN)/python -m tests.notebooks
 
 audit-flower: $(CLUSTERS)  ## what the auditor finds for Flower's strategies
