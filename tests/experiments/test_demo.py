@@ -309,8 +309,8 @@ def test_the_reason_gives_the_weight_of_small_clients(short: DemoResult) -> None
     found = with_rare(short, 0.856, 0.947, 0.947)
     first, _, last = (percent(m.count_of(small)) for m in found.methods)
     meant = percent(sizes[small].sum() / sizes.sum())
-    told = f"You meant the small clients to count {meant}; FedAvg counts them {first}"
-    assert reason(found) == f"{told}, FedShuffle {last}."
+    told = f"You meant the small clients to count for {meant} of the objective"
+    assert reason(found) == f"{told}; FedAvg gives them {first}, FedShuffle {last}."
 
 
 def test_the_answer_names_the_closest_method(short: DemoResult) -> None:

@@ -65,9 +65,9 @@ def reason(result: DemoResult) -> str:
     small, (lowest, best) = result.digits.small, _furthest_apart(result)
     shown = result.methods if best is None else (lowest, best)
     counts = ", ".join(f"{m.label} {percent(m.count_of(small))}" for m in shown)
-    counts = counts.replace(" ", " counts them ", 1)
+    counts = counts.replace(" ", " gives them ", 1)
     meant = percent(result.digits.federation.weights[small].sum())
-    text = f"you meant the small clients to count {meant}; {counts}."
+    text = f"you meant the small clients to count for {meant} of the objective; {counts}."
     if best is None or _undercounted(result, lowest):
         return text[:1].upper() + text[1:]
     return f"Bias alone does not explain it: {text}"

@@ -72,7 +72,7 @@ class SearchChart:
     """Where a better one may be: -1 left of the best one, 1 right of it, 0 nowhere."""
     diverged: list[float]  # where a cross is
     unfinished: list[float]
-    strip: float | None  # the middle of the strip with the crosses
+    strip: float | None  # the middle of the strip for what has no value, if there is any
     text: str  # all of it in words
 
     @property
@@ -141,7 +141,7 @@ def _search(
         beyond={"smallest": -1, "largest": 1}.get(line.edge, 0),
         diverged=[at[size] for size, value in line.tried.items() if value == "diverged"],
         unfinished=[at[size] for size, value in line.tried.items() if value == "unfinished"],
-        strip=strip,
+        strip=strip if len(dots) < len(line.tried) else None,
         text=f"{line.title}, {metric} by step size. {'; '.join(words)}.",
     )
 

@@ -4,6 +4,7 @@ It is read from the ``clients.csv`` of the runs, which they write if the evaluat
 """
 
 import csv
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -43,8 +44,8 @@ class Column:
     sign: int  # 1 where higher is better, -1 where lower is
     names: list[str]
     sizes: FloatArray  # the evaluated examples of each client
-    small: float  # a small client has at most this number of examples
-    large: float  # a large one at least this
+    small: int  # a small client has at most this number of examples
+    large: int  # a large one at least this
     rows: list[ClientRow]
 
     @property
@@ -66,9 +67,9 @@ def columns(comparison: Compared, out: Path) -> list[Column]:
                     continue
                 names, sizes, runs = measured
                 if column is None:
-                    small, large = np.quantile(sizes, [0.25, 0.75])
+                    low, high = np.quantile(sizes, [0.25, 0.75])
                     facts = (group, momentum, metric, sign, names, sizes)
-                    column = Column(*facts, float(small), float(large), [])
+                    column = Column(*facts, math.floor(low), math.ceil(high), [])
                 if names == column.names:
                     column.rows.append(_row(column, line, runs))
             if column is not None and len(column.rows) > 1:
