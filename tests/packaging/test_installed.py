@@ -18,7 +18,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("packaging")]
 TASK = """
 import numpy as np
 import torch
-from fedshuffle import Evaluation, Federation, train
+from fedshuffle import Evaluation, Federation, losses, train
 
 def model():
     return torch.nn.Linear(2, 2)
@@ -31,7 +31,7 @@ def clients():
 
 def trained(rounds=2, **options):
     options = {"evaluate": Evaluation(clients(), ["loss"])} | options
-    return train(model(), clients(), loss="cross_entropy", rounds=rounds, **options)
+    return train(model(), clients(), loss=losses.cross_entropy, rounds=rounds, **options)
 """
 CONFIG = """
 rounds = 2
