@@ -196,7 +196,7 @@ assert callable(fedshuffle.train) and "torch" in sys.modules
                 "sequential:2",
             ],
         ),
-        (["compare"], ["A TOML file of a run with a section [compare]."]),
+        (["compare"], ["A TOML file of a run with a section compare."]),
         (["data", "show"], ["The folder of a store."]),
     ],
 )

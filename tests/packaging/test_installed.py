@@ -13,7 +13,8 @@ import pytest
 
 from tests.packaging.environments import ROOT, Environment, interpreter, run
 
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("packaging")]
+pytestmark = pytest.mark.slow
+of_wheel, of_base = (pytest.mark.xdist_group(f"packaging-{k}") for k in ("wheel", "base"))
 
 TASK = """
 import numpy as np
@@ -89,11 +90,13 @@ def _tracked(folder: str) -> set[str]:
     return {name for name in listed.split("\0") if name and (ROOT / name).exists()}
 
 
+@of_wheel
 def test_the_wheel_has_every_file_of_the_package_and_no_other(wheel: Path) -> None:
     names = [name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name]
     assert {f"src/{name}" for name in names} == _tracked("src")
 
 
+@of_wheel
 def test_the_source_distribution_has_what_builds_and_explains_it(built: Path) -> None:
     with tarfile.open(next(built.glob("*.tar.gz"))) as archive:
         names = {name.partition("/")[2] for name in archive.getnames()}
@@ -101,6 +104,7 @@ def test_the_source_distribution_has_what_builds_and_explains_it(built: Path) ->
     assert files | _tracked("src") | _tracked("tests") <= names
 
 
+@of_wheel
 def test_the_readme_has_no_relative_links(wheel: Path) -> None:
     archive = zipfile.ZipFile(wheel)
     (name,) = [one for one in archive.namelist() if one.endswith("METADATA")]
@@ -110,6 +114,7 @@ def test_the_readme_has_no_relative_links(wheel: Path) -> None:
     assert "](https://fedshuffle.github.io/fedshuffle/" in text
 
 
+@of_base
 def test_the_base_audits_and_trains(base: Environment) -> None:
     assert "audit" in base.command("--help")
     assert json.loads(base.command("audit", "--sizes", "1,2,3", "--json"))["consistent"] is False
@@ -117,6 +122,7 @@ def test_the_base_audits_and_trains(base: Environment) -> None:
     assert base.python("import task; print(len(task.trained().history))").strip() == "2"
 
 
+@of_base
 def test_the_base_has_nothing_that_is_not_declared(base: Environment) -> None:
     extras = "matplotlib sklearn pandas h5py pyarrow dp_accounting tensorboard mlflow wandb ray"
     extras += " flwr trustme sphinx pytest"
@@ -125,6 +131,7 @@ def test_the_base_has_nothing_that_is_not_declared(base: Environment) -> None:
     assert base.python(code).strip() == "[]"
 
 
+@of_base
 @pytest.mark.parametrize(
     ("extra", "words"),
     [
@@ -143,6 +150,7 @@ def test_a_command_names_the_missing_extra(base: Environment, extra: str, words:
     assert not (base.work / "never").exists()
 
 
+@of_base
 def test_python_names_the_missing_extra(base: Environment) -> None:
     code = """
 import task
@@ -170,6 +178,7 @@ for extra, tries in calls.items():
     base.python(code)
 
 
+@of_base
 def test_the_starter_says_what_its_data_need(base: Environment) -> None:
     assert "pip install 'fedshuffle[demo]'" in base.command("new", "run", "started")
     assert "pip install 'fedshuffle[demo]'" in base.error("run", "started/config.toml")
@@ -239,6 +248,7 @@ _COMMANDS = {
 }
 
 
+@of_base
 @pytest.mark.parametrize("extra", _EXTRAS)
 def test_an_extra_brings_what_its_feature_needs(
     base: Environment, extra: str, tmp_path: Path
@@ -253,6 +263,7 @@ def test_an_extra_brings_what_its_feature_needs(
     shutil.rmtree(env.folder)
 
 
+@of_wheel
 @pytest.mark.parametrize("version", ["3.11", "3.12", "3.13"])
 def test_audits_run_without_torch(wheel: Path, version: str, tmp_path: Path) -> None:
     python = interpreter(version)
@@ -297,6 +308,7 @@ else:
     )
 
 
+@of_wheel
 def test_all_that_is_installed_here_agrees() -> None:
     done = run(sys.executable, "-m", "pip", "check", folder=ROOT, check=False)
     assert done.returncode == 0, done.stdout

@@ -29,11 +29,11 @@ if TYPE_CHECKING:
 
 
 def compare(
-    config: Annotated[File, Argument(help="A TOML file of a run with a section [compare].")] = None,
+    config: Annotated[File, Argument(help="A TOML file of a run with a section compare.")] = None,
     resume: Annotated[File, Option(help="Resume that of this folder.")] = None,
     out: ConfigOut = None,
     jobs: Jobs = None,
-    scale: Annotated[Text, Option(help="Use the keys of [scale.NAME].")] = None,
+    scale: Annotated[Text, Option(help="Use the keys of the section scale.NAME.")] = None,
     settings: Settings = None,
     as_json: AsJson = False,
 ) -> None:
