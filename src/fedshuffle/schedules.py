@@ -18,6 +18,16 @@ from typing import Any
 from fedshuffle._arrays import count, number
 from fedshuffle.errors import FedShuffleError, check_known, unknown
 
+__all__ = [
+    "Schedule",
+    "constant",
+    "cosine",
+    "drops",
+    "inverse_time",
+    "resolve",
+    "warmed_up",
+]
+
 Schedule = float | Callable[[int], float]
 
 

@@ -24,6 +24,14 @@ from fedshuffle.auditing.result import Audit, blackbox_result
 from fedshuffle.errors import FedShuffleError, error_context, optional_import, user_error
 from fedshuffle.federation import Federation
 
+__all__ = [
+    "Aggregator",
+    "FlowerAggregator",
+    "FunctionAggregator",
+    "Replies",
+    "read_log",
+]
+
 _ASKED = 4  # a strategy that asks for the nodes more often in a round waits for more of them
 _NEEDED = ("round", "client", "size", "steps", "weight")  # the columns of a log
 

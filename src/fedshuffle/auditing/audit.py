@@ -8,7 +8,7 @@ its gradient, to first order in the step size. So a method minimises the objecti
           \frac{1}{q_i} = E\Big[ \frac{1\{i \in S\}}{q_i^S} \Big],
 
 and it is *consistent* if that is the objective you meant, :math:`\hat w = w`. What momentum and
-other directions change is derived in docs/audit.md.
+other directions change is derived in docs/explanation/audit.md.
 """
 
 import dataclasses

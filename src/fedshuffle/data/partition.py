@@ -20,6 +20,13 @@ from fedshuffle._arrays import FloatArray, IntArray, count, number
 from fedshuffle.errors import FedShuffleError, error_context
 from fedshuffle.randomness import Purpose, check_seed, generator
 
+__all__ = [
+    "by_column",
+    "dirichlet",
+    "lognormal",
+    "pachinko",
+]
+
 
 def dirichlet(labels: ArrayLike, clients: int, alpha: float, seed: int = 0) -> IntArray:
     """Clients that differ in labels and in size (Yurochkin et al. 2019).

@@ -15,34 +15,72 @@ from importlib import import_module
 
 from fedshuffle._arrays import expect, number
 from fedshuffle.errors import FedShuffleError, check_known, unknown
-from fedshuffle.kernel import FullGradient as FullGradient
-from fedshuffle.kernel import StepCoefficients as StepCoefficients
+from fedshuffle.kernel import FullGradient, StepCoefficients
 from fedshuffle.methods import options
-from fedshuffle.methods.averaging import Cohort as Cohort
-from fedshuffle.methods.averaging import Custom as Custom
-from fedshuffle.methods.averaging import EffectiveSteps as EffectiveSteps
-from fedshuffle.methods.averaging import FedShuffleGen as FedShuffleGen
-from fedshuffle.methods.averaging import InclusionProbability as InclusionProbability
-from fedshuffle.methods.averaging import Normaliser as Normaliser
-from fedshuffle.methods.averaging import RatioOfSums as RatioOfSums
-from fedshuffle.methods.averaging import SumOne as SumOne
-from fedshuffle.methods.averaging import objective_weight as objective_weight
-from fedshuffle.methods.averaging import own_steps as own_steps
-from fedshuffle.methods.averaging import steps_of_the_longest as steps_of_the_longest
-from fedshuffle.methods.averaging import weight_per_share_done as weight_per_share_done
-from fedshuffle.methods.averaging import weight_per_step as weight_per_step
-from fedshuffle.methods.directions import MVR as MVR
-from fedshuffle.methods.directions import CohortMoments as CohortMoments
-from fedshuffle.methods.directions import Direction as Direction
-from fedshuffle.methods.directions import GlobalMomentum as GlobalMomentum
-from fedshuffle.methods.directions import LocalPlan as LocalPlan
-from fedshuffle.methods.directions import MethodState as MethodState
-from fedshuffle.methods.directions import Plain as Plain
-from fedshuffle.methods.directions import RoundContext as RoundContext
-from fedshuffle.methods.directions import Steps as Steps
-from fedshuffle.methods.method import Family as Family
-from fedshuffle.methods.method import Method as Method
-from fedshuffle.methods.servers import ServerOptimiser as ServerOptimiser
+from fedshuffle.methods.averaging import (
+    Cohort,
+    Custom,
+    EffectiveSteps,
+    FedShuffleGen,
+    InclusionProbability,
+    Normaliser,
+    RatioOfSums,
+    SumOne,
+    objective_weight,
+    own_steps,
+    steps_of_the_longest,
+    weight_per_share_done,
+    weight_per_step,
+)
+from fedshuffle.methods.directions import (
+    MVR,
+    CohortMoments,
+    Direction,
+    GlobalMomentum,
+    LocalPlan,
+    MethodState,
+    Plain,
+    Reported,
+    RoundContext,
+    Steps,
+)
+from fedshuffle.methods.method import Family, Method
+from fedshuffle.methods.servers import ServerOptimiser
+
+__all__ = [
+    "MVR",
+    "Cohort",
+    "CohortMoments",
+    "Custom",
+    "Direction",
+    "EffectiveSteps",
+    "Family",
+    "FedShuffleGen",
+    "FullGradient",
+    "GlobalMomentum",
+    "InclusionProbability",
+    "LocalPlan",
+    "Method",
+    "MethodState",
+    "Normaliser",
+    "Plain",
+    "RatioOfSums",
+    "Reported",
+    "RoundContext",
+    "ServerOptimiser",
+    "StepCoefficients",
+    "Steps",
+    "SumOne",
+    "available",
+    "get",
+    "objective_weight",
+    "own_steps",
+    "parse_momentum",
+    "register",
+    "steps_of_the_longest",
+    "weight_per_share_done",
+    "weight_per_step",
+]
 
 _REGISTRY: dict[str, Method] = {}
 _OWN: set[str] = set()

@@ -101,7 +101,7 @@ class CohortMoments:
     joint: FloatArray | None = None
     """``E[1{i in S} w_i / p_i * (the contribution of all S)]``, if the direction needs it."""
     estimate: FloatArray | None = None
-    """``E[1{i in S} c_i]`` with the c of :func:`gradient_weights`, if the direction needs it."""
+    """``E[1{i in S} c_i]`` with the c that weighs gradients, if the direction needs it."""
 
     @property
     def total(self) -> float:

@@ -52,7 +52,7 @@ class TreeNoise(Transform):
     nothing is kept.
 
     A client that takes part once per tree changes one node per level of it, so the sensitivity to
-    it is larger, by the root of :func:`squared_sensitivity`.
+    it is larger, by a factor that follows from the tree.
 
     Reference: Kairouz et al., Practical and Private (Deep) Learning without Sampling or Shuffling,
     2021 (DP-FTRL).
