@@ -3,11 +3,10 @@
 import sys
 from pathlib import Path
 
-HERE = Path(__file__).parent
-sys.path.insert(0, str(HERE / "_ext"))
-
 import fedshuffle
 from fedshuffle._links import REPOSITORY, SITE
+
+sys.path.insert(0, str(Path(__file__).parent / "_ext"))
 
 project = "fedshuffle"
 author = "the fedshuffle developers"
@@ -23,6 +22,7 @@ extensions = [
     "mathml",
     "public_names",
 ]
+smartquotes = False  # it makes a dash of the two hyphens before an option
 exclude_patterns = ["_ext"]
 nitpicky = True
 nitpick_ignore_regex = [  # other libraries
@@ -46,7 +46,6 @@ napoleon_use_rtype = False
 maximum_signature_line_length = 72
 python_use_unqualified_type_names = True
 toc_object_entries_show_parents = "hide"
-add_module_names = False
 
 # Pages ------------------------------------------------------------------------------------------
 copybutton_prompt_text = r">>> |\.\.\. |\$ "
@@ -76,6 +75,8 @@ html_theme_options = {
     "logo": {"text": f"fedshuffle {version}"},
     "github_url": REPOSITORY,
     "use_edit_page_button": True,
+    "navbar_align": "left",
+    "navbar_persistent": ["search-button"],
     "header_links_before_dropdown": 8,
     "navigation_with_keys": False,
     "show_toc_level": 2,

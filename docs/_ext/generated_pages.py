@@ -1,7 +1,7 @@
 """Pages that are made from the code: the config's keys, the commands, the table of names.
 
-The page in ``docs`` holds a title, an introduction and a mark ``<!-- generated -->``, which the text
-made here replaces. Links to files of the repository outside ``docs`` become links to GitHub.
+The page in ``docs`` holds a title, an introduction and a mark ``<!-- generated -->``, which the
+text made here replaces. Links to files of the repository outside ``docs`` become links to GitHub.
 """
 
 import ast
@@ -166,7 +166,11 @@ def name_tables() -> str:
     parts = []
     for page, names in public_names.documented().items():
         title = (DOCS / "reference" / f"{page}.md").read_text(encoding="utf-8").split("\n")[0]
-        rows = [f"| {{py:obj}}`{name}` | {public_names.summary(name)} |" for name in names]
+        short = [name.removeprefix("fedshuffle.") for name in names]
+        rows = [
+            f"| {{py:obj}}`{shown} <{name}>` | {public_names.summary(name)} |"
+            for shown, name in zip(short, names, strict=True)
+        ]
         table = "\n".join(["| name | what it is |", "|---|---|", *rows])
         parts.append(f"## [{title.removeprefix('# ')}]({page}.md)\n\n{table}\n")
     return "\n".join(parts)

@@ -9,11 +9,14 @@ from types import ModuleType
 from typing import Any
 
 from docutils import nodes
+from numpy.typing import ArrayLike
 from sphinx.addnodes import pending_xref
 from sphinx.application import Sphinx
 from sphinx.environment import BuildEnvironment
 from sphinx.pycode import ModuleAnalyzer
-from sphinx.util.typing import ExtensionMetadata
+from sphinx.util.typing import ExtensionMetadata, stringify_annotation
+
+from fedshuffle._arrays import FloatArray, IntArray
 
 REFERENCE = Path(__file__).parents[1] / "reference"
 MODULES = (
@@ -43,6 +46,15 @@ MODULES = (
     "fedshuffle.transforms",
 )
 """The public modules: each lists its names in ``__all__``."""
+
+_ALIASES = [
+    (alias, stringify_annotation(kind, "smart"))
+    for alias, kind in {
+        "ArrayLike": ArrayLike,
+        "FloatArray": FloatArray,
+        "IntArray": IntArray,
+    }.items()
+]
 
 _DIRECTIVE = re.compile(r"^\.\. auto(?:class|data|exception|function|module):: ([\w.]+)$", re.M)
 
@@ -120,12 +132,18 @@ def link(
     for name in _candidates(node):
         owner, _, member = name.rpartition(".")
         for whole, rest in ((name, ""), (owner, f".{member}")):
-            known = _by_identity().get(id(resolve(whole)), "")
+            known = _by_identity().get(id(resolve(whole)))
+            if known is None:
+                continue
             page, domain = node.get("refdoc", env.docname), env.domains.python_domain
             found = domain.resolve_xref(env, page, app.builder, "obj", known + rest, node, content)
-            if known and found is not None:
+            if found is not None:
                 return found
-    return content if "refwarn" not in node else None  # types in signatures need not be public
+    return content if _in_signature(node) else None  # types need not be public
+
+
+def _in_signature(node: pending_xref) -> bool:
+    return "refwarn" not in node  # which roles have
 
 
 def _candidates(node: pending_xref) -> list[str]:
@@ -135,7 +153,8 @@ def _candidates(node: pending_xref) -> list[str]:
     places = [module, getattr(owner, "__module__", module)]
     everywhere = [name for page in documented().values() for name in page]
     same = [name for name in everywhere if name.endswith(f".{target}")]
-    return [target, *(f"{place}.{target}" for place in places), *same[:1]]
+    whole = [target, *(f"{place}.{target}" for place in places)]
+    return whole if _in_signature(node) else [*whole, *same[:1]]
 
 
 _raw: dict[str, list[str]] = {}
@@ -152,6 +171,22 @@ def restore(app: Sphinx, what: str, name: str, found: Any, options: Any, lines: 
         lines[:] = _raw[name]
 
 
+def shorten(
+    app: Sphinx,
+    what: str,
+    name: str,
+    found: Any,
+    options: Any,
+    arguments: str | None,
+    result: str | None,
+) -> tuple[str | None, str | None]:
+    """Name types in signatures as the code does, instead of writing them out."""
+    for alias, written in _ALIASES:
+        arguments = arguments and arguments.replace(written, alias)
+        result = result and result.replace(written, alias)
+    return arguments, result
+
+
 def skip(app: Sphinx, what: str, name: str, found: Any, skipped: bool, options: Any) -> bool | None:
     """Leave out what only repeats the name of a field."""
     return True if (getattr(found, "__doc__", "") or "").startswith("Alias for field") else None
@@ -160,6 +195,7 @@ def skip(app: Sphinx, what: str, name: str, found: Any, skipped: bool, options: 
 def setup(app: Sphinx) -> ExtensionMetadata:
     app.connect("autodoc-process-docstring", keep, priority=400)  # before napoleon
     app.connect("autodoc-process-docstring", restore, priority=600)  # and after it
+    app.connect("autodoc-process-signature", shorten)
     app.connect("autodoc-skip-member", skip)
     app.connect("missing-reference", link)
     return {"parallel_read_safe": True, "parallel_write_safe": True}
