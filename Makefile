@@ -1,23 +1,28 @@
-# The commands: `make demo`, `make test` and `make test-slow`. Each installs what it needs in .venv, and no more.
+# The commands: `make demo`, `make docs`, `make test` and `make test-slow`. Each installs what it needs in .venv, and no more.
 PYTHON ?= python3
 VENV := $(or $(FEDSHUFFLE_VENV),.venv)
 BIN := $(VENV)/bin
-# What .venv holds: the package alone, with the tools of `make test`, and with Ray, Flower and trackers too.
+# What .venv holds: the package alone, with the tools of `make test`, with Ray, Flower and trackers too,
+# and with what builds the site, whose reference imports Flower.
 INSTALLED := $(VENV)/.installed
 TOOLS := $(VENV)/.tools
 CLUSTERS := $(VENV)/.clusters
+DOCS := $(VENV)/.docs
 PYTEST := $(BIN)/python -m pytest -n 2 --dist loadgroup
 
-.PHONY: demo test test-slow lint format figures docs-pictures audit-flower bench bench-peers clean
+.PHONY: demo docs test test-slow lint format figures docs-pictures audit-flower bench bench-peers clean
 .DELETE_ON_ERROR:
 
 demo: $(INSTALLED)  ## audit and train three methods on real data; leaves a report in out/demo
 	$(BIN)/fedshuffle demo --out out/demo
 
+docs: $(DOCS)  ## the documentation site in out/site; a warning is an error
+	$(BIN)/python -m sphinx --quiet --fail-on-warning --keep-going docs out/site
+
 test: lint  ## format, lint, types and the fast tests
 	$(PYTEST) -m "not slow"
 
-test-slow: $(CLUSTERS)  ## the tests that take long: Ray, Flower, the browser, killed processes, experiments
+test-slow: $(CLUSTERS) $(DOCS)  ## the tests that take long: Ray, Flower, the browser, killed processes, experiments
 	$(PYTEST) -m slow
 
 lint: $(TOOLS)  ## format, lint and types
@@ -67,6 +72,10 @@ $(TOOLS): pyproject.toml constraints.txt | $(BIN)/pip
 $(CLUSTERS): pyproject.toml constraints.txt | $(BIN)/pip
 	$(install) '.[dev,flower,mlflow,ray,wandb]'
 	touch $(INSTALLED) $(TOOLS) $@
+
+$(DOCS): pyproject.toml constraints.txt | $(BIN)/pip
+	$(install) '.[docs,flower,ray]'
+	touch $(INSTALLED) $@
 
 clean:
 	rm -rf .venv .bench out build dist

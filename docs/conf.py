@@ -68,7 +68,7 @@ html_context = {
     "doc_path": "docs",
     "default_mode": "auto",
 }
-html_sidebars = {
+html_sidebars: dict[str, list[str]] = {
     page: [] for page in ("index", "install", "faq", "citing", "changelog", "contributing")
 }
 html_theme_options = {

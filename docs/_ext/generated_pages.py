@@ -91,7 +91,7 @@ def _meanings(kind: Any) -> dict[str, str]:
         if isinstance(field, ast.AnnAssign) and isinstance(text, ast.Expr):
             assert isinstance(field.target, ast.Name)
             assert isinstance(text.value, ast.Constant)
-            found[field.target.id] = inspect.cleandoc(text.value.value)
+            found[field.target.id] = inspect.cleandoc(str(text.value.value))
     return found
 
 

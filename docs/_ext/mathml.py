@@ -22,6 +22,6 @@ def block(writer: HTML5Translator, node: nodes.math_block) -> None:
 
 
 def setup(app: Sphinx) -> ExtensionMetadata:
-    app.add_html_math_renderer("mathml", (inline, None), (block, None))  # type: ignore[arg-type]
+    app.add_html_math_renderer("mathml", (inline, None), (block, None))
     app.config.html_math_renderer = "mathml"
     return {"parallel_read_safe": True, "parallel_write_safe": True}

@@ -1,15 +1,18 @@
 """The public names of the package, where the reference documents them, and links to them."""
 
+import ast
 import inspect
 import re
+import sys
 from functools import cache
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import numpy as np
 from docutils import nodes
-from numpy.typing import ArrayLike
+from numpy.typing import ArrayLike, NDArray
 from sphinx.addnodes import pending_xref
 from sphinx.application import Sphinx
 from sphinx.environment import BuildEnvironment
@@ -53,6 +56,7 @@ _ALIASES = [
         "ArrayLike": ArrayLike,
         "FloatArray": FloatArray,
         "IntArray": IntArray,
+        "BoolArray": NDArray[np.bool_],
     }.items()
 ]
 
@@ -80,16 +84,19 @@ def documented() -> dict[str, list[str]]:
 
 def resolve(name: str) -> Any:
     """What a dotted name stands for; None if nothing does."""
-    parts = [part for part in name.split(".") if part.isidentifier()]
-    for end in range(len(parts), 0, -1):
+    first, *parts = name.split(".")
+    found: Any = sys.modules.get(first)
+    path = first
+    for part in parts:
+        path = f"{path}.{part}"
         try:
-            found: Any = import_module(".".join(parts[:end]))
-            for part in parts[end:]:
-                found = getattr(found, part)
-        except (ImportError, AttributeError):
-            continue
-        return found
-    return None
+            found = getattr(found, part)
+        except AttributeError:
+            try:
+                found = import_module(path)
+            except (ImportError, ValueError):
+                return None
+    return found
 
 
 def docstring(name: str) -> str:
@@ -103,10 +110,11 @@ def docstring(name: str) -> str:
         if ("", attribute) in comments:
             return inspect.cleandoc("\n".join(comments["", attribute]))
         source = Path(str(import_module(module).__file__)).read_text(encoding="utf-8")
-        origin = re.search(rf"^from ([\w.]+) import .*\b{attribute}\b", source, re.MULTILINE)
-        if origin is None:
+        imports = [node for node in ast.parse(source).body if isinstance(node, ast.ImportFrom)]
+        origins = [node.module for node in imports for a in node.names if a.name == attribute]
+        if not origins:
             return ""
-        module = origin[1]
+        module = str(origins[0])
 
 
 def summary(name: str) -> str:

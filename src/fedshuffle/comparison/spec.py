@@ -39,7 +39,11 @@ class Criterion(NamedTuple):
 
 @dataclass(frozen=True)
 class GridPoint:
-    """One point of the grid that tuning searches."""
+    """One point of the grid that tuning searches.
+
+    >>> GridPoint(step_size=0.1, weight_decay=0.0, clip=5.0).step_size
+    0.1
+    """
 
     step_size: float
     weight_decay: float
@@ -48,7 +52,11 @@ class GridPoint:
 
 @dataclass(frozen=True)
 class Tuning:
-    """The short runs that choose a point of the grid for each method: ``[compare.tune]``."""
+    """The short runs that choose a point of the grid for each method: ``[compare.tune]``.
+
+    >>> Tuning(rounds=40).metric
+    'loss'
+    """
 
     rounds: Count | None = None
     """The rounds of a short run; by default a fifth of the run's."""
@@ -284,6 +292,20 @@ def load(
         path: the file.
         overrides: other values at some dotted keys (``work.batch_size``, ``compare.seeds``).
         scale: the name of a section ``[scale.NAME]`` that overrides the keys of the file.
+
+    >>> from tempfile import TemporaryDirectory
+    >>> text = '''
+    ... rounds = 3
+    ... model = "a:net"
+    ... loss = "cross_entropy"
+    ... data = "a:clients"
+    ... evaluation.data = "a:held_out"
+    ... compare.methods = ["fedavg-rr", "fedshuffle"]
+    ... '''
+    >>> with TemporaryDirectory() as folder:
+    ...     _ = Path(folder, "compare.toml").write_text(text)
+    ...     load(Path(folder, "compare.toml")).pairs
+    [('fedavg-rr', None), ('fedshuffle', None)]
     """
     file, changes = Path(path), overrides or {}
     tables = loader.parse(file)

@@ -37,7 +37,26 @@ from fedshuffle.local_work import (
 
 
 def load(path: Path | str, overrides: Mapping[str, Any] | None = None) -> Config:
-    """The config in a file, with other values at some dotted keys (``work.batch_size``)."""
+    """The config in a file, with other values at some dotted keys (``work.batch_size``).
+
+    Args:
+        path: the file.
+        overrides: other values, by dotted key.
+
+    >>> from tempfile import TemporaryDirectory
+    >>> text = '''
+    ... rounds = 3
+    ... model = "mine:network"
+    ... loss = "cross_entropy"
+    ... data = "mine:clients"
+    ... '''
+    >>> with TemporaryDirectory() as folder:
+    ...     file = Path(folder, "config.toml")
+    ...     _ = file.write_text(text)
+    ...     config = load(file, {"work.batch_size": 16})
+    >>> config.rounds, config.work.batch_size
+    (3, 16)
+    """
     file, changes = Path(path), overrides or {}
     tables = parse(file)
     with at(described(file, changes)):

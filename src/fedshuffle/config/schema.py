@@ -39,7 +39,11 @@ Count = Annotated[int, count]
 
 @dataclass(frozen=True)
 class ImportSpec:
-    """An object of the user's: an import path ``package.module:attribute``, and arguments."""
+    """An object of the user's: an import path ``package.module:attribute``, and arguments.
+
+    >>> ImportSpec("torch.nn:Linear", {"in_features": 64, "out_features": 10}).path
+    'torch.nn:Linear'
+    """
 
     path: str
     arguments: Mapping[str, Any] = field(default_factory=dict)
@@ -47,7 +51,11 @@ class ImportSpec:
 
 @dataclass(frozen=True)
 class StorePath:
-    """A federation stored in a folder."""
+    """A federation stored in a folder.
+
+    >>> StorePath("stores/clinics").path
+    'stores/clinics'
+    """
 
     path: str
 
@@ -57,7 +65,11 @@ DataSpec = ImportSpec | StorePath
 
 @dataclass(frozen=True)
 class ScheduleSpec:
-    """A step size that depends on the round: a function of :mod:`fedshuffle.schedules`."""
+    """A step size that depends on the round: a function of :mod:`fedshuffle.schedules`.
+
+    >>> ScheduleSpec("cosine", {"step_size": 0.1}).name
+    'cosine'
+    """
 
     name: str
     arguments: Mapping[str, Any] = field(default_factory=dict)
@@ -75,7 +87,11 @@ def step_size_by_round(size: StepSize, rounds: int) -> Schedule:
 
 @dataclass(frozen=True)
 class EvaluationSpec:
-    """The data, metrics and frequency of evaluation."""
+    """The data, metrics and frequency of evaluation.
+
+    >>> EvaluationSpec(StorePath("stores/held-out"), every=5).metrics
+    ('loss', 'accuracy')
+    """
 
     data: DataSpec | Literal["training"] = field(
         metadata={"add": 'held-out data as in [data], or data = "training"'}
@@ -99,7 +115,11 @@ class EvaluationSpec:
 
 @dataclass(frozen=True)
 class Checkpoints:
-    """How often the state is saved, and how many checkpoints are kept."""
+    """How often the state is saved, and how many checkpoints are kept.
+
+    >>> Checkpoints(every=50)
+    Checkpoints(every=50, keep=3)
+    """
 
     every: Count = 10
     """Rounds between checkpoints; the last round is always saved."""
@@ -109,7 +129,7 @@ class Checkpoints:
 
 @dataclass(frozen=True)
 class Config:
-    """One run. Vary it with :func:`dataclasses.replace` or :meth:`override`.
+    """The config of one run. Vary it with :func:`dataclasses.replace` or :meth:`override`.
 
     >>> model, loss = ImportSpec("a:model"), ImportSpec("a:loss")
     >>> config = Config(rounds=3, model=model, loss=loss, data=StorePath("a"))

@@ -90,8 +90,15 @@ _OWN: set[str] = set()
 def register(method: Method, *, replace: bool = False) -> Method:
     """Make a method known by its name.
 
-    ``replace`` allows it to replace a method that you registered before, as when a notebook cell
-    runs again; the methods of the library keep their names.
+    Args:
+        method: the method; :func:`get` then finds it by its name.
+        replace: whether it may replace a method that you registered before, as when a notebook
+            cell runs again; the methods of the library keep their names.
+
+    >>> with isolated_registry():  # only for this example
+    ...     mine = register(dataclasses.replace(get("fedavg"), name="mine"))
+    ...     get("mine") is mine
+    True
     """
     expect(method, Method, "method")
     if method.name in _REGISTRY and not (replace and method.name not in _OWN):
@@ -120,7 +127,11 @@ def isolated_registry() -> Iterator[None]:
 
 
 def available() -> list[Method]:
-    """All registered methods."""
+    """All registered methods.
+
+    >>> "fedshuffle" in [method.name for method in available()]
+    True
+    """
     return list(_REGISTRY.values())
 
 
@@ -137,7 +148,15 @@ def colour(method: str | Method) -> str:
 
 
 def get(method: str | Method) -> Method:
-    """The method that a text names; a method itself is returned as it is."""
+    """The method that a text names; a method itself is returned as it is.
+
+    Args:
+        method: a name, with options after a colon (``"fedprox:mu=0.1"``), and after a plus the
+            method that gives averaging and local work (``"fedprox+fedshuffle"``).
+
+    >>> get("fednova-rr").name
+    'fednova-rr'
+    """
     if isinstance(method, Method):
         return method
     expect(method, str, "method")

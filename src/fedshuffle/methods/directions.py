@@ -148,7 +148,12 @@ class Direction(abc.ABC):
 
 @dataclass(frozen=True)
 class Plain(Direction):
-    """The gradient itself."""
+    """The gradient itself.
+
+    >>> from fedshuffle import methods
+    >>> methods.get("fedavg").direction
+    Plain()
+    """
 
     def round(self, context: RoundContext) -> Steps:
         yield LocalPlan(StepCoefficients())

@@ -93,7 +93,11 @@ def _read(text: str) -> tuple[str, Callable[[str, Federation], Sampling], str]:
 
 
 def resolve(sampling: str | Sampling, federation: Federation) -> Sampling:
-    """A sampling, given as text or as it is, that fits the federation."""
+    """A sampling, given as text or as it is, that fits the federation.
+
+    >>> resolve(Uniform(3, 2), Federation.from_sizes([1, 2, 3]))
+    uniform:2
+    """
     if isinstance(sampling, str):
         return parse(sampling, federation)
     expect(sampling, Sampling, "sampling")

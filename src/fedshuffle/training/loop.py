@@ -47,6 +47,7 @@ from fedshuffle.training.simulation import Simulation
 from fedshuffle.transforms import Channel, DownLink, Transform
 
 Evaluate = Evaluation | Evaluations | Callable[[nn.Module], Mapping[str, float]]
+"""What :func:`fedshuffle.train` evaluates with: an evaluation, several, or your own function."""
 _OURS = (Evaluation, Evaluations)
 
 
