@@ -10,7 +10,7 @@ CLUSTERS := $(VENV)/.clusters
 DOCS := $(VENV)/.docs
 PYTEST := $(BIN)/python -m pytest -n 2 --dist loadgroup
 
-.PHONY: demo docs test test-slow lint format figures docs-pictures audit-flower bench bench-peers clean
+.PHONY: demo docs test test-slow lint format figures docs-pictures notebooks audit-flower bench bench-peers clean
 .DELETE_ON_ERROR:
 
 demo: $(INSTALLED)  ## audit and train three methods on real data; leaves a report in out/demo
@@ -37,8 +37,12 @@ format: $(TOOLS)  ## put the code in its standard form
 figures: $(INSTALLED)  ## the paper's toy figures in out/quadratic
 	$(BIN)/fedshuffle reproduce quadratic --out out/quadratic
 
-docs-pictures: $(INSTALLED)  ## the pictures and tables of docs/explanation/methods
+docs-pictures: $(INSTALLED)  ## the picture of the README; pictures and tables of docs/explanation/methods
+	$(BIN)/python -m fedshuffle.experiments.message_picture docs
 	$(BIN)/python -m fedshuffle.experiments.method_pictures docs
+
+notebooks: $(DOCS)  ## run docs/notebooks and store their outputs
+	$(BIN)/python -m tests.notebooks
 
 audit-flower: $(CLUSTERS)  ## what the auditor finds for Flower's strategies
 	$(BIN)/python benchmarks/flower_strategies.py --write
@@ -74,7 +78,7 @@ $(CLUSTERS): pyproject.toml constraints.txt | $(BIN)/pip
 	touch $(INSTALLED) $(TOOLS) $@
 
 $(DOCS): pyproject.toml constraints.txt | $(BIN)/pip
-	$(install) '.[docs,flower,ray]'
+	$(install) '.[docs,flower]'
 	touch $(INSTALLED) $@
 
 clean:

@@ -60,7 +60,8 @@ def html_table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     """A table of escaped texts for notebooks; all columns but the first are aligned to the right.
 
     >>> html_table(["client", "loss"], [["<a>", "0.5"]])
-    '<table><thead><tr><th style="text-align:left">client</th><th>loss</th></tr></thead>\
+    '<table cellpadding="5" style="text-align:right"><thead><tr>\
+<th style="text-align:left">client</th><th>loss</th></tr></thead>\
 <tbody><tr><td style="text-align:left">&lt;a&gt;</td><td>0.5</td></tr></tbody></table>'
     """
 
@@ -70,7 +71,8 @@ def html_table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
         return f"<tr>{''.join(cells)}</tr>"
 
     body = "".join(row("td", texts) for texts in rows)
-    return f"<table><thead>{row('th', columns)}</thead><tbody>{body}</tbody></table>"
+    table = '<table cellpadding="5" style="text-align:right">'
+    return f"{table}<thead>{row('th', columns)}</thead><tbody>{body}</tbody></table>"
 
 
 def _handlers() -> dict[int, Any]:

@@ -6,6 +6,9 @@ from html.parser import HTMLParser
 import numpy as np
 import pytest
 from matplotlib import pyplot
+from matplotlib.axes import Axes
+from matplotlib.container import BarContainer, ErrorbarContainer
+from numpy.typing import NDArray
 
 from fedshuffle import Audit, Federation, Method, audit, methods
 from fedshuffle.auditing import audit_server
@@ -17,6 +20,7 @@ from fedshuffle.methods import (
     StepCoefficients,
     Steps,
 )
+from fedshuffle.sampling import Independent
 from tests.brute import Floats
 
 THREE = Federation.from_sizes([1, 2, 3])
@@ -118,15 +122,101 @@ def test_large_federations_are_shown_in_groups() -> None:
     assert len(reader.rows) == 11
 
 
-def test_a_picture_shows_every_client() -> None:
+def bars(axes: Axes) -> dict[str, list[float]]:
+    """The heights of the bars, by what the legend calls them."""
+    names = axes.get_legend_handles_labels()[1]
+    groups = [part for part in axes.containers if isinstance(part, BarContainer)]
+    return {
+        name: [bar.get_height() for bar in group] for name, group in zip(names, groups, strict=True)
+    }
+
+
+def texts(axes: Axes) -> list[str]:
+    return [text.get_text() for text in axes.texts]
+
+
+def test_a_picture_shows_what_was_meant_and_what_happens() -> None:
     result = audit(THREE, "fedavg-rr", "uniform:2")
     axes = result.plot()
-    points = np.asarray(axes.lines[0].get_xydata())
-    np.testing.assert_allclose(points, np.column_stack([[1, 2, 3], result.ratios]))
+    drawn = bars(axes)
+    np.testing.assert_allclose(drawn["you meant"], result.objective_weights)
+    np.testing.assert_allclose(drawn["really"], result.effective_weights)
+    assert [label.get_text() for label in axes.get_xticklabels()] == ["0", "1", "2"]
+    assert axes.get_title(loc="left") == "9.85% of the objective is in the wrong place"
+    factors = [f"{ratio:.2g}×" for ratio in result.ratios]  # noqa: RUF001
+    assert texts(axes) == [*factors, "fedavg-rr on 3 clients, sampling uniform:2"]
     assert result.plot(axes) is axes
-    assert ignoring().plot() is not axes
+    assert result.plot(ax=None) is not axes
+    assert axes.figure in [pyplot.figure(k) for k in pyplot.get_fignums()]  # a notebook shows it
     axes.figure.canvas.draw()
-    assert [figure for k in pyplot.get_fignums() if (figure := pyplot.figure(k)) is axes.figure]
+    pyplot.close("all")
+    fair = audit(THREE, "fedshuffle", "uniform:2").plot()
+    assert fair.get_title(loc="left") == "It minimises the objective you meant"
+    assert bars(fair)["really"] == pytest.approx(bars(fair)["you meant"])
+    pyplot.close("all")
+
+
+@pytest.mark.parametrize("clients", [40, 10_000])
+def test_a_picture_of_many_clients_shows_ten_groups_by_size(clients: int) -> None:
+    result = audit(Federation.from_sizes(np.arange(clients) % 50 + 1), "fedavg-rr", "uniform:5")
+    axes = result.plot()
+    drawn = bars(axes)
+    for heights, weights in (
+        (drawn["you meant"], result.objective_weights),
+        (drawn["really"], result.effective_weights),
+    ):
+        assert len(heights) == 10
+        assert sum(heights) == pytest.approx(weights.sum())
+    ticks = [label.get_text() for label in axes.get_xticklabels()]
+    assert ticks[0] == ("1 to 4 (4)" if clients == 40 else "1 to 5 (1,000)")
+    assert axes.get_xlabel() == "examples of a client (number of such clients)"
+    assert f"{clients:,} clients" in texts(axes)[-1]
+    pyplot.close("all")
+
+
+def test_clients_of_few_sizes_are_grouped_by_size() -> None:
+    result = audit(Federation.from_sizes([12] * 30 + [3] * 4 + [300]), "fedavg-rr", "uniform:5")
+    axes = result.plot()
+    ticks = [label.get_text() for label in axes.get_xticklabels()]
+    assert ticks == ["3 (4)", "12 (30)", "300 (1)"]
+    meant = np.array([12, 360, 300]) / 672
+    np.testing.assert_allclose(bars(axes)["you meant"], meant)
+    pyplot.close("all")
+    reader = Reader()
+    reader.feed(result._repr_html_())
+    assert [row[:2] for row in reader.rows[1:]] == [["4", "3"], ["30", "12"], ["1", "300"]]
+
+
+def test_a_picture_shows_intervals_and_what_is_unknown() -> None:
+    axes = ignoring().plot()
+    axes.figure.canvas.draw()
+    pyplot.close("all")
+
+    def noisy(clients: NDArray[np.int64], sizes: Floats, updates: Floats) -> Floats:
+        scale = 1 + 0.1 * np.random.default_rng(int(clients.sum())).standard_normal()
+        return np.asarray(scale * sizes @ updates / sizes.sum())
+
+    rarely = Independent([0.5] * 19 + [1e-9])
+    result = audit_server(noisy, Federation.from_sizes(range(1, 21)), rarely, draws=64)
+    axes = result.plot()
+    assert result.intervals is not None
+    unknown = ~np.isfinite(result.intervals[:, 1])
+    assert unknown.any()
+    assert not unknown.all()
+    assert [text == "?" for text in texts(axes)[:-1]] == unknown.tolist()
+    (lines,) = (part for part in axes.containers if isinstance(part, ErrorbarContainer))
+    ends = np.array([segment[:, 1] for segment in lines[2][0].get_segments()])
+    np.testing.assert_allclose(ends[~unknown], result.intervals[~unknown])
+    pyplot.close("all")
+
+
+def test_names_in_a_picture_are_shown_as_they_are() -> None:
+    ids = ["\x1b[31mred", "$a_b$", "a very long name indeed"]
+    axes = audit(Federation.from_arrays(np.zeros(3), client_ids=ids), "fedavg-rr").plot()
+    shown = [label.get_text() for label in axes.get_xticklabels()]
+    assert shown == ["\\x1b[31mred", "$a_b$", "a very long nam…"]
+    assert not any(label.get_parse_math() for label in axes.get_xticklabels())
+    axes.figure.canvas.draw()
     pyplot.close("all")
 
 

@@ -179,6 +179,18 @@ def test_toml_refuses_none() -> None:
         toml({"model": {"width": None}})
 
 
+def test_the_config_of_the_guide_is_read() -> None:
+    page = (ROOT / "docs" / "how-to" / "config-file.md").read_text(encoding="utf-8")
+    found = re.search(r"```toml\n(.*?)```", page, re.DOTALL)
+    assert found is not None
+    shown = read(tomllib.loads(found[1]), ROOT)
+    assert shown.model == ImportSpec("task:model", {"hidden": 16})
+    rows = re.findall(r"\| `(\w+ = .*?)` \|", page)
+    assert len(rows) == 4
+    for row in rows:
+        assert shown.override(tomllib.loads(row)) != shown
+
+
 def test_defaults_equal_those_of_train() -> None:
     given = {
         name: parameter.default

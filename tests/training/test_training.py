@@ -3,7 +3,7 @@ import dataclasses
 import itertools
 import sys
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -408,6 +408,13 @@ def test_the_repr_of_a_result_is_short() -> None:
     assert "<table" not in Result(Point(2), [{"round": 1}])._repr_html_()
 
 
+def history(**metrics: Sequence[float]) -> Result:
+    """A result of as many rounds as there are values."""
+    rows = zip(*metrics.values(), strict=True)
+    records = [{"round": r, **dict(zip(metrics, row))} for r, row in enumerate(rows, start=1)]
+    return Result(Point(2), records)
+
+
 def test_a_result_is_plotted() -> None:
     values = iter(range(1000))
     result = trained(
@@ -423,6 +430,7 @@ def test_a_result_is_plotted() -> None:
     assert list(lines) == ["all examples", "worst tenth of the clients"]
     np.testing.assert_array_equal(lines["all examples"].get_xdata(), [100, 200, 300])
     np.testing.assert_array_equal(lines["all examples"].get_ydata(), [0, 1, 2])
+    assert axes.get_xlabel() == "round"
     assert axes.get_ylabel() == "loss"
     assert result.plot("other", axes) is axes
     pyplot.close("all")
@@ -432,6 +440,41 @@ def test_a_result_is_plotted() -> None:
     pyplot.close("all")
     with pytest.raises(FedShuffleError, match="Evaluation"):
         Result(Point(2), [{"round": 1}]).plot()
+
+
+def test_several_metrics_are_plotted_together() -> None:
+    axes = history(loss=[3, 2, 1], accuracy=[0.1, 0.2, 0.9]).plot(["accuracy", "loss"], log=True)
+    lines = axes.get_lines()
+    assert [line.get_label() for line in lines] == ["accuracy", "loss"]
+    assert [np.asarray(line.get_ydata()).tolist() for line in lines] == [[0.1, 0.2, 0.9], [3, 2, 1]]
+    assert len({line.get_linestyle() for line in lines}) == 2
+    assert len({line.get_color() for line in lines}) == 1
+    assert axes.get_yscale() == "log"
+    assert axes.get_ylabel() == ""
+    pyplot.close("all")
+
+
+def test_several_results_share_a_picture() -> None:
+    one, other = history(loss=[3, 2], loss_mean=[4, 3]), history(loss=[2, 1], loss_mean=[3, 2])
+    axes = one.plot("loss", label="one")
+    other.plot("loss", ax=axes, label="other")
+    history(loss=[5]).plot("loss", axes, label="short", color="black", linewidth=3)
+    lines = axes.get_lines()
+    legend = axes.get_legend()
+    assert legend is not None
+    assert [text.get_text() for text in legend.get_texts()] == ["one", "other", "short"]
+    assert [np.asarray(line.get_ydata()).tolist() for line in lines] == [[3, 2], [2, 1], [5]]
+    assert len({line.get_color() for line in lines}) == 3
+    assert lines[-1].get_color() == "black"
+    assert lines[-1].get_marker() == "o"  # one point is no line
+    assert axes.get_yscale() == "linear"
+    assert axes.get_ylabel() == "loss"
+    axes = one.plot(label="one")
+    labels = [line.get_label() for line in axes.get_lines()]
+    assert labels == ["one, all examples", "one, mean over clients"]
+    pyplot.close("all")
+    assert one.plot("loss").get_legend() is None  # one line needs none
+    pyplot.close("all")
 
 
 @pytest.mark.parametrize(

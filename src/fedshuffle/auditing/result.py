@@ -22,7 +22,8 @@ if TYPE_CHECKING:
 
 _ROUNDING = 1e-8  # the smallest relative width of an interval: servers and expectations round
 _SURE = 5.0  # standard errors needed to call a weight wrong; corrects for testing many clients
-_ROWS = 24  # larger federations are shown in ten groups of clients instead of client by client
+_ROWS = 24  # larger federations are shown in groups of clients instead of client by client
+_GROUPS = 10
 _COLOURS = dict.fromkeys(("consistent", "holds"), "green")
 _COLOURS |= dict.fromkeys(("not consistent", "does not hold"), "red")
 _Row = tuple[str, str, str, str, str, float]
@@ -144,21 +145,17 @@ class Audit:
             f"<ul>{''.join(f'<li>{item}</li>' for item in items)}</ul></div>"
         )
 
-    def plot(self, axes: "Axes | None" = None) -> "Axes":
-        """Draw how many times what was meant each client counts, against its examples."""
-        if axes is None:
-            from matplotlib import pyplot  # its figures are shown in notebooks
+    def plot(self, ax: "Axes | None" = None) -> "Axes":
+        """Draw how much each client counts beside how much you meant it to, as bars.
 
-            axes = pyplot.subplots(layout="constrained")[1]
-        errors, spread = self.standard_errors, None
-        if errors is not None:
-            spread = np.where(np.isfinite(errors), errors, 0.0) / self.objective_weights
-        axes.errorbar(self.sizes, self.ratios, yerr=spread, fmt="o", color="#0072b2", alpha=0.7)
-        axes.axhline(1.0, color="grey", linewidth=1)
-        axes.set(xlabel="examples of the client", ylabel="really / meant (1 is right)")
-        axes.set(xscale="log", yscale="log" if (self.ratios > 0).all() else "linear")
-        axes.set_title(f"{self.name}: {self.conclusion[0]}")
-        return axes
+        Above each pair stands the factor between the two; thin lines are intervals, or two
+        standard errors. More than 24 clients are drawn in groups by size. Without axes the bars
+        get a new figure, which a notebook shows; in a script, call
+        ``ax.figure.savefig("audit.png")``.
+        """
+        from fedshuffle.auditing.picture import draw
+
+        return draw(self, ax)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data, ready for JSON; null for what is infinite."""
@@ -224,31 +221,45 @@ def print_conclusion(
         console.print(Padding(text, (0, 0, 0, 2)))
 
 
-def _table(audit: Audit) -> tuple[tuple[str, ...], list[_Row]]:
-    """The columns, and a row for every client, or for ten groups of clients by size."""
-    each = len(audit.sizes) <= _ROWS
+def groups_by_size(audit: Audit) -> tuple[list[str], list[IntArray]]:
+    """The clients one by one, with their names, or groups of clients, with their sizes.
+
+    There is a group for each size, or, if sizes are many, ten groups of as many clients.
+    """
     order = np.argsort(audit.sizes, kind="stable")
-    groups = np.split(np.arange(len(order)), len(order)) if each else np.array_split(order, 10)
+    if len(order) <= _ROWS:
+        return [str(i) for i in audit.client_ids], np.split(np.arange(len(order)), len(order))
+    starts = np.flatnonzero(np.diff(audit.sizes[order])) + 1
+    groups = np.split(order, starts) if len(starts) < _GROUPS else np.array_split(order, _GROUPS)
+    return [_sizes(audit.sizes[members]) for members in groups], groups
+
+
+def _sizes(sizes: IntArray) -> str:
+    small, large = sizes.min(), sizes.max()
+    return f"{small}" if small == large else f"{small} to {large}"
+
+
+def _table(audit: Audit) -> tuple[tuple[str, ...], list[_Row]]:
+    """The columns, and a row for every client, or for groups of clients by size."""
+    each = len(audit.sizes) <= _ROWS
     rows: list[_Row] = []
-    for members in groups:
-        first = members[0]
-        small, large = audit.sizes[members].min(), audit.sizes[members].max()
+    for name, members in zip(*groups_by_size(audit), strict=True):
         meant = float(audit.objective_weights[members].sum())
         really, margin = float(audit.effective_weights[members].sum()), ""
         if each and audit.intervals is not None and audit.standard_errors is not None:
-            low, high = audit.intervals[first]
+            low, high = audit.intervals[members[0]]
             margin = f" ± {(high - low) / 2:.2%}" if np.isfinite(high) else " ± ?"
         row = (
-            str(audit.client_ids[first]) if each else f"{len(members)}",
-            f"{small}" if small == large else f"{small} to {large}",
+            name if each else f"{len(members)}",
+            _sizes(audit.sizes[members]),
             f"{audit.inclusion_probabilities[members].mean():.3g}",
             f"{meant:.2%}",
             f"{really:.2%}{margin}",
             really / meant,
         )
         rows.append(row)
-    name = "client" if each else "clients"
-    return (name, "examples", "takes part", "you meant", "really", "really / meant"), rows
+    heading = "client" if each else "clients"
+    return (heading, "examples", "takes part", "you meant", "really", "really / meant"), rows
 
 
 def _length(ratio: float) -> int:

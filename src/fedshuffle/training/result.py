@@ -1,12 +1,15 @@
 """The result of a training: the model, and one record per round."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from html import escape
+from itertools import cycle
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
+from fedshuffle import _figures
 from fedshuffle._terminal import html_table
 from fedshuffle.errors import FedShuffleError, optional_import, unknown
 from fedshuffle.evaluation import ClientTable
@@ -50,28 +53,68 @@ class Result:
         frame: pd.DataFrame = pandas.DataFrame(self.history).set_index("round")
         return frame
 
-    def plot(self, metric: str | None = None, axes: "Axes | None" = None) -> "Axes":
-        """Draw a metric (by default the first) over the rounds, with its mean and worst decile over
-        clients if they were recorded; by default in a new figure.
-        """
-        known = self.metrics
-        if not known:
-            raise FedShuffleError("this run has no metrics: give train an Evaluation.")
-        metric = known[0] if metric is None else metric
-        if metric not in known:
-            raise unknown("metric", metric, known)
-        if axes is None:
-            from matplotlib import pyplot
+    def plot(
+        self,
+        metric: str | Sequence[str] | None = None,
+        ax: "Axes | None" = None,
+        *,
+        label: str | None = None,
+        log: bool = False,
+        **line: Any,
+    ) -> "Axes":
+        """Draw metrics over the rounds: a colour for each result, a dash for each metric.
 
-            axes = pyplot.subplots(layout="constrained")[1]
-        labels = {"": "all examples", "_mean": "mean over clients"}
-        for suffix, label in (labels | {"_worst_decile": "worst tenth of the clients"}).items():
-            name = metric + suffix
-            if points := [(r["round"], r[name]) for r in self.history if name in r]:
-                axes.plot(*zip(*points, strict=True), "--" if suffix else "-", label=label)
-        axes.set(xlabel="round", ylabel=metric)
-        axes.legend()
-        return axes
+        Results share a picture if they share axes::
+
+            ax = one.plot("accuracy", label="FedAvg")
+            other.plot("accuracy", ax, label="FedShuffle")
+
+        Args:
+            metric: one metric or several (:attr:`metrics` lists them); by default the first, with
+                its mean and its worst decile over clients if they were recorded.
+            ax: where to draw; by default in a new figure, which a notebook shows. In a script, call
+                ``ax.figure.savefig("run.png")``.
+            label: what the legend calls this result.
+            log: whether the vertical axis is logarithmic.
+            line: options of the lines, such as ``color="black"``, for matplotlib's ``plot``.
+        """
+        names = self._names_to_draw(metric)
+        for name in names:
+            if name not in self.metrics:
+                raise unknown("metric", name, self.metrics)
+        ax = _figures.axes_to_draw(ax)
+        from matplotlib.ticker import MaxNLocator
+
+        look: dict[str, Any] = {"color": _figures.next_colour(ax), "linewidth": 1.8} | line
+        for (name, words), dash in zip(names.items(), cycle(_figures.DASHES)):
+            points = [(r["round"], r[name]) for r in self.history if name in r]
+            text = words if label is None else f"{label}, {words}" if len(names) > 1 else label
+            marker = "o" if len(points) == 1 else ""
+            own = {"linestyle": dash, "marker": marker, "label": text} | look
+            ax.plot(*zip(*points, strict=True), **own)
+        ax.set_xlabel("round")
+        ax.xaxis.set_major_locator(MaxNLocator(integer=True, steps=[1, 2, 5, 10]))
+        if not ax.get_ylabel() and (metric is None or len(names) == 1):
+            ax.set_ylabel(next(iter(names)))
+        if log:
+            _figures.log_scale(ax)
+        if len(ax.get_lines()) > 1 or label is not None:
+            ax.legend(frameon=False)
+        return ax
+
+    def _names_to_draw(self, metric: str | Sequence[str] | None) -> dict[str, str]:
+        """The metrics to draw, with their words for the legend."""
+        if isinstance(metric, str):
+            return {metric: metric}
+        if metric is not None:
+            return {name: name for name in metric}
+        if not self.metrics:
+            raise FedShuffleError("this run has no metrics: give train an Evaluation.")
+        first = self.metrics[0]
+        words = {"": "all examples", "_mean": "mean over clients"}
+        words["_worst_decile"] = "worst tenth of the clients"
+        found = {first + end: text for end, text in words.items() if first + end in self.metrics}
+        return found if len(found) > 1 else {first: first}
 
     def __repr__(self) -> str:
         words = [f"{len(self.history)} rounds", f"engine {self.engine}"]
