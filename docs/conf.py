@@ -1,6 +1,7 @@
 """How Sphinx builds the site: ``make docs``."""
 
 import sys
+from importlib.metadata import metadata
 from pathlib import Path
 
 import fedshuffle
@@ -9,6 +10,7 @@ from fedshuffle._links import REPOSITORY, SITE
 sys.path.insert(0, str(Path(__file__).parent / "_ext"))
 
 project = "fedshuffle"
+DESCRIPTION = metadata("fedshuffle")["Summary"]
 author = "the fedshuffle developers"
 copyright = author
 version = release = fedshuffle.__version__
@@ -32,6 +34,13 @@ nitpick_ignore_regex = [  # other libraries
 # Markdown and notebooks -------------------------------------------------------------------------
 myst_enable_extensions = ["attrs_inline", "colon_fence", "dollarmath"]
 myst_heading_anchors = 4
+myst_html_meta = {
+    "description": DESCRIPTION,
+    "property=og:title": "fedshuffle",
+    "property=og:description": DESCRIPTION,
+    "property=og:type": "website",
+    "property=og:url": SITE,
+}
 nb_execution_mode = "off"  # they show the outputs that are stored in them
 nb_merge_streams = True
 

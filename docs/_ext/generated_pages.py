@@ -17,6 +17,7 @@ from typing import Any
 import click
 import public_names
 import typer.main
+from docutils import nodes
 from pygments.lexers.special import TextLexer
 from sphinx.application import Sphinx
 from sphinx.util.typing import ExtensionMetadata
@@ -45,13 +46,18 @@ def config_keys() -> str:
 def _section(name: str, kind: Any) -> str:
     title = f"`[{name}]`" if name else "Above the first section"
     rows = [
-        f"| [`{row.key}`]{{#{f'{name}.{row.key}'.lstrip('.')}}} | {row.form} | {row.default} |"
+        f"| [`{row.key}`]{{#{anchor(name, row.key)}}} | {row.form} | {row.default} |"
         f" {row.meaning} |"
         for row in keys(kind)
     ]
     return "\n".join(
         [f"## {title}\n", "| key | value | default | meaning |", "|---|---|---|---|", *rows, ""]
     )
+
+
+def anchor(section: str, key: str) -> str:
+    """The anchor of a key: ``key-work-batch-size``."""
+    return "-".join(["key", *section.split("."), key]).replace("--", "-").replace("_", "-")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -150,12 +156,13 @@ def _parameter(parameter: click.Parameter, context: click.Context) -> str:
         name = ", ".join(
             f"`{option}{value}`" for option in (*parameter.opts, *parameter.secondary_opts)
         )
+    bar = r"\|"
     default = parameter.get_default(context, call=False)
     shown = "required" if parameter.required else ""
     if default not in (None, False, ()) and not callable(default):
         shown = f"`{default}`"
     meaning = _markdown(str(getattr(parameter, "help", None) or ""))
-    return f"| {name} | {shown} | {meaning} |".replace("[", r"\[")
+    return f"| {name.replace('|', bar)} | {shown} | {meaning} |"
 
 
 # The table of names -----------------------------------------------------------------------------
@@ -203,6 +210,13 @@ def fill(app: Sphinx, name: str, source: list[str]) -> None:
     )
 
 
+def trim(app: Sphinx, doctree: nodes.document) -> None:
+    """Drop the blank line that ends an example with prompts."""
+    for block in doctree.findall(nodes.literal_block):
+        block.rawsource = block.astext().rstrip()
+        block.children = [nodes.Text(block.rawsource)]
+
+
 def _target(link: str, folder: Path, name: str) -> str:
     """A relative link as it reads on the page."""
     place = Path(os.path.normpath(folder / link))
@@ -218,5 +232,6 @@ def _target(link: str, folder: Path, name: str) -> str:
 
 def setup(app: Sphinx) -> ExtensionMetadata:
     app.connect("source-read", fill)
+    app.connect("doctree-read", trim)
     app.add_lexer("csv", TextLexer)  # Pygments has none
     return {"parallel_read_safe": True, "parallel_write_safe": True}

@@ -17,6 +17,7 @@ from tests.docs.html import Page
 
 sys.path.insert(0, str(ROOT / "docs" / "_ext"))
 
+import generated_pages
 import public_names
 
 NAMES = [name for names in public_names.documented().values() for name in names]
@@ -93,12 +94,10 @@ def keys() -> list[tuple[str, Any, str]]:
 def test_every_key_of_a_config_is_explained(
     section: str, kind: Any, key: str, pages: dict[str, Page]
 ) -> None:
-    from generated_pages import keys as rows
-
-    row = {found.key: found for found in rows(kind)}[key]
+    row = {found.key: found for found in generated_pages.keys(kind)}[key]
     assert row.meaning
     assert row.form
-    assert f"{section}.{key}".lstrip(".") in pages["reference/config.html"].ids
+    assert generated_pages.anchor(section, key) in pages["reference/config.html"].ids
     field = next(field for field in dataclasses.fields(kind) if field.name == key)
     assert (row.default == "required") == ("add" in field.metadata)
 
@@ -122,6 +121,6 @@ def test_every_command_and_option_is_explained(
     part = page.text[start : page.text.find("\n$ fedshuffle", start + 1)]
     for parameter in command.params:
         assert getattr(parameter, "help", None), f"{path} {parameter.name} has no help"
-        for option in parameter.opts:
-            shown = option if option.startswith("-") else option.upper()
+        argument = isinstance(parameter, click.Argument)
+        for shown in [parameter.human_readable_name] if argument else parameter.opts:
             assert shown in part, f"{path}: {shown}"

@@ -72,7 +72,9 @@ __all__ = [
     "Steps",
     "SumOne",
     "available",
+    "colour",
     "get",
+    "label",
     "objective_weight",
     "own_steps",
     "parse_momentum",
@@ -136,13 +138,21 @@ def available() -> list[Method]:
 
 
 def label(method: str | Method) -> str:
-    """How text and figures call a method; one that has no label goes by its name."""
+    """How text and figures call a method; one that has no label goes by its name.
+
+    >>> label("fedavg-rr")
+    'FedAvgRR'
+    """
     found = _REGISTRY.get(method) if isinstance(method, str) else method
     return found.style[0] if found else str(method)
 
 
 def colour(method: str | Method) -> str:
-    """The colour of a method in figures; black if it has none."""
+    """The colour of a method in figures; black if it has none.
+
+    >>> colour("a method of your own")
+    '#000000'
+    """
     found = _REGISTRY.get(method) if isinstance(method, str) else method
     return found.style[1] if found else "#000000"
 
