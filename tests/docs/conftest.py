@@ -4,6 +4,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
@@ -18,17 +19,29 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.xdist_group("site"))
 
 
+class Build(NamedTuple):
+    """A built site."""
+
+    folder: Path
+    run: subprocess.CompletedProcess[str]
+
+
 @pytest.fixture(scope="session")
-def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of the built site; a warning is an error, as in ``make docs``."""
+def build(tmp_path_factory: pytest.TempPathFactory) -> Build:
+    """The site as ``make docs`` builds it: a warning is an error."""
     makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
     command = re.search(r"-m (sphinx .*) docs out/", makefile)
     assert command is not None, "make docs does not run sphinx"
     out = tmp_path_factory.mktemp("site") / "html"
     words = [sys.executable, "-m", *command[1].split(), "docs", str(out)]
     run = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=False)
-    assert run.returncode == 0, run.stderr
-    return out
+    return Build(out, run)
+
+
+@pytest.fixture(scope="session")
+def site(build: Build) -> Path:
+    """The folder of the built site."""
+    return build.folder
 
 
 @pytest.fixture(scope="session")

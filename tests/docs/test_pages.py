@@ -8,7 +8,7 @@ from urllib.parse import unquote
 import pytest
 
 from fedshuffle import _links
-from tests.docs.conftest import ROOT
+from tests.docs.conftest import ROOT, Build
 from tests.docs.html import Page
 
 QUESTIONS = [  # a question, the page that answers it, and the heading there
@@ -34,6 +34,10 @@ def target(page: str, link: str) -> tuple[str, str]:
     path, _, anchor = link.partition("#")
     whole = os.path.normpath(Path(page).parent / unquote(path)) if path else page
     return Path(whole).as_posix(), unquote(anchor)
+
+
+def test_the_build_has_no_warnings(build: Build) -> None:
+    assert build.run.returncode == 0, build.run.stderr
 
 
 def test_every_link_leads_to_a_page_and_an_anchor(site: Path, pages: dict[str, Page]) -> None:
