@@ -57,11 +57,7 @@ python_use_unqualified_type_names = True
 toc_object_entries_show_parents = "hide"
 
 # Pages ------------------------------------------------------------------------------------------
-copybutton_prompt_text = r">>> |\.\.\. |\$ "
-copybutton_prompt_is_regexp = True
-copybutton_remove_prompts = True
-copybutton_only_copy_prompt_lines = True
-copybutton_exclude = ".linenos, .gp, .go"
+copybutton_exclude = ".gp, .go"  # prompts and output are not copied
 
 html_theme = "pydata_sphinx_theme"
 html_title = "fedshuffle"
