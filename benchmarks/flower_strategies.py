@@ -1,7 +1,7 @@
 """The black-box audit of the strategies that ship with Flower, and of their privacy, as tables.
 
-    python benchmarks/flower_strategies.py            # print them
-    python benchmarks/flower_strategies.py --write    # put them in docs/how-to/audit-your-code.md
+    python benchmarks/flower_strategies.py          # print them
+    python benchmarks/flower_strategies.py --write  # put them in docs/research/flower-strategies.md
 
 Needs Flower: ``pip install 'fedshuffle[flower]'``.
 """
@@ -18,7 +18,7 @@ from fedshuffle import Federation, FedShuffleError, LocalWork
 from fedshuffle.auditing import Audit, audit_privacy, audit_server
 from fedshuffle.auditing.adapters import FlowerAggregator
 
-PAGE = Path(__file__).parent.parent / "docs" / "how-to" / "audit-your-code.md"
+PAGE = Path(__file__).parent.parent / "docs" / "research" / "flower-strategies.md"
 
 SIZES = [1, 2, 3, 4, 5, 6]
 SETTINGS = {
@@ -176,7 +176,7 @@ def main() -> None:
     """Print the tables, or write them."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument(
-        "--write", action="store_true", help="put them in docs/how-to/audit-your-code.md"
+        "--write", action="store_true", help="put them in docs/research/flower-strategies.md"
     )
     write = parser.parse_args().write
     for name, make in {"flower": table, "flower privacy": privacy_table}.items():

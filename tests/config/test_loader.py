@@ -35,7 +35,7 @@ from fedshuffle.config import (
     ScheduleSpec,
     StorePath,
 )
-from fedshuffle.config.loader import _SECTIONS, plain, read, toml
+from fedshuffle.config.loader import plain, read, toml
 from fedshuffle.privacy import AdaptiveClipping
 from tests.cli.test_cli import run as command
 from tests.config.project import ROOT
@@ -179,41 +179,16 @@ def test_toml_refuses_none() -> None:
         toml({"model": {"width": None}})
 
 
-def test_the_page_shows_every_key_with_its_default() -> None:
-    page = (ROOT / "docs" / "config.md").read_text(encoding="utf-8")
+def test_the_config_of_the_guide_is_read() -> None:
+    page = (ROOT / "docs" / "how-to" / "config-file.md").read_text(encoding="utf-8")
     found = re.search(r"```toml\n(.*?)```", page, re.DOTALL)
     assert found is not None
-    shown, commented = tomllib.loads(found[1]), {}
-    section = ""
-    for line in found[1].split("\n"):
-        section = line[1 : line.index("]")] if line.startswith("[") else section
-        if line.startswith("# "):
-            key = f"{section}.".lstrip(".") + line[2:].partition(" ")[0]
-            (commented[key],) = tomllib.loads(line[2:]).values()
-
-    keys = {f"{name}." if name else "": set(readers) for name, readers in _SECTIONS.items()}
-    every = {section + key for section, names in keys.items() for key in names}
-    sections = {"model", "loss", "data", *_SECTIONS} - {""}
-    stand = {k for k in shown if k not in sections} | sections | commented.keys()
-    adaptive = shown["privacy"]["adaptive"]
-    for name, table in {**shown, "privacy.adaptive": adaptive}.items():
-        if name in _SECTIONS:
-            stand |= {f"{name}.{key}" for key in table}
-    assert stand - {"data.store"} == every
-
-    written = read(shown, ROOT)
-    needed = {key: getattr(written, key) for key in ("rounds", "model", "loss", "data")}
-    assert written.evaluation is not None
-    evaluation = EvaluationSpec(written.evaluation.data)
-    assert written.work.resolved() == LocalWork().resolved()
-    assert written.privacy == Privacy(clip=1.0, noise=1.0, adaptive=AdaptiveClipping())
-    written = replace(written, work=LocalWork(), privacy=None)
-    assert written == Config(**needed, evaluation=evaluation, folder=ROOT)
-    for key, value in commented.items():
-        changed = {"data": {"store": value}} if key == "data.store" else {key: value}
-        if key.startswith("privacy"):
-            changed = {"privacy.clip": 1.0, "privacy.noise": 1.0, "privacy.delta": 0.1} | changed
-        assert written.override(changed) != written or key == "folder"
+    shown = read(tomllib.loads(found[1]), ROOT)
+    assert shown.model == ImportSpec("task:model", {"hidden": 16})
+    rows = re.findall(r"\| `(\w+ = .*?)` \|", page)
+    assert len(rows) == 4
+    for row in rows:
+        assert shown.override(tomllib.loads(row)) != shown
 
 
 def test_defaults_equal_those_of_train() -> None:

@@ -1,6 +1,6 @@
 """Run a comparison: tune, train, and keep the results up to date. Finished runs are not repeated.
 
-docs/how-to/compare.md lists the files in its folder; ``outcome.json`` is the last file of a run.
+docs/reference/files.md lists the files in its folder; ``outcome.json`` is the last file of a run.
 """
 
 import functools

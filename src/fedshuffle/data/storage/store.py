@@ -1,6 +1,6 @@
 """A federation on disk: a folder of plain arrays that are memory-mapped, not read, when opened.
 
-docs/how-to/import-data.md lists the files. A writer, one at a time, fills a new folder of arrays,
+docs/reference/files.md lists the files. A writer, one at a time, fills a new folder of arrays,
 with a ``federation.json`` of its own. Once all is on disk, one rename moves it over the store's,
 which then points to the new arrays. So at any moment the folder holds the old store or the new one,
 complete. Arrays that it does not point to are removed afterwards, or by the next writer if this one
