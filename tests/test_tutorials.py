@@ -103,5 +103,4 @@ def test_compare(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_flower(tmp_path: Path) -> None:
-    pytest.importorskip("flwr")
     follow("flower.md", tmp_path)
