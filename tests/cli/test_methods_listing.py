@@ -179,7 +179,7 @@ def test_every_family_has_a_page_with_its_table_and_picture() -> None:
     for page, text in pages.items():
         if page != "index":
             assert f"<!-- generated: picture {page} -->" in text
-            for word in ("Parameters", "The objective", "When to use", "When not", "Reference"):
+            for word in ("Options", "Objective", "Cost", "When to use", "When not", "Paper"):
                 assert word in text, f"{page} lacks {word}"
             assert "Differences" in text
             assert ">>> " in text

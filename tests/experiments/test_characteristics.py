@@ -13,7 +13,9 @@ from fedshuffle.experiments.characteristics import (
     table,
 )
 
-PAGE = (Path(__file__).parents[2] / "docs" / "characteristics.md").read_text(encoding="utf-8")
+PAGE = (Path(__file__).parents[2] / "docs" / "research" / "characteristics.md").read_text(
+    encoding="utf-8"
+)
 
 
 @pytest.mark.slow

@@ -199,7 +199,7 @@ def test_flower_overflows_if_steps_times_clients_reach_the_modulus(
 
 
 def test_flower_draws_masks_from_32_bits() -> None:
-    """A limit of Flower's masks that docs/how-to/deploy.md states: the halves of a seed cancel."""
+    """A limit of Flower's masks that docs/how-to/security.md states: halves of a seed cancel."""
     rng = np.random.default_rng(0)
     key, other = (rng.integers(0, 2**32, 8, dtype=np.uint32) for _ in range(2))
     other[-1] ^= np.bitwise_xor.reduce(key) ^ np.bitwise_xor.reduce(other)

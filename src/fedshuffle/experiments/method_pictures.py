@@ -192,12 +192,12 @@ def draw(panels: Panels, path: Path) -> None:
 def caption(page: str) -> str:
     """The text under the picture of a page."""
     picture = PICTURES[page]
-    text = (
-        f"The squared distance to the optimum on the toy problem (clients with"
-        f" {joined(picture.sizes)} points, one epoch, batches of one), mean over the seeds"
-        f" {', '.join(map(str, SEEDS))}. Step sizes are such that a round of full participation"
-        f" moves the model by {picture.pace:g} times the gradient."
-    )
+    text = "Squared distance to the optimum on [the toy problem](index.md#the-pictures)"
+    if picture.sizes != Picture.sizes:
+        text += f", for clients with {joined(picture.sizes)} points"
+    if picture.pace != PACE:
+        text += f", moving by {picture.pace:g} times the gradient"
+    text += "."
     notes = "; ".join(curve.note for curve in picture.curves if curve.note)
     absent = [c.label for c in picture.curves if run(c, picture, "uniform:2", 0) is None]
     if notes:

@@ -5,7 +5,7 @@ sends :math:`a_i u_i` as integers with random masks that cancel in the sum
 
 .. math:: \sum_{i \in S} a_i u_i,
 
-and no sum of weights is needed. What this protects, and what not: docs/deployment.md.
+and no sum of weights is needed. What this protects, and what not: docs/how-to/security.md.
 """
 
 import json

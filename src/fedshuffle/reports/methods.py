@@ -97,29 +97,36 @@ def _plain(value: Any) -> str:
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 
+def costs_text(row: dict[str, Any]) -> str:
+    """What a client of the cohort receives, sends and keeps per round, in vectors of the model."""
+    costs = row["costs"]
+    if not costs["messages"]:
+        return "nothing sent"
+    parts = [f"{costs['vectors_down']:g} down, {costs['vectors_up']:g} up"]
+    if costs["messages"] > 2:
+        parts.append(f"{costs['messages']:g} messages")
+    if row["client_state"]:
+        parts.append("state")
+    return "; ".join(parts)
+
+
 def markdown(page: str | None = None) -> str:
     """The methods of a page of ``docs/explanation/methods`` as a table, with options.
 
-    Without a page: all methods, with links and references.
+    Without a page: all methods, with links.
     """
-    rows = [
-        "| method | what it is | messages | vectors down, up | keeps state | consistent: all, some,"
-        f" cut | {'options' if page else 'reference'} |",
-        "|---|---|---|---|---|---|---|",
-    ]
+    about, found = "what it is", "consistent: all, some, cut"
+    heads = [about, found, "cost", "options"] if page else [found, "cost", about]
+    rows = [f"| method | {' | '.join(heads)} |", f"|---|{'---|' * len(heads)}"]
     for method in methods.available():
         if (own := family(method).page) != OWN.page and page in (None, own):
             facts = describe(method)
-            name, cost = f"`{method.name}`", facts["costs"]
-            options = f"`{options_text(facts, ',')}`" if facts["options"] else "none"
-            cells = [
-                name if page else f"[{name}]({own}.md)",
-                facts["summary"],
-                f"{cost['messages']:g}",
-                f"{cost['vectors_down']:g}, {cost['vectors_up']:g}",
-                "yes" if facts["client_state"] else "no",
-                ", ".join(MARKS[found] for found in facts["consistent"].values()),
-                options if page else facts["reference"],
-            ]
-            rows.append(f"| {' | '.join(cells)} |")
+            cells = {
+                about: facts["summary"],
+                found: ", ".join(MARKS[answer] for answer in facts["consistent"].values()),
+                "cost": costs_text(facts),
+                "options": f"`{options_text(facts)}`" if facts["options"] else "none",
+            }
+            name = f"`{method.name}`" if page else f"[`{method.name}`]({own}.md)"
+            rows.append(f"| {name} | {' | '.join(cells[head] for head in heads)} |")
     return "\n".join(rows)

@@ -1,7 +1,8 @@
 """FedShuffleMVR: its step size, its momentum parameter, and the bound that they give.
 
-docs/explanation/theory.md says what the theorem covers, and redoes its proof. As in the paper,
-``eta_l`` is the step of an epoch; this project's ``step_size`` is ``eta_l E / tau_max``.
+docs/explanation/theory.md says what the theorem covers, and docs/research/proofs.md redoes its
+proof. As in the paper, ``eta_l`` is the step of an epoch; this project's ``step_size`` is
+``eta_l E / tau_max``.
 """
 
 import math

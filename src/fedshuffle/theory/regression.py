@@ -1,4 +1,4 @@
-"""Constants of linear and of logistic regression (derived in docs/explanation/theory.md)."""
+"""Constants of linear and of logistic regression (derived in docs/research/proofs.md)."""
 
 import math
 from typing import Any, Unpack
