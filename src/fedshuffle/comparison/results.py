@@ -225,9 +225,10 @@ def _settings(comparison: Comparison, judge: Criterion, parameters: int) -> dict
         found["tuning"] = (
             f"{judge.metric} on {data if isinstance(data, str) else data.path} data"
             + ("" if clients is None else f", at most {clients} clients")
-            + f" after {short.rounds} rounds, seed {short.seed}; step sizes up to"
-            f" {comparison.tune.widen:g} times beyond the grid's ends"
+            + f" after {short.rounds} rounds, seed {short.seed}"
         )
+        if (widen := comparison.tune.widen) > 1:
+            found["tuning"] += f"; step sizes up to {widen:g} times beyond the grid's ends"
     return found
 
 

@@ -18,7 +18,7 @@ from sklearn.linear_model import LogisticRegression
 from torch import Tensor, nn
 from torch.nn import functional
 
-from fedshuffle import losses, methods, schedules
+from fedshuffle import losses, schedules
 from fedshuffle._arrays import FloatArray, IntArray, jsonable
 from fedshuffle.auditing import Audit, audit
 from fedshuffle.engines import Problem, VectorizedEngine
@@ -28,7 +28,9 @@ from fedshuffle.local_work import LocalWork
 from fedshuffle.randomness import Purpose, generator
 from fedshuffle.training.rounds import Run
 
-METHODS = ("fedavg-rr", "fednova-rr", "fedshuffle")
+LABELS = {"fedavg-rr": "FedAvg", "fednova-rr": "FedNova", "fedshuffle": "FedShuffle"}
+"""The methods and what the demo calls them; the first two shuffle, as frameworks run them."""
+METHODS = tuple(LABELS)
 ROUNDS = 400
 COHORT, BATCH_SIZE = 10, 32
 L2 = 0.01
@@ -168,7 +170,7 @@ class MethodResult:
 
     @property
     def label(self) -> str:
-        return methods.label(self.name)
+        return LABELS[self.name]
 
     @property
     def left(self) -> FloatArray:
@@ -179,6 +181,15 @@ class MethodResult:
     def rare(self) -> FloatArray:
         """Each run's accuracy on the digits that mostly small clients hold."""
         return self.accuracies[RARE]
+
+    @property
+    def mostly_bias(self) -> bool:
+        """Whether the audit predicts at least half of what is left to gain."""
+        return self.predicted >= 0.5 * float(self.left.mean())
+
+    def count_of(self, clients: NDArray[np.bool_]) -> float:
+        """How much these clients count together."""
+        return float(self.audit.effective_weights[clients].sum())
 
     def excess_of(self, clients: NDArray[np.bool_]) -> float:
         """How much higher the loss of these clients is than at the optimum."""
@@ -226,7 +237,7 @@ def audit_and_train(rounds: int, seed: int, bars: Progress) -> DemoResult:
     federation, weights = digits.federation, digits.federation.weights
     audits = [audit(federation, method, SAMPLING, WORK) for method in METHODS]
     if not bars.disable:
-        shares = ", ".join(f"{methods.label(a.name)} {a.total_variation:.1%}" for a in audits)
+        shares = ", ".join(f"{LABELS[a.name]} {a.total_variation:.1%}" for a in audits)
         line = f"Audit, before any training: weight in the wrong place: {shares}."
         bars.console.print(line, highlight=False)
     optimum = digits.optimum(weights)

@@ -4,19 +4,17 @@ docs/how-to/read-the-report.md lists the files, and says how to read them.
 """
 
 import base64
-import csv
 import hashlib
-from collections import Counter
 from importlib.resources import files
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from markupsafe import Markup
 
 from fedshuffle._files import results_folder, write_file
 from fedshuffle.comparison.results import Results
-from fedshuffle.reports.comparison import figures, model, tables, warnings
+from fedshuffle.reports.comparison import charts, clients, figures, model, tables, warnings
 from fedshuffle.reports.comparison.figures import Audited
 from fedshuffle.reports.comparison.model import Compared, Line, group_title, momentum_title
 from fedshuffle.reports.rendering import DARK, data_uri, encoded, joined, render, save
@@ -44,6 +42,8 @@ def write(results: Results, out: Path) -> list[Path]:
     if (weights := figures.weights(comparison, audits)) is not None:
         drawn["weights"], paths["weights"] = weights, out / "weights"
     pictures = {k: data_uri("image/png", encoded(x, "png", 120)) for k, x in drawn.items()}
+    if (search := figures.step_sizes(comparison)) is not None:  # the page draws it itself
+        drawn["step sizes"], paths["step sizes"] = search, out / "step-sizes"
     written = [path for name in drawn for path in save(drawn[name], paths[name])]
     texts = {
         "table.md": tables.markdown(comparison),
@@ -69,7 +69,8 @@ def write(results: Results, out: Path) -> list[Path]:
         audits=audits,
         sizes=np.array(results["federation"]["sizes"]),
         median=np.median,
-        gains=gains(comparison, out),
+        charts=charts,
+        columns=clients.columns(comparison, out),
         names=[*(path.name for path in written), *texts],
         data=_data(comparison, audits),
         script=Markup(script),
@@ -170,58 +171,3 @@ def _thin(points: int) -> Any:
 def _short(values: Any) -> list[float]:
     """Six significant digits, so that the page stays small."""
     return [float(f"{value:.6g}") for value in values]
-
-
-class Gains(NamedTuple):
-    """Who gains and who loses with a method against the first one; means over the seeds."""
-
-    line: Line
-    reference: Line
-    metric: str
-    better: int
-    worse: int
-    same: int
-    gains_most: str
-    loses_most: str
-
-
-def gains(comparison: Compared, out: Path) -> list[Gains]:
-    """Every method against the first one of its column, from the ``clients.csv`` of the runs."""
-    metric = comparison.metric.removesuffix("_mean").removesuffix("_worst_decile")
-    sign = 1 if comparison.results["higher_is_better"] else -1
-    references: dict[tuple[str, str], tuple[Line, dict[str, float]]] = {}
-    found = []
-    for line in comparison.lines:
-        if not (after := _clients(line, metric, out)):
-            continue
-        reference, before = references.setdefault((line.group, line.momentum), (line, after))
-        if reference is line or after.keys() != before.keys():
-            continue
-        change = {name: sign * (after[name] - before[name]) for name in before}
-        counts = Counter(np.sign(list(change.values())).tolist())
-        ends = []
-        for pick, there in ((max, counts[1]), (min, counts[-1])):
-            name = pick(change, key=lambda name: change[name])
-            texts = (model.value_text(values[name], metric) for values in (before, after))
-            ends.append(f"{name}: {' to '.join(texts)}" if there else "nobody")
-        found.append(Gains(line, reference, metric, counts[1], counts[-1], counts[0], *ends))
-    return found
-
-
-def _clients(line: Line, metric: str, out: Path) -> dict[str, float]:
-    """Per client the mean over the finished runs; empty if one of them did not measure it."""
-    folders = [out / run["folder"] for run in line.curve["runs"] if not line.lost(run)]
-    tables = [_read(folder / "clients.csv", metric) for folder in folders]
-    if not tables or not all(table.keys() == tables[0].keys() for table in tables):
-        return {}
-    return {name: float(np.mean([table[name] for table in tables])) for name in tables[0]}
-
-
-def _read(file: Path, metric: str) -> dict[str, float]:
-    """The clients of a run for which the metric is defined."""
-    try:
-        with file.open(newline="", encoding="utf-8") as lines:
-            rows = csv.DictReader(lines)
-            return {row["client"]: float(row[metric]) for row in rows if row[metric]}
-    except (OSError, KeyError, TypeError, ValueError):  # not measured, or not by this metric
-        return {}

@@ -2,6 +2,7 @@
 
 import math
 import re
+import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,7 +15,7 @@ from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from fedshuffle._arrays import FloatArray, IntArray
 from fedshuffle.reports.comparison import model
-from fedshuffle.reports.comparison.model import Compared, ComparedMethod
+from fedshuffle.reports.comparison.model import Compared, ComparedMethod, Line
 from fedshuffle.reports.rendering import LIGHT, clean, round_numbers, set_ticks
 
 _POINTS = 600  # the largest number of dots per method; more cannot be told apart
@@ -37,6 +38,10 @@ def curves(comparison: Compared, group: str) -> Figure:
     text = f"mean over {seeds} seeds; band: lowest to highest run" if seeds > 1 else "one run each"
     if any(line.diverged for line in comparison.of(group)):
         text += "; thin with a cross: a run that diverged"
+    edges = [line.title for line in comparison.of(group) if line.edge and not line.hopeless]
+    if edges:
+        edge = f"best step size at the edge of those tried: {'; '.join(edges)}"
+        text = "\n".join([text, *textwrap.wrap(edge, int(14 * figure.get_figwidth()))])
     _legend(figure, [method for method, _ in comparison.rows(group)], "-", text)
     return figure
 
@@ -83,6 +88,60 @@ def where_lost(
     edge = float(np.clip(values[last + 1], *limits))
     share = (edge - values[last]) / (values[last + 1] - values[last])
     return float(rounds[last] + share * (rounds[last + 1] - rounds[last])), edge
+
+
+def step_sizes(comparison: Compared) -> Figure | None:
+    """What each method reached at the step sizes tried, a panel per momentum; None if not tuned."""
+    found: dict[str, list[Line]] = {}
+    for line in comparison.lines:
+        if len(line.tried) > 1:
+            title = f"{model.group_title(line.group)}, {model.momentum_title(line.momentum)}"
+            found.setdefault(title, []).append(line)
+    if not found:
+        return None
+    figure = Figure(figsize=(max(5.4 * len(found), 7.2), 4.6), layout="constrained")
+    figure.suptitle(_plain(f"{comparison.results['title']}: the step sizes tried"), fontsize=13)
+    judge = comparison.results["judge"]["metric"]
+    row = figure.subplots(1, len(found), sharey=True, squeeze=False)[0]
+    for (title, lines), axes in zip(found.items(), row, strict=True):
+        lost = [line for line in lines if "diverged" in line.tried.values()]
+        for line in lines:
+            _trials(axes, line, lost)
+        above = "\n" * (1 + len(lost) // 2) if lost else ""  # crosses stand above the panel
+        axes.set_title(_plain(title) + above, loc="left", fontsize=10.5)
+        values = [v for line in lines for v in line.tried.values() if not isinstance(v, str)]
+        wide = bool(values) and min(values) > 0 and max(values) > 20 * min(values)
+        axes.set(xscale="log", xlabel="step size", yscale="log" if wide else "linear")
+        _calm(axes)
+        sizes = sorted({size for line in lines for size in line.tried})
+        set_ticks(axes.xaxis, sizes[:: 1 + len(sizes) // 8])
+    row[0].set_ylabel(_plain(f"{judge} of the tuning run"))
+    text = "ring: the best one; cross: diverged; § at the edge of those tried: widen the grid"
+    _legend(figure, list({line.method: None for x in found.values() for line in x}), "-", text)
+    return figure
+
+
+def _trials(axes: Axes, line: Line, lost: list[Line]) -> None:
+    """The trials of a method: its values, the best one, the edge, and crosses for the diverged."""
+    dots = {size: v for size, v in line.tried.items() if not isinstance(v, str)}
+    axes.plot(list(dots), list(dots.values()), **line.method.style)
+    if (best := dots.get(line.step_size)) is not None:
+        place = [line.step_size], [best]
+        axes.plot(*place, "o", mfc="none", mec=LIGHT.ink, ms=13, mew=1.4, zorder=4)
+        if line.edge:
+            shift, side = (13, "left") if line.edge == "largest" else (-13, "right")
+            axes.annotate(
+                *("§", (line.step_size, best), (shift, -4)),
+                textcoords="offset points",
+                ha=side,
+                color=line.method.colour,
+                size=13,
+            )
+    if gone := [size for size, value in line.tried.items() if value == "diverged"]:
+        heights = [1.03 + 0.045 * lost.index(line)] * len(gone)
+        above = axes.get_xaxis_transform()
+        paint = line.method.colour
+        axes.plot(gone, heights, "x", transform=above, clip_on=False, ms=6, mew=2, color=paint)
 
 
 @dataclass(frozen=True)
@@ -174,7 +233,7 @@ def _legend(figure: Figure, methods: Sequence[ComparedMethod], linestyle: str, t
     place = figure.legend(
         handles, labels, loc="outside lower center", ncols=int(columns), frameon=False, title=title
     )
-    place.get_title().set(fontsize=9, color="#555555")
+    place.get_title().set(text=_plain(title), fontsize=9, color="#555555", ha="center")
 
 
 def _plain(text: str) -> str:

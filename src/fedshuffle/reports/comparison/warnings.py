@@ -7,6 +7,9 @@ not really tuned), runs that diverged, and a model no better than the most commo
 from fedshuffle.comparison.results import Results
 from fedshuffle.reports.comparison.model import Compared, Line, group_title, value_text
 
+WIDEN = "at the edge: widen the grid"
+"""What a chart says where the best step size is at an end of those tried."""
+
 _TITLES = {
     "diverged": "Runs diverged",
     "edge": "The best step size is at an edge of those tried: the ranking is not settled",
