@@ -16,14 +16,14 @@ PYTEST := $(BIN)/python -m pytest -n 2 --dist loadgroup
 demo: $(INSTALLED)  ## audit and train three methods on real data; leaves a report in out/demo
 	$(BIN)/fedshuffle demo --out out/demo
 
+docs: $(DOCS)  ## the documentation site in out/site; a warning is an error
+	$(BIN)/python -m sphinx --quiet --fail-on-warning --keep-going docs out/site
+
 test: lint  ## format, lint, types and the fast tests
 	$(PYTEST) -m "not slow"
 
 test-slow: $(ALL)  ## the tests that take long: Ray, Flower, the browser, the site, new environments
 	$(PYTEST) -m slow
-
-docs: $(DOCS)  ## the site, in out/docs
-	$(BIN)/python -m sphinx -q -W --keep-going -b html docs out/docs
 
 dist: $(TOOLS)  ## the wheel and the source distribution, in dist
 	rm -rf dist

@@ -22,32 +22,33 @@ from tests.flower.deployment import deployment  # noqa: F401  one for all files
 settings.register_profile("fedshuffle", deadline=None, derandomize="CI" in os.environ)
 settings.load_profile("fedshuffle")
 
-# Fast tests run where Ray and Flower are not installed. These files import them, so they are slow
-# as a whole, doctests included, and fast tests do not even open them.
-_NEED_RAY_OR_FLOWER = (
+# Fast tests run where Ray, Flower and Sphinx are not installed. These files import them, so they
+# are slow as a whole, doctests included, and fast tests do not even open them.
+_NEED_EXTRAS = (
     "src/fedshuffle/flower",
+    "tests/docs",
     "tests/flower",
     "tests/engines/test_ray*",
 )
 
 
-def _needs_ray_or_flower(path: Path) -> bool:
+def _needs_extras(path: Path) -> bool:
     here = Path(__file__).parent
     return any(
         place.is_relative_to(here) and place.relative_to(here).match(pattern)
         for place in (path, *path.parents)
-        for pattern in _NEED_RAY_OR_FLOWER
+        for pattern in _NEED_EXTRAS
     )
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
     fast = config.getoption("markexpr") == "not slow"
-    return True if fast and _needs_ray_or_flower(collection_path) else None
+    return True if fast and _needs_extras(collection_path) else None
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:
     shown = "browser" in getattr(item, "fixturenames", ())
-    if shown or _needs_ray_or_flower(item.path):
+    if shown or _needs_extras(item.path):
         item.add_marker(pytest.mark.slow)
 
 

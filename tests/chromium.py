@@ -96,11 +96,12 @@ class Browser:
         found: dict[str, Any] = json.loads(message)
         return found
 
-    def open(self, page: Path, fragment: str = "") -> None:
-        """Load a page again and wait until it has."""
+    def open(self, page: Path | str, fragment: str = "") -> None:
+        """Load a page, from a file or an address, again and wait until it has."""
         self.call("Page.navigate", url="about:blank")
         self.events.clear()
-        loader = self.call("Page.navigate", url=page.as_uri() + fragment)["loaderId"]
+        address = page if isinstance(page, str) else page.as_uri()
+        loader = self.call("Page.navigate", url=address + fragment)["loaderId"]
         facts = {"loaderId": loader, "name": "load"}.items()
         while not any(facts <= event["params"].items() for event in self._lives()):
             self.events.append(self._next())

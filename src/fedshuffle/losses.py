@@ -23,6 +23,13 @@ from torch.nn import functional
 from fedshuffle._arrays import IGNORED
 from fedshuffle.errors import FedShuffleError
 
+__all__ = [
+    "Each",
+    "MeanLoss",
+    "cross_entropy",
+    "squared_error",
+]
+
 Each = Callable[[Tensor, Tensor], Tensor | tuple[Tensor, Tensor]]
 """``each(outputs, targets)``: one value per example, or a row of values per example, such as one
 per token; or a pair of such values and their weights, which must not depend on the outputs.

@@ -5,6 +5,11 @@ from collections.abc import Sequence
 from torch import Tensor, nn
 from torch.nn import functional
 
+__all__ = [
+    "CharLSTM",
+    "ResNet",
+]
+
 
 class CharLSTM(nn.Module):
     """Next-character model: embedding, LSTM, and a linear layer over the vocabulary.

@@ -18,7 +18,18 @@ from typing import Any
 from fedshuffle._arrays import count, number
 from fedshuffle.errors import FedShuffleError, check_known, unknown
 
+__all__ = [
+    "Schedule",
+    "constant",
+    "cosine",
+    "drops",
+    "inverse_time",
+    "resolve",
+    "warmed_up",
+]
+
 Schedule = float | Callable[[int], float]
+"""A step size: a number, or a function of the round, which starts at 0."""
 
 
 def value(schedule: Schedule, round: int, what: str) -> float:
@@ -149,7 +160,11 @@ def make(name: str, arguments: Mapping[str, Any], rounds: int) -> Callable[[int]
 
 
 def resolve(schedule: Schedule | str, rounds: int) -> Schedule:
-    """A schedule for a run of this number of rounds, also if it is given by its name."""
+    """A schedule for a run of this number of rounds, also if it is given by its name.
+
+    >>> resolve("drops:0.1", rounds=10)(9) < 0.1, resolve(0.3, rounds=10)
+    (True, 0.3)
+    """
     return make(*parse(schedule), rounds) if isinstance(schedule, str) else schedule
 
 

@@ -1,7 +1,6 @@
-"""A method, a sampling and a rule of one's own: the page's files, followed and held to theory."""
+"""A method, a sampling and a rule of one's own: the examples, followed and held to theory."""
 
 import itertools
-import re
 import runpy
 import shutil
 from collections.abc import Callable, Iterator, Sequence
@@ -51,7 +50,7 @@ from tests import problems
 
 ROOT = Path(__file__).parents[2]
 OWN = ROOT / "examples" / "own"
-PAGE = ROOT / "docs" / "bring-your-own.md"
+PAGES = [ROOT / "docs" / "how-to" / f"add-a-{part}.md" for part in ("method", "sampling")]
 
 
 @pytest.fixture
@@ -61,14 +60,7 @@ def own() -> Iterator[Callable[[str], Any]]:
         yield lambda path: imports.find(path, OWN)
 
 
-# The page ------------------------------------------------------------------------------------
-
-
-def test_the_page_shows_the_files_as_they_are() -> None:
-    shown = re.findall(r"\]\(\.\./examples/own/([\w.]+)\):\n\n```\w+\n(.*?)```", _page(), re.DOTALL)
-    assert {name for name, _ in shown} >= {"feddyn.py", "windows.py", "steady.py", "config.toml"}
-    for name, text in shown:
-        assert text == (OWN / name).read_text(encoding="utf-8"), name
+# The pages -----------------------------------------------------------------------------------
 
 
 def test_the_examples_are_short() -> None:
@@ -77,14 +69,14 @@ def test_the_examples_are_short() -> None:
 
 
 @pytest.mark.slow
-def test_the_commands_of_the_page(
+def test_the_commands_of_the_pages(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """In a copy of the folder, one after the other, each says what the page says it does."""
+    """In a copy of the folder, one after the other, each does what the pages say."""
     folder = tmp_path / "own"
     shutil.copytree(OWN, folder, ignore=shutil.ignore_patterns("__pycache__", "out", "comparison"))
     monkeypatch.chdir(folder)
-    lines = [line for line in _page().split("\n") if line.startswith("$ ")]
+    lines = [line for line in _pages().split("\n") if line.startswith("$ ")]
     said = {}
     for line in lines:
         program, *words = line[2:].split("#")[0].split()
@@ -97,7 +89,7 @@ def test_the_commands_of_the_page(
             with imports.importable(folder):
                 runpy.run_path(words[0], run_name="__main__")
             said[line] = capsys.readouterr().out
-    assert len(lines) == 8
+    assert len(lines) == 7
     for line, text in said.items():
         if "train.py" in line:
             assert "feddyn: 0.0% of the objective in the wrong place" in text
@@ -561,8 +553,8 @@ def test_configs_name_objects_of_the_wrong_type(
         config.load(OWN / "config.toml").override(settings).run()
 
 
-def _page() -> str:
-    return PAGE.read_text(encoding="utf-8")
+def _pages() -> str:
+    return "\n".join(page.read_text(encoding="utf-8") for page in PAGES)
 
 
 # Without ceremony ---------------------------------------------------------------------------------

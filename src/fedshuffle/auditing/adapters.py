@@ -24,6 +24,14 @@ from fedshuffle.auditing.result import Audit, blackbox_result
 from fedshuffle.errors import FedShuffleError, error_context, optional_import, user_error
 from fedshuffle.federation import Federation
 
+__all__ = [
+    "Aggregator",
+    "FlowerAggregator",
+    "FunctionAggregator",
+    "Replies",
+    "read_log",
+]
+
 _ASKED = 4  # a strategy that asks for the nodes more often in a round waits for more of them
 _NEEDED = ("round", "client", "size", "steps", "weight")  # the columns of a log
 
@@ -265,7 +273,7 @@ def ensure_identity() -> None:
 def read_log(
     path: str | Path, *, weights: ArrayLike | None = None, confidence: float = 0.95
 ) -> tuple[Audit, Federation]:
-    """The objective that the system of a log really minimises, and its clients.
+    r"""The objective that the system of a log really minimises, and its clients.
 
     A log is a CSV file with a header, or JSONL with one object per line, one line for every client
     of every round: ``round, client, size, steps, weight`` and, if step sizes differ, ``step_size``.
@@ -274,6 +282,21 @@ def read_log(
     The clients are those of the log, ordered by their ids; ``weights`` are those of the objective
     that was meant, in that order, by size if not given. Rounds are assumed to be independent draws;
     empty rounds are not in the log, and make no difference.
+
+    Args:
+        path: the log.
+        weights: the weights of the objective that was meant; by size if not given.
+        confidence: the confidence of the intervals.
+
+    >>> from tempfile import TemporaryDirectory
+    >>> rows = ["round,client,size,steps,weight", "0,a,1,1,0.5", "0,b,3,3,0.5"]
+    >>> rows += ["1,a,1,1,0.5", "1,b,3,3,0.5"]
+    >>> with TemporaryDirectory() as folder:
+    ...     log = Path(folder, "log.csv")
+    ...     _ = log.write_text("\n".join(rows))
+    ...     audit, federation = read_log(log)
+    >>> audit.effective_weights.tolist(), federation.weights.tolist()
+    ([0.25, 0.75], [0.25, 0.75])
     """
     number(confidence, "confidence", within="(0, 1)")
     path = Path(path)

@@ -8,7 +8,7 @@ its gradient, to first order in the step size. So a method minimises the objecti
           \frac{1}{q_i} = E\Big[ \frac{1\{i \in S\}}{q_i^S} \Big],
 
 and it is *consistent* if that is the objective you meant, :math:`\hat w = w`. What momentum and
-other directions change is derived in docs/audit.md.
+other directions change is derived in docs/explanation/audit.md.
 """
 
 import dataclasses
@@ -155,7 +155,16 @@ def _range(rounds: int) -> str:
 
 
 def contributions(method: Method, cohort: Cohort) -> FloatArray:
-    """How far each client of a cohort moves the model along its gradient, per unit step size."""
+    """How far each client of a cohort moves the model along its gradient, per unit step size.
+
+    ``contribution_i(S) = a_i (gamma_i / eta) tau_i``: aggregation weight, scaled step size, steps.
+
+    >>> from fedshuffle import methods
+    >>> steps, half = np.array([1, 3]), np.array([0.5, 0.5])
+    >>> cohort = Cohort(np.arange(2), np.array([0.25, 0.75]), half, steps, steps, max_steps=3)
+    >>> contributions(methods.get("fedshuffle"), cohort).tolist()
+    [1.5, 4.5]
+    """
     rule = method.averaging
     return rule.aggregation_weights(cohort) * rule.step_scale(cohort) * cohort.done
 

@@ -211,8 +211,9 @@ def _section(
     """A title with where its numbers are derived, a table unless it is empty, and notes."""
     from fedshuffle.theory.advice import SOURCES
 
-    anchors = ", ".join(SOURCES[part][0] for part in sources.split())
-    console.print(f"\n[bold]{escape(title)}[/]  [dim]{anchors}[/]")
+    console.print(f"\n[bold]{escape(title)}[/]")
+    for source in dict.fromkeys(SOURCES[part][0] for part in sources.split()):
+        console.print(f"[dim]{source}[/]", soft_wrap=True)
     _table(columns, rows, notes)
 
 

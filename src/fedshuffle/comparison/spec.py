@@ -39,7 +39,11 @@ class Criterion(NamedTuple):
 
 @dataclass(frozen=True)
 class GridPoint:
-    """One point of the grid that tuning searches."""
+    """One point of the grid that tuning searches.
+
+    >>> GridPoint(step_size=0.1, weight_decay=0.0, clip=5.0).step_size
+    0.1
+    """
 
     step_size: float
     weight_decay: float
@@ -48,19 +52,24 @@ class GridPoint:
 
 @dataclass(frozen=True)
 class Tuning:
-    """The short runs that choose a point of the grid for each method: ``[compare.tune]``."""
+    """The short runs that choose a point of the grid for each method: ``[compare.tune]``.
+
+    >>> Tuning(rounds=40).metric
+    'loss'
+    """
 
     rounds: Count | None = None
-    """A fifth of the run's rounds if none."""
+    """The rounds of a short run; by default a fifth of the run's."""
     seed: int | None = None
-    """The first seed of the comparison if none."""
+    """The seed of the short runs; by default the first of the comparison."""
     metric: str = "loss"
     """A name of ``fedshuffle.Evaluation``, or the import path of a ``Metric``."""
     data: DataSpec | Literal["training"] = "training"
+    """The data to tune on: ``"training"``, or validation data as in ``[data]``."""
     clients: Count | None = None
-    """The number of clients to evaluate; if none, 100 for training data, and all for other data."""
+    """The number of clients to evaluate; by default 100 for training data, all for other data."""
     every: Count | None = None
-    """Rounds between evaluations; a tenth of the rounds if none."""
+    """Rounds between evaluations; by default a tenth of the rounds."""
     widen: float = 1000.0
     """The grid grows by at most this factor beyond either end; 1 keeps it as it is."""
 
@@ -86,32 +95,43 @@ class Trial:
 class Comparison:
     """Methods with and without momentum, over seeds, each at the grid point that suits it best.
 
-    The fields from ``methods`` to ``tune`` are the keys of the section ``[compare]``, see
-    docs/comparison.md. A momentum of None is that of the method itself.
+    The fields from ``methods`` to ``tune`` are the keys of the section ``[compare]``.
 
-    Args:
-        base: the run that all others are variations of.
-        step_sizes: each method gets the best of them; may be empty if there are common ones.
-        weight_decay, clip: part of the grid; those of the base if empty.
-        text: the file.
-        tables: the file as plain data, with overrides.
+        >>> from fedshuffle.config import ImportSpec, StorePath
+        >>> model, loss, data = ImportSpec("mine:net"), ImportSpec("cross_entropy"), StorePath("a")
+        >>> base = Config(100, model, loss, data, evaluation=EvaluationSpec(StorePath("b")))
+        >>> Comparison(base, methods=("fedavg-rr", "fedshuffle"), step_sizes=(0.1, 1.0)).pairs
+        [('fedavg-rr', None), ('fedshuffle', None)]
     """
 
     base: Config = field(metadata={"key": False})
+    """The run that all others are variations of."""
     methods: tuple[str, ...] = field(
         metadata={"add": 'the methods to compare, such as ["fedavg-rr", "fedshuffle"]'}
     )
+    """The methods to compare, by name or import path."""
     momentum: tuple[str | None, ...] = (None,)
+    """Each method is run with each of them; by default that of the run."""
     seeds: tuple[int, ...] = (0,)
+    """The seeds of the full runs; by default that of the run."""
     step_sizes: tuple[float, ...] = ()
+    """Each method gets the best of them; by default that of the run."""
     common_step_sizes: tuple[float, ...] = ()
+    """All methods are run at each of these as well."""
     weight_decay: tuple[float, ...] = ()
+    """Part of the grid, if given."""
     clip: tuple[Clip, ...] = ()
+    """Part of the grid, if given; ``"none"`` for no clipping."""
     metric: str | None = None
+    """The metric to rank by; by default the accuracy, or else the first metric."""
     title: str = "Comparison"
+    """The title of the report."""
     tune: Tuning = field(default_factory=Tuning)
+    """The short runs that choose a point of the grid."""
     text: str = field(default="", compare=False, metadata={"key": False})
+    """The file."""
     tables: dict[str, Any] = field(default_factory=dict, compare=False, metadata={"key": False})
+    """The file as plain data, with overrides."""
 
     def __post_init__(self) -> None:
         if self.base.evaluation is None:
@@ -272,6 +292,20 @@ def load(
         path: the file.
         overrides: other values at some dotted keys (``work.batch_size``, ``compare.seeds``).
         scale: the name of a section ``[scale.NAME]`` that overrides the keys of the file.
+
+    >>> from tempfile import TemporaryDirectory
+    >>> text = '''
+    ... rounds = 3
+    ... model = "a:net"
+    ... loss = "cross_entropy"
+    ... data = "a:clients"
+    ... evaluation.data = "a:held_out"
+    ... compare.methods = ["fedavg-rr", "fedshuffle"]
+    ... '''
+    >>> with TemporaryDirectory() as folder:
+    ...     _ = Path(folder, "compare.toml").write_text(text)
+    ...     load(Path(folder, "compare.toml")).pairs
+    [('fedavg-rr', None), ('fedshuffle', None)]
     """
     file, changes = Path(path), overrides or {}
     tables = loader.parse(file)

@@ -37,7 +37,26 @@ from fedshuffle.local_work import (
 
 
 def load(path: Path | str, overrides: Mapping[str, Any] | None = None) -> Config:
-    """The config in a file, with other values at some dotted keys (``work.batch_size``)."""
+    """The config in a file, with other values at some dotted keys (``work.batch_size``).
+
+    Args:
+        path: the file.
+        overrides: other values, by dotted key.
+
+    >>> from tempfile import TemporaryDirectory
+    >>> text = '''
+    ... rounds = 3
+    ... model = "mine:network"
+    ... loss = "cross_entropy"
+    ... data = "mine:clients"
+    ... '''
+    >>> with TemporaryDirectory() as folder:
+    ...     file = Path(folder, "config.toml")
+    ...     _ = file.write_text(text)
+    ...     config = load(file, {"work.batch_size": 16})
+    >>> config.rounds, config.work.batch_size
+    (3, 16)
+    """
     file, changes = Path(path), overrides or {}
     tables = parse(file)
     with at(described(file, changes)):
@@ -257,20 +276,53 @@ _READERS: dict[Any, Callable[[Any, str], Any]] = {
 }
 """Each turns the value at a key of the file into the value of a field, or raises an error."""
 
+_FORMS: dict[Any, str] = {
+    str: "text",
+    Path: "path",
+    int: "whole number",
+    float: "number",
+    bool: "`true` or `false`",
+    ImportSpec: 'section with `use = "module:function"`',
+    DataSpec: "section with `use` or `store`",
+    DataSpec | Literal["training"]: '`"training"`, or a section with `use` or `store`',
+    StepSize: 'number or schedule: `"cosine:0.1"`',
+    int | Sequence[int] | EpochRange: 'whole number, `"2..5"` at random, or a list: one per client',
+    int | Literal["min", "mean"]: 'whole number, `"min"` or `"mean"`',
+    ExampleOrder: " or ".join(f'`"{order}"`' for order in get_args(ExampleOrder)),
+    Interruption: '`"at-most:20"`, `"miss-last:1"` or `"random-stop:0.2"`',
+}
+"""How a value of each type is written in a file, for the reference."""
+
+
+def form(kind: Any) -> str:
+    """How a value of this type is written in a file, in Markdown.
+
+    >>> form(tuple[str, ...]), form(bool)
+    ('list: text', '`true` or `false`')
+    """
+    if kind in _FORMS:
+        return _FORMS[kind]
+    if hasattr(kind, "__metadata__"):  # Annotated[type, reader]
+        return form(get_args(kind)[0])
+    if get_origin(kind) is tuple:
+        return f"list: {form(without_none(get_args(kind)[0]))}"
+    return "section"
+
 
 def _join(key: str, name: str) -> str:
     return f"{key}.{name}" if key else name
 
 
-def _sections_of(kind: Any, section: str) -> dict[str, dict[str, Any]]:
-    found = {section: keys(kind)}
+def sections_of(kind: Any, section: str = "") -> dict[str, Any]:
+    """The dataclasses of a config by the names of their sections, the outer ones first."""
+    found = {section: kind}
     for name, inner in keys(kind).items():
         if inner not in _READERS and is_dataclass(inner):
-            found |= _sections_of(inner, _join(section, name))
+            found |= sections_of(inner, _join(section, name))
     return found
 
 
-_SECTIONS = _sections_of(Config, "")
+_SECTIONS = {section: keys(kind) for section, kind in sections_of(Config).items()}
 """All keys of a config file, by section."""
 
 

@@ -1,7 +1,7 @@
 """The config of a run, as frozen dataclasses.
 
-Each key of the file is one field here. :mod:`fedshuffle.config.loader` reads, checks and writes
-files by the types of these fields.
+Each key of the file is one field here, and its docstring is what the reference says of it.
+:mod:`fedshuffle.config.loader` reads, checks and writes files by the types of these fields.
 """
 
 import dataclasses
@@ -39,7 +39,11 @@ Count = Annotated[int, count]
 
 @dataclass(frozen=True)
 class ImportSpec:
-    """An object of the user's: an import path ``package.module:attribute``, and arguments."""
+    """An object of the user's: an import path ``package.module:attribute``, and arguments.
+
+    >>> ImportSpec("torch.nn:Linear", {"in_features": 64, "out_features": 10}).path
+    'torch.nn:Linear'
+    """
 
     path: str
     arguments: Mapping[str, Any] = field(default_factory=dict)
@@ -47,7 +51,11 @@ class ImportSpec:
 
 @dataclass(frozen=True)
 class StorePath:
-    """A federation stored in a folder."""
+    """A federation stored in a folder.
+
+    >>> StorePath("stores/clinics").path
+    'stores/clinics'
+    """
 
     path: str
 
@@ -57,7 +65,11 @@ DataSpec = ImportSpec | StorePath
 
 @dataclass(frozen=True)
 class ScheduleSpec:
-    """A step size that depends on the round: a function of :mod:`fedshuffle.schedules`."""
+    """A step size that depends on the round: a function of :mod:`fedshuffle.schedules`.
+
+    >>> ScheduleSpec("cosine", {"step_size": 0.1}).name
+    'cosine'
+    """
 
     name: str
     arguments: Mapping[str, Any] = field(default_factory=dict)
@@ -75,15 +87,26 @@ def step_size_by_round(size: StepSize, rounds: int) -> Schedule:
 
 @dataclass(frozen=True)
 class EvaluationSpec:
-    """The data, metrics and frequency of evaluation."""
+    """The data, metrics and frequency of evaluation.
+
+    >>> EvaluationSpec(StorePath("stores/held-out"), every=5).metrics
+    ('loss', 'accuracy')
+    """
 
     data: DataSpec | Literal["training"] = field(
         metadata={"add": 'held-out data as in [data], or data = "training"'}
     )
+    """The data to evaluate on, as in ``[data]``, or ``"training"`` for the training data."""
     metrics: tuple[str, ...] = ("loss", "accuracy")
+    """Also ``"top-5"``, ``"perplexity"`` and other names of ``Evaluation``, or import paths of
+    a ``Metric``.
+    """
     every: Count = 1
+    """Rounds between evaluations; the last round is always evaluated."""
     per_client: bool = True
+    """Whether to report the mean over clients, and over the worst tenth of them, as well."""
     batch_size: Count = 1024
+    """Examples per batch; it changes the speed, not the result."""
     clients: Count | None = None
     """The number of clients to evaluate, drawn once; by default all."""
     training: Count | None = None
@@ -92,15 +115,21 @@ class EvaluationSpec:
 
 @dataclass(frozen=True)
 class Checkpoints:
-    """How often the state is saved, and how many checkpoints are kept."""
+    """How often the state is saved, and how many checkpoints are kept.
+
+    >>> Checkpoints(every=50)
+    Checkpoints(every=50, keep=3)
+    """
 
     every: Count = 10
+    """Rounds between checkpoints; the last round is always saved."""
     keep: Count = 3
+    """The number of checkpoints to keep."""
 
 
 @dataclass(frozen=True)
 class Config:
-    """One run. Vary it with :func:`dataclasses.replace` or :meth:`override`.
+    """The config of one run. Vary it with :func:`dataclasses.replace` or :meth:`override`.
 
     >>> model, loss = ImportSpec("a:model"), ImportSpec("a:loss")
     >>> config = Config(rounds=3, model=model, loss=loss, data=StorePath("a"))
@@ -109,38 +138,61 @@ class Config:
     """
 
     rounds: Count = field(metadata={"add": "the number of rounds, such as rounds = 100"})
+    """The number of rounds in all."""
     model: ImportSpec = field(metadata={"add": 'a section [model] with use = "module:function"'})
+    """A function that returns the torch module; the other keys of ``[model]`` are its arguments."""
     loss: ImportSpec = field(
         metadata={"add": 'loss = "cross_entropy", another of fedshuffle.losses, or an import path'}
     )
+    """A name of ``fedshuffle.losses``, or a function ``loss(model, *fields)`` of yours."""
     data: DataSpec = field(
         metadata={"add": 'a section [data] with use = "module:function" or store = "folder"'}
     )
+    """A function that returns the ``Federation``; the other keys of ``[data]`` are its arguments.
+    Or ``store = "folder"``: a federation that was imported.
+    """
     seed: int = 0
+    """The seed of everything random, also of the initial model."""
     method: str = "fedshuffle"
+    """The method, as ``fedshuffle methods`` lists them, or ``"module:attribute"``: your own."""
     momentum: str | None = None
+    """``"mvr:0.1"``, ``"global:0.1"`` or ``"none"``; by default that of the method."""
     sampling: str = "full"
+    """Who takes part, such as ``"uniform:10"``, or ``"module:function"``, which takes the
+    federation.
+    """
     step_size: StepSize = 0.1
+    """The local step size of the client with the most local steps."""
     server_step_size: StepSize = 1.0
+    """Multiplies the aggregated update."""
     work: LocalWork = field(default_factory=LocalWork)
+    """The local work of a sampled client."""
     transforms: tuple[ImportSpec, ...] = ()
-    """Transforms of the user's, by import path."""
+    """Your own transforms of updates: classes, or functions that return a ``Transform``."""
     channel: str = "none"
-    """How updates are compressed, such as ``"topk:0.01+ef"``."""
+    """How updates are compressed, such as ``"topk:0.01+ef"`` or ``"qsgd:4"``."""
     down_channel: str = "none"
     """How the model is compressed on its way to clients."""
     privacy: Privacy | None = None
+    """Differential privacy of whole clients; without this section nothing is private."""
     engine: str = "sequential"
+    """What computes local updates: ``"auto"`` tries several, ``"ray:4"`` uses a Ray cluster."""
     device: str | None = None
-    """Where to train: ``"cpu"``, ``"cuda"``, ``"mps"``; by default that of the model."""
+    """``"cpu"``, ``"cuda"``, ``"cuda:1"`` or ``"mps"``; by default that of the model."""
     evaluation: EvaluationSpec | None = None
+    """What is evaluated, and how often; without this section nothing is."""
     checkpoints: Checkpoints = field(default_factory=Checkpoints)
+    """How often the state is saved."""
     tensorboard: bool = False
+    """Whether to write the metrics for TensorBoard as well."""
     record_cohorts: bool = False
+    """Whether the record of a round lists its clients."""
     record_clients: bool = False
+    """Whether the record of a round has the metrics of each of its clients."""
     out: Path | None = None
+    """The folder of the run, if ``--out`` does not give one."""
     folder: Path = field(default_factory=Path.cwd)
-    """The root of import paths and relative paths."""
+    """The root of imports and relative paths; by default the folder of the file."""
     origin: tuple[str, ...] = field(default=(), compare=False, metadata={"key": False})
     """The file and the overrides it was made from; only for the record."""
 

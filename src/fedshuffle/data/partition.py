@@ -20,6 +20,13 @@ from fedshuffle._arrays import FloatArray, IntArray, count, number
 from fedshuffle.errors import FedShuffleError, error_context
 from fedshuffle.randomness import Purpose, check_seed, generator
 
+__all__ = [
+    "by_column",
+    "dirichlet",
+    "lognormal",
+    "pachinko",
+]
+
 
 def dirichlet(labels: ArrayLike, clients: int, alpha: float, seed: int = 0) -> IntArray:
     """Clients that differ in labels and in size (Yurochkin et al. 2019).
@@ -29,6 +36,16 @@ def dirichlet(labels: ArrayLike, clients: int, alpha: float, seed: int = 0) -> I
     to all. Clients without any example then get one from a client with several.
 
     For clients of equal sizes give the labels twice to :func:`pachinko`.
+
+    Args:
+        labels: the label of each row.
+        clients: the number of clients.
+        alpha: the concentration of the distribution.
+        seed: the seed of the draw.
+
+    >>> owner = dirichlet([0] * 50 + [1] * 50, clients=4, alpha=0.1)
+    >>> len(owner), np.unique(owner).tolist()
+    (100, [0, 1, 2, 3])
     """
     label = _codes(labels, "labels")
     _check_enough(len(label), clients)
@@ -80,6 +97,18 @@ def pachinko(
     the fine labels under each, drawn from a symmetric Dirichlet(beta). Client by client, every
     example is drawn by coarse label, then by fine label, then among the remaining ones; labels that
     have run out are skipped. Sizes differ by one if the rows do not divide evenly.
+
+    Args:
+        coarse: the coarse label of each row.
+        fine: the fine label of each row.
+        clients: the number of clients.
+        alpha: how alike clients are in coarse labels: small values make them differ.
+        beta: the same for fine labels.
+        seed: the seed of the draw.
+
+    >>> owner = pachinko([0, 0, 1, 1], [0, 1, 2, 3], clients=2)
+    >>> np.bincount(owner).tolist()
+    [2, 2]
     """
     rows = len(_codes(coarse, "coarse"))
     _check_enough(rows, clients)

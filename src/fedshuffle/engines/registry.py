@@ -26,16 +26,27 @@ _GAIN = 1.1  # a more elaborate engine is chosen only if it is faster by this fa
 
 
 def check(name: str | Ray) -> None:
-    """Refuse a name that cannot be read; ``auto`` is left to :func:`fedshuffle.engines.choose`."""
+    """Refuse a name that cannot be read; ``auto`` is left to :func:`fedshuffle.engines.choose`.
+
+    >>> check("vectorized:4")
+    """
     if name != "auto":
         _read(name)
 
 
 def make(name: str | Ray, problem: Problem) -> Engine:
-    """The engine of that name for a problem: ``KIND``, ``KIND:WORKERS`` or
-    ``KIND:WORKERS:processes``, where the kind is ``sequential`` or ``vectorized``;
-    ``ray:WORKERS:KIND``; or ``reference``. Workers are threads unless they are said to be processes
-    or on Ray.
+    """The engine of that name for a problem.
+
+    Names are ``KIND``, ``KIND:WORKERS`` or ``KIND:WORKERS:processes``, where the kind is
+    ``sequential`` or ``vectorized``; ``ray:WORKERS:KIND``; or ``reference``. Workers are threads
+    unless they are said to be processes or on Ray.
+
+    >>> import torch
+    >>> from fedshuffle import Federation, losses
+    >>> clients = Federation.from_arrays(torch.ones(3, 2), torch.ones(3, 1), sizes=[1, 2])
+    >>> problem = Problem(torch.nn.Linear(2, 1), losses.squared_error, clients)
+    >>> make("sequential", problem).name
+    'sequential'
     """
     wanted = _read(name)
     if isinstance(wanted, Ray):
@@ -47,7 +58,13 @@ def make(name: str | Ray, problem: Problem) -> Engine:
 
 
 def at_address(name: str, address: str | None) -> str | Ray:
-    """The engine of that name, on the Ray cluster at an address if there is one."""
+    """The engine of that name, on the Ray cluster at an address if there is one.
+
+    >>> at_address("sequential", None)
+    'sequential'
+    >>> at_address("ray:4", "auto").workers
+    4
+    """
     if address is None:
         return name
     if name == "auto" or not isinstance(wanted := _read(name), Ray):

@@ -326,7 +326,14 @@ def _add_name(known: dict[str, bool], name: str, high: bool, what: str, remedy: 
 
 @contextmanager
 def evaluation_mode(model: nn.Module) -> Iterator[None]:
-    """Evaluation mode without gradients; afterwards every layer is in its own mode again."""
+    """Evaluation mode without gradients; afterwards every layer is in its own mode again.
+
+    >>> model = nn.Dropout()
+    >>> with evaluation_mode(model):
+    ...     inside = model.training
+    >>> inside, model.training
+    (False, True)
+    """
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
     try:

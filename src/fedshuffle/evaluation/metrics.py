@@ -121,6 +121,14 @@ def from_torchmetrics(
 
     It gets all outputs and targets of a set at once, on the CPU. By default the name is that of its
     class in snake case, and ``higher_is_better`` its own attribute.
+
+    >>> class MeanOutput:
+    ...     higher_is_better = True
+    ...     def reset(self): self.values = []
+    ...     def update(self, outputs, targets): self.values.append(float(outputs.mean()))
+    ...     def compute(self): return sum(self.values)
+    >>> from_torchmetrics(MeanOutput()).name
+    'mean_output'
     """
     if name is None:
         name = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", type(metric).__name__).lower()

@@ -31,6 +31,8 @@ from fedshuffle._arrays import count
 from fedshuffle._files import atomic_write, one_writer
 from fedshuffle.errors import FedShuffleError, error_context, one_line, unknown
 
+__all__ = ["COMPLETED", "Deployment"]
+
 HOST = "127.0.0.1"
 CONNECTION = "local"
 """The deployment's name in its Flower configuration."""

@@ -272,6 +272,7 @@ def from_fit(message: Message, context: Context, call_next: ClientAppCallable) -
 
 
 MODS = (only_masked, secaggplus_mod, from_fit)
+"""What a ``ClientApp`` of your own needs as its ``mods`` for secure aggregation."""
 
 
 def _to_fit(content: RecordDict) -> FitIns:

@@ -65,7 +65,7 @@ class FedShuffleStrategy(Strategy):  # type: ignore[misc]  # Flower is untyped h
             With 1, a round in which a client does not reply is biased, and is logged as such.
         timeout: seconds to wait for the replies of one exchange, and for clients at the start.
         retries: how often a client that fails or is away is asked again before time is up.
-        out: a folder for metrics and checkpoints (see :mod:`fedshuffle.training.run_folder`).
+        out: a folder for metrics and checkpoints.
         resume: resume the run in ``out``.
         checkpoint_every: rounds between checkpoints; the last round is always saved.
         keep: the number of checkpoints to keep.
@@ -75,7 +75,7 @@ class FedShuffleStrategy(Strategy):  # type: ignore[misc]  # Flower is untyped h
             unless another node says the same.
         transforms, channel, privacy: what happens to updates on their way, as for
             :func:`fedshuffle.train`. The clients' part runs at the clients (see
-            :mod:`fedshuffle.flower.chain`).
+            :func:`fedshuffle.flower.chain.register`).
         secure_aggregation: settings of secure aggregation, with which the server learns only the
             sum of the updates; the clients need ``client_app(..., secure_aggregation=True)``.
 

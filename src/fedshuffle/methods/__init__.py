@@ -15,34 +15,74 @@ from importlib import import_module
 
 from fedshuffle._arrays import expect, number
 from fedshuffle.errors import FedShuffleError, check_known, unknown
-from fedshuffle.kernel import FullGradient as FullGradient
-from fedshuffle.kernel import StepCoefficients as StepCoefficients
+from fedshuffle.kernel import FullGradient, StepCoefficients
 from fedshuffle.methods import options
-from fedshuffle.methods.averaging import Cohort as Cohort
-from fedshuffle.methods.averaging import Custom as Custom
-from fedshuffle.methods.averaging import EffectiveSteps as EffectiveSteps
-from fedshuffle.methods.averaging import FedShuffleGen as FedShuffleGen
-from fedshuffle.methods.averaging import InclusionProbability as InclusionProbability
-from fedshuffle.methods.averaging import Normaliser as Normaliser
-from fedshuffle.methods.averaging import RatioOfSums as RatioOfSums
-from fedshuffle.methods.averaging import SumOne as SumOne
-from fedshuffle.methods.averaging import objective_weight as objective_weight
-from fedshuffle.methods.averaging import own_steps as own_steps
-from fedshuffle.methods.averaging import steps_of_the_longest as steps_of_the_longest
-from fedshuffle.methods.averaging import weight_per_share_done as weight_per_share_done
-from fedshuffle.methods.averaging import weight_per_step as weight_per_step
-from fedshuffle.methods.directions import MVR as MVR
-from fedshuffle.methods.directions import CohortMoments as CohortMoments
-from fedshuffle.methods.directions import Direction as Direction
-from fedshuffle.methods.directions import GlobalMomentum as GlobalMomentum
-from fedshuffle.methods.directions import LocalPlan as LocalPlan
-from fedshuffle.methods.directions import MethodState as MethodState
-from fedshuffle.methods.directions import Plain as Plain
-from fedshuffle.methods.directions import RoundContext as RoundContext
-from fedshuffle.methods.directions import Steps as Steps
-from fedshuffle.methods.method import Family as Family
-from fedshuffle.methods.method import Method as Method
-from fedshuffle.methods.servers import ServerOptimiser as ServerOptimiser
+from fedshuffle.methods.averaging import (
+    Cohort,
+    Custom,
+    EffectiveSteps,
+    FedShuffleGen,
+    InclusionProbability,
+    Normaliser,
+    RatioOfSums,
+    SumOne,
+    objective_weight,
+    own_steps,
+    steps_of_the_longest,
+    weight_per_share_done,
+    weight_per_step,
+)
+from fedshuffle.methods.directions import (
+    MVR,
+    CohortMoments,
+    Direction,
+    GlobalMomentum,
+    LocalPlan,
+    MethodState,
+    Plain,
+    Reported,
+    RoundContext,
+    Steps,
+)
+from fedshuffle.methods.method import Family, Method
+from fedshuffle.methods.servers import ServerOptimiser
+
+__all__ = [
+    "MVR",
+    "Cohort",
+    "CohortMoments",
+    "Custom",
+    "Direction",
+    "EffectiveSteps",
+    "Family",
+    "FedShuffleGen",
+    "FullGradient",
+    "GlobalMomentum",
+    "InclusionProbability",
+    "LocalPlan",
+    "Method",
+    "MethodState",
+    "Normaliser",
+    "Plain",
+    "RatioOfSums",
+    "Reported",
+    "RoundContext",
+    "ServerOptimiser",
+    "StepCoefficients",
+    "Steps",
+    "SumOne",
+    "available",
+    "colour",
+    "get",
+    "label",
+    "objective_weight",
+    "own_steps",
+    "parse_momentum",
+    "register",
+    "steps_of_the_longest",
+    "weight_per_share_done",
+    "weight_per_step",
+]
 
 _REGISTRY: dict[str, Method] = {}
 _OWN: set[str] = set()
@@ -52,8 +92,15 @@ _OWN: set[str] = set()
 def register(method: Method, *, replace: bool = False) -> Method:
     """Make a method known by its name.
 
-    ``replace`` allows it to replace a method that you registered before, as when a notebook cell
-    runs again; the methods of the library keep their names.
+    Args:
+        method: the method; :func:`get` then finds it by its name.
+        replace: whether it may replace a method that you registered before, as when a notebook
+            cell runs again; the methods of the library keep their names.
+
+    >>> with isolated_registry():  # only for this example
+    ...     mine = register(dataclasses.replace(get("fedavg"), name="mine"))
+    ...     get("mine") is mine
+    True
     """
     expect(method, Method, "method")
     if method.name in _REGISTRY and not (replace and method.name not in _OWN):
@@ -82,24 +129,44 @@ def isolated_registry() -> Iterator[None]:
 
 
 def available() -> list[Method]:
-    """All registered methods."""
+    """All registered methods.
+
+    >>> "fedshuffle" in [method.name for method in available()]
+    True
+    """
     return list(_REGISTRY.values())
 
 
 def label(method: str | Method) -> str:
-    """How text and figures call a method; one that has no label goes by its name."""
+    """How text and figures call a method; one that has no label goes by its name.
+
+    >>> label("fedavg-rr")
+    'FedAvgRR'
+    """
     found = _REGISTRY.get(method) if isinstance(method, str) else method
     return found.style[0] if found else str(method)
 
 
 def colour(method: str | Method) -> str:
-    """The colour of a method in figures; black if it has none."""
+    """The colour of a method in figures; black if it has none.
+
+    >>> colour("a method of your own")
+    '#000000'
+    """
     found = _REGISTRY.get(method) if isinstance(method, str) else method
     return found.style[1] if found else "#000000"
 
 
 def get(method: str | Method) -> Method:
-    """The method that a text names; a method itself is returned as it is."""
+    """The method that a text names; a method itself is returned as it is.
+
+    Args:
+        method: a name, with options after a colon (``"fedprox:mu=0.1"``), and after a plus the
+            method that gives averaging and local work (``"fedprox+fedshuffle"``).
+
+    >>> get("fednova-rr").name
+    'fednova-rr'
+    """
     if isinstance(method, Method):
         return method
     expect(method, str, "method")

@@ -29,7 +29,17 @@ from fedshuffle.sampling import Sampling
 
 @dataclass(frozen=True, slots=True)
 class Cohort:
-    """What the rules know of clients: arrays of equal shape, one entry per client."""
+    """What the rules know of clients: arrays of equal shape, one entry per client.
+
+    >>> from fedshuffle import LocalWork, sampling
+    >>> clients = Federation.from_sizes([1, 3])
+    >>> workload = LocalWork().on(clients.sizes)
+    >>> who = np.arange(2)
+    >>> steps = clients.sizes, clients.sizes
+    >>> cohort = Cohort.of(clients, sampling.Uniform(2, 1), workload, who, steps)
+    >>> cohort.weight.tolist(), cohort.probability.tolist(), cohort.planned.tolist()
+    ([0.25, 0.75], [0.5, 0.5], [1, 3])
+    """
 
     clients: IntArray
     """The clients' numbers."""
@@ -79,12 +89,24 @@ ClientRule = Callable[[Cohort], FloatArray]
 
 
 def steps_of_the_longest(clients: Cohort) -> FloatArray:
-    """``c_i = tau_max``: every client uses the same step size."""
+    """``c_i = tau_max``: every client uses the same step size.
+
+    >>> steps, half = np.array([1, 3]), np.array([0.5, 0.5])
+    >>> cohort = Cohort(np.arange(2), np.array([0.25, 0.75]), half, steps, steps, max_steps=3)
+    >>> steps_of_the_longest(cohort).tolist()
+    [3.0, 3.0]
+    """
     return np.full(clients.planned.shape, float(clients.max_steps))
 
 
 def own_steps(clients: Cohort) -> FloatArray:
-    """``c_i = tau_i``, the planned steps: a client that takes more steps makes them smaller."""
+    """``c_i = tau_i``, the planned steps: a client that takes more steps makes them smaller.
+
+    >>> steps, half = np.array([1, 3]), np.array([0.5, 0.5])
+    >>> cohort = Cohort(np.arange(2), np.array([0.25, 0.75]), half, steps, steps, max_steps=3)
+    >>> own_steps(cohort).tolist()
+    [1.0, 3.0]
+    """
     return clients.planned.astype(np.float64)
 
 
@@ -92,17 +114,35 @@ def own_steps(clients: Cohort) -> FloatArray:
 
 
 def objective_weight(clients: Cohort) -> FloatArray:
-    """``w-tilde_i = w_i``."""
+    """``w-tilde_i = w_i``.
+
+    >>> steps, half = np.array([1, 3]), np.array([0.5, 0.5])
+    >>> cohort = Cohort(np.arange(2), np.array([0.25, 0.75]), half, steps, steps, max_steps=3)
+    >>> objective_weight(cohort).tolist()
+    [0.25, 0.75]
+    """
     return clients.weight
 
 
 def weight_per_step(clients: Cohort) -> FloatArray:
-    """``w-tilde_i = w_i / (steps done)``: what FedNova does."""
+    """``w-tilde_i = w_i / (steps done)``: what FedNova does.
+
+    >>> steps, half = np.array([1, 3]), np.array([0.5, 0.5])
+    >>> cohort = Cohort(np.arange(2), np.array([0.25, 0.75]), half, steps, steps, max_steps=3)
+    >>> weight_per_step(cohort).tolist()
+    [0.25, 0.25]
+    """
     return clients.weight / clients.done
 
 
 def weight_per_share_done(clients: Cohort) -> FloatArray:
-    """``w-tilde_i = w_i * planned / done``: corrects for unfinished work."""
+    """``w-tilde_i = w_i * planned / done``: corrects for unfinished work.
+
+    >>> steps, half = np.array([1, 3]), np.array([0.5, 0.5])
+    >>> cohort = Cohort(np.arange(2), np.array([0.25, 0.75]), half, steps, steps, max_steps=3)
+    >>> weight_per_share_done(cohort).tolist()
+    [0.25, 0.75]
+    """
     return clients.weight * (clients.planned / clients.done)
 
 
@@ -134,14 +174,26 @@ class Normaliser(abc.ABC):
 
 
 class InclusionProbability(Normaliser):
-    """``q_i^S = p_i``: in expectation every client counts by its weight."""
+    """``q_i^S = p_i``: in expectation every client counts by its weight.
+
+    >>> steps, half = np.array([1, 3]), np.array([0.5, 0.5])
+    >>> cohort = Cohort(np.arange(2), np.array([0.25, 0.75]), half, steps, steps, max_steps=3)
+    >>> InclusionProbability().divide(cohort.weight, cohort).tolist()
+    [0.5, 1.5]
+    """
 
     def divide(self, weights: FloatArray, cohort: Cohort) -> FloatArray:
         return weights / cohort.probability
 
 
 class SumOne(Normaliser):
-    """``q^S`` = the sum of w-tilde over S, so that the aggregation weights sum to one."""
+    """``q^S`` = the sum of w-tilde over S, so that the aggregation weights sum to one.
+
+    >>> steps, half = np.array([1, 3]), np.array([0.5, 0.5])
+    >>> cohort = Cohort(np.arange(2), np.array([0.1, 0.3]), half, steps, steps, max_steps=3)
+    >>> SumOne().divide(cohort.weight, cohort).round(2).tolist()
+    [0.25, 0.75]
+    """
 
     def divide(self, weights: FloatArray, cohort: Cohort) -> FloatArray:
         return weights / float(weights.sum())
@@ -153,6 +205,14 @@ class SumOne(Normaliser):
 class EffectiveSteps(Normaliser):
     """The original FedNova: ``a_i = (w_i / W_S) / tau_i * tau_eff``, where ``W_S`` is the sum of w
     over S and ``tau_eff`` the w-weighted mean of the steps done in S.
+
+    >>> steps, half = np.array([1, 3]), np.array([0.5, 0.5])
+    >>> cohort = Cohort(np.arange(2), half, half, steps, steps, max_steps=3)
+    >>> EffectiveSteps().divide(weight_per_step(cohort), cohort).round(2).tolist()
+    [1.0, 0.33]
+
+    Reference: Wang et al., Tackling the Objective Inconsistency Problem in Heterogeneous Federated
+    Optimization, 2020.
     """
 
     def divide(self, weights: FloatArray, cohort: Cohort) -> FloatArray:
@@ -167,7 +227,13 @@ class EffectiveSteps(Normaliser):
 
 @dataclass(frozen=True)
 class Custom(Normaliser):
-    """The user's own q: a function of (w-tilde, cohort) that returns one number per client."""
+    """Your own q: a function of (w-tilde, cohort) that returns one number per client.
+
+    >>> steps, half = np.array([1, 3]), np.array([0.5, 0.5])
+    >>> cohort = Cohort(np.arange(2), half, half, steps, steps, max_steps=3)
+    >>> Custom(lambda weights, cohort: cohort.done).divide(half, cohort).round(2).tolist()
+    [0.5, 0.17]
+    """
 
     q: Callable[[FloatArray, Cohort], FloatArray]
 

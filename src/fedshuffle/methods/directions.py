@@ -101,7 +101,7 @@ class CohortMoments:
     joint: FloatArray | None = None
     """``E[1{i in S} w_i / p_i * (the contribution of all S)]``, if the direction needs it."""
     estimate: FloatArray | None = None
-    """``E[1{i in S} c_i]`` with the c of :func:`gradient_weights`, if the direction needs it."""
+    """``E[1{i in S} c_i]`` with the c that weighs gradients, if the direction needs it."""
 
     @property
     def total(self) -> float:
@@ -148,7 +148,12 @@ class Direction(abc.ABC):
 
 @dataclass(frozen=True)
 class Plain(Direction):
-    """The gradient itself."""
+    """The gradient itself.
+
+    >>> from fedshuffle import methods
+    >>> methods.get("fedavg").direction
+    Plain()
+    """
 
     def round(self, context: RoundContext) -> Steps:
         yield LocalPlan(StepCoefficients())

@@ -32,7 +32,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class AdaptiveClip(Transform):
-    """Clip to a threshold that the server learns, noise the sum, and update the threshold."""
+    """Clip to a threshold that the server learns, noise the sum, and update the threshold.
+
+    ``Privacy(..., adaptive=AdaptiveClipping())`` makes one that fits the run.
+
+    >>> AdaptiveClip(start=0.1, noise=1.0, largest_weight=0.5, expected_cohort=10).quantile
+    0.5
+    """
 
     start: float
     """The first threshold."""

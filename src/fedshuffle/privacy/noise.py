@@ -52,7 +52,14 @@ class TreeNoise(Transform):
     nothing is kept.
 
     A client that takes part once per tree changes one node per level of it, so the sensitivity to
-    it is larger, by the root of :func:`squared_sensitivity`.
+    it is larger, by a factor that follows from the tree.
+
+    >>> import torch
+    >>> noise, zero = TreeNoise(std=1.0, rounds=8), torch.zeros(10_000)
+    >>> contexts = [ServerContext(seed=0, round=r, state={}, metrics={}) for r in range(8)]
+    >>> total = sum(noise.server(zero, context)[0] for context in contexts)
+    >>> round(float(total.std()), 1)  # one node covers all eight rounds
+    1.0
 
     Reference: Kairouz et al., Practical and Private (Deep) Learning without Sampling or Shuffling,
     2021 (DP-FTRL).

@@ -21,6 +21,9 @@ class AdaptiveClipping:
         count_noise: standard deviation of the noise on the count of unclipped updates; by default
             a twentieth of the expected cohort, as in the paper.
 
+    >>> Privacy(clip=0.1, noise=1.0, adaptive=AdaptiveClipping(quantile=0.8)).adaptive.rate
+    0.2
+
     Reference: Andrew et al., Differentially Private Learning with Adaptive Clipping, 2021.
     """
 

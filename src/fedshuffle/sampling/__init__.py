@@ -10,23 +10,42 @@ from collections.abc import Callable
 from fedshuffle._arrays import expect
 from fedshuffle.errors import FedShuffleError, check_known, error_context
 from fedshuffle.federation import Federation
-from fedshuffle.sampling.base import Cohorts as Cohorts
-from fedshuffle.sampling.base import Sampling as Sampling
-from fedshuffle.sampling.base import check_probabilities
-from fedshuffle.sampling.independent import ApproximateIndependent as ApproximateIndependent
-from fedshuffle.sampling.independent import Independent as Independent
-from fedshuffle.sampling.independent import importance as importance
-from fedshuffle.sampling.independent import importance_probabilities as importance_probabilities
-from fedshuffle.sampling.listed import Listed as Listed
-from fedshuffle.sampling.optimal import Kind
-from fedshuffle.sampling.optimal import Optimal as Optimal
-from fedshuffle.sampling.optimal import approximate_probabilities as approximate_probabilities
-from fedshuffle.sampling.optimal import optimal_probabilities as optimal_probabilities
-from fedshuffle.sampling.stratified import Stratified as Stratified
-from fedshuffle.sampling.stratified import strata_by_size as strata_by_size
-from fedshuffle.sampling.uniform import Full as Full
-from fedshuffle.sampling.uniform import One as One
-from fedshuffle.sampling.uniform import Uniform as Uniform
+from fedshuffle.sampling.base import Cohorts, Sampling, check_probabilities
+from fedshuffle.sampling.independent import (
+    ApproximateIndependent,
+    Independent,
+    importance,
+    importance_probabilities,
+)
+from fedshuffle.sampling.listed import Listed
+from fedshuffle.sampling.optimal import (
+    Kind,
+    Optimal,
+    approximate_probabilities,
+    optimal_probabilities,
+)
+from fedshuffle.sampling.stratified import Stratified, strata_by_size
+from fedshuffle.sampling.uniform import Full, One, Uniform
+
+__all__ = [
+    "ApproximateIndependent",
+    "Cohorts",
+    "Full",
+    "Independent",
+    "Listed",
+    "One",
+    "Optimal",
+    "Sampling",
+    "Stratified",
+    "Uniform",
+    "approximate_probabilities",
+    "importance",
+    "importance_probabilities",
+    "optimal_probabilities",
+    "parse",
+    "resolve",
+    "strata_by_size",
+]
 
 
 def parse(text: str, federation: Federation) -> Sampling:
@@ -74,7 +93,11 @@ def _read(text: str) -> tuple[str, Callable[[str, Federation], Sampling], str]:
 
 
 def resolve(sampling: str | Sampling, federation: Federation) -> Sampling:
-    """A sampling, given as text or as it is, that fits the federation."""
+    """A sampling, given as text or as it is, that fits the federation.
+
+    >>> resolve(Uniform(3, 2), Federation.from_sizes([1, 2, 3]))
+    uniform:2
+    """
     if isinstance(sampling, str):
         return parse(sampling, federation)
     expect(sampling, Sampling, "sampling")

@@ -140,7 +140,12 @@ def check_sampling(given: Sampling) -> Report:
 
 
 def check_transform(given: Transform) -> Report:
-    """Make all checks of a transform, in a run with few clients on every engine."""
+    """Make all checks of a transform, in a run with few clients on every engine.
+
+    >>> from fedshuffle.privacy import Clip
+    >>> check_transform(Clip(1.0)).passed
+    True
+    """
     results = [_run(name, run, given) for name, run in transform_checks.CHECKS.items()]
     return Report(repr(given), tuple(results))
 

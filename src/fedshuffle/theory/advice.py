@@ -8,6 +8,7 @@ from typing import Any, get_args
 import numpy as np
 
 from fedshuffle._arrays import count, jsonable, number
+from fedshuffle._links import page
 from fedshuffle.auditing import audit
 from fedshuffle.engines import Problem
 from fedshuffle.errors import DivergedError, FedShuffleError, error_context
@@ -36,47 +37,50 @@ METHODS = ("fedavg-rr", "fednova-rr", "fedshuffle")
 
 SOURCES = {
     "step_size_search": (
-        "docs/explanation/theory.md#what-can-be-measured",
+        page("explanation/theory", "what-can-be-measured"),
         "short runs, no theorem",
     ),
     "problem": (
-        "docs/explanation/theory.md#the-constants-of-a-problem",
+        page("explanation/theory", "the-constants-of-a-problem"),
         "assumptions on the losses",
     ),
-    "steps.constants": ("docs/explanation/theory.md#the-constants", "general theorem, definitions"),
-    "steps.theorem": ("docs/explanation/theory.md#the-step-size-limit", "general theorem"),
+    "steps.constants": (
+        page("explanation/theory", "the-constants"),
+        "general theorem, definitions",
+    ),
+    "steps.theorem": (page("explanation/theory", "the-step-size-limit"), "general theorem"),
     "steps.proof": (
-        "docs/explanation/theory.md#the-step-size-limit",
+        page("explanation/theory", "the-step-size-limit"),
         "general theorem, lemmas of proof",
     ),
     "steps.tuned": (
-        "docs/explanation/theory.md#over-many-rounds",
+        page("explanation/theory", "over-many-rounds"),
         "general theorem, recursion of proof",
     ),
     "steps.target": (
-        "docs/explanation/theory.md#rounds-to-a-target",
+        page("explanation/theory", "rounds-to-a-target"),
         "general theorem, recursion of proof",
     ),
     "step_ratios": (
-        "docs/explanation/theory.md#how-much-larger-are-fedshuffles-steps",
+        page("explanation/theory", "how-much-larger-are-fedshuffles-steps"),
         "steps.proof",
     ),
-    "mvr.theorem": ("docs/explanation/theory.md#fedshufflemvr", "theorem on FedShuffleMVR"),
+    "mvr.theorem": (page("explanation/theory", "fedshufflemvr"), "theorem on FedShuffleMVR"),
     "mvr.proof": (
-        "docs/explanation/theory.md#fedshufflemvr",
+        page("explanation/theory", "fedshufflemvr"),
         "theorem on FedShuffleMVR, its proof redone",
     ),
     "largest_proven": (
-        "docs/explanation/theory.md#the-step-size-limit",
+        page("explanation/theory", "the-step-size-limit"),
         "steps.proof, or mvr.proof for MVR",
     ),
-    "sampling": ("docs/explanation/theory.md#which-sampling", "sampling variance lemma"),
+    "sampling": (page("explanation/theory", "which-sampling"), "sampling variance lemma"),
     "sampling.rounds": (
-        "docs/explanation/theory.md#when-a-larger-cohort-stops-paying",
+        page("explanation/theory", "when-a-larger-cohort-stops-paying"),
         "steps.target over M",
     ),
-    "total_variation": ("docs/explanation/audit.md", "general theorem, definition of w-hat"),
-    "privacy": ("docs/how-to/privacy.md", "accounting, no theorem on convergence"),
+    "total_variation": (page("explanation/audit"), "general theorem, definition of w-hat"),
+    "privacy": (page("how-to/privacy"), "accounting, no theorem on convergence"),
 }
 """For each part of the advice the place that derives its numbers, and the statement."""
 

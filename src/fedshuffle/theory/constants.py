@@ -38,6 +38,9 @@ class ProblemConstants:
             (bounded variance); one number, or one per client.
         sigma: as P.
         mu: every loss is mu-strongly convex; 0 for convex losses, unused for others.
+
+    >>> ProblemConstants(L=2.0, G=1.0, mu=0.1).B
+    1.0
     """
 
     L: float

@@ -21,8 +21,11 @@ from fedshuffle.schedules import Schedule
 from fedshuffle.theory.constants import MethodConstants, ProblemConstants
 
 Bound = Literal["theorem", "proof"]
+"""Whether a bound is the theorem's, or the tighter one of its proof."""
 Regime = Literal["strongly-convex", "convex", "non-convex"]
+"""What is assumed of the losses."""
 Quantity = Literal["gap", "distance", "gradient"]
+"""What a bound is on: the gap to the optimum, the distance to it, or the squared gradient."""
 
 
 @dataclass(frozen=True)
@@ -90,6 +93,12 @@ def drift_noise(
     ``(1 + P^2) G^2 + sigma^2`` by the theorem, with ``P^2 = max_i P_i^2 / (3 k_i E_i^2)`` and
     ``sigma^2 = sum_i w-hat_i sigma_i^2 / (3 k_i E_i^2)``. By the proof, where client i drifts only
     ``tau_i / c_i`` as far, ``A G^2 + sum_i w-hat_i (tau_i / c_i)^2 sigma_i^2 / (3 k_i E_i^2)``.
+
+    >>> from fedshuffle import Federation
+    >>> from fedshuffle.theory import method_constants
+    >>> constants = method_constants(Federation.from_sizes([1, 2]), "fedshuffle", "full")
+    >>> drift_noise(constants, ProblemConstants(L=1.0, G=2.0))
+    4.0
     """
     _check(constants, problem, bound)
     spread, local = _drift(constants, problem, bound)

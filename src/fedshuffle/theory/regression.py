@@ -6,6 +6,7 @@ from typing import Any, Unpack
 import numpy as np
 
 from fedshuffle._arrays import FloatArray, count, expect, number
+from fedshuffle._links import page
 from fedshuffle.errors import FedShuffleError
 from fedshuffle.federation import Federation
 from fedshuffle.theory.constants import ExactConstants, Status, Validity
@@ -18,6 +19,8 @@ from fedshuffle.theory.exact import (
     nonzero_axes,
     normalised_weights,
 )
+
+_DERIVED = page("explanation/theory", "the-constants-of-a-problem")
 
 _MAX_PARAMETERS = 2000
 """Largest number of parameters for which a Hessian is built."""
@@ -169,15 +172,11 @@ def logistic_regression_constants(
         validity={
             "L": request.step_validity(federation.sizes, "curvature max_ij |a_ij|^2 + l2"),
             "mu": Validity("exact", "l2: far away the losses are almost linear"),
-            "G": Validity(
-                status, "the variance of clients' gradients (docs/explanation/theory.md)"
-            ),
+            "G": Validity(status, f"the variance of clients' gradients ({_DERIVED})"),
             "B": Validity(status, "see G"),
-            "sigma": Validity(status, "gradients of bounded length (docs/explanation/theory.md)"),
+            "sigma": Validity(status, f"gradients of bounded length ({_DERIVED})"),
             "P": Validity(status, "see sigma"),
-            "delta": Validity(
-                status, "Hessians between 0 and curvature Sigma_i (docs/explanation/theory.md)"
-            ),
+            "delta": Validity(status, f"Hessians between 0 and curvature Sigma_i ({_DERIVED})"),
         },
     )
 

@@ -47,6 +47,7 @@ from fedshuffle.training.simulation import Simulation
 from fedshuffle.transforms import Channel, DownLink, Transform
 
 Evaluate = Evaluation | Evaluations | Callable[[nn.Module], Mapping[str, float]]
+"""What :func:`fedshuffle.train` evaluates with: an evaluation, several, or your own function."""
 _OURS = (Evaluation, Evaluations)
 
 
@@ -114,7 +115,7 @@ def train(
             the model, in evaluation mode and without gradients, and returns numbers for the
             history. It may change the copy, such as fine-tune it.
         evaluate_every: evaluate after every this many rounds, and after the last.
-        out: a folder for metrics and checkpoints (see :mod:`fedshuffle.training.run_folder`), or a
+        out: a folder for metrics and checkpoints, or a
             ``RunFolder`` with its own ``keep`` and its own hint how to resume.
         resume: whether to resume the run in ``out``; the result is that of a run never
             interrupted. The model gives the architecture and what is frozen.

@@ -244,6 +244,7 @@ class Chain(Transform):
 
 
 NO_TRANSFORMS = Chain()
+"""The chain that changes nothing."""
 
 
 def _named(transform: Transform, error: BaseException, where: str = "") -> FedShuffleError:

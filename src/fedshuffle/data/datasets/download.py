@@ -77,6 +77,7 @@ ARCHIVES = {
         files={"fed_emnist_train.h5": 3_400, "fed_emnist_test.h5": 3_400},
     ),
 }
+"""Where each data set comes from, by its name: address, checksum and files."""
 
 
 def cache_folder() -> Path:

@@ -43,7 +43,7 @@ def import_file(
     overwrite: bool = False,
     progress: bool = False,
 ) -> Federation:
-    """Import a file, or a folder of files, of one of the :data:`FORMATS`.
+    r"""Import a file, or a folder of files, of one of the :data:`FORMATS`.
 
     Tables (Parquet, CSV, TSV) have a client column; the rows of a client may be anywhere. Give
     either ``fields``, and each of these columns becomes a field; or ``label`` and, if needed,
@@ -71,6 +71,14 @@ def import_file(
         format: one of the formats; by default guessed from the suffix.
         overwrite: replace an existing store.
         progress: show a progress bar.
+
+    >>> from tempfile import TemporaryDirectory
+    >>> with TemporaryDirectory() as folder:
+    ...     table = Path(folder, "visits.csv")
+    ...     _ = table.write_text("clinic,age,ill\nA,50,1\nB,61,0\nA,47,0\n")
+    ...     clinics = import_file(table, Path(folder, "store"), client="clinic", label="ill")
+    ...     clinics.sizes.tolist()
+    [2, 1]
     """
     path = Path(source)
     kind = _guess(path) if format is None else format

@@ -90,7 +90,17 @@ class StoredIds(Sequence[Hashable]):
 
 
 def open_store(path: str | Path) -> Store:
-    """Map a store's arrays after checking that every file exists and has the right length."""
+    """Map a store's arrays after checking that every file exists and has the right length.
+
+    Most callers want :meth:`fedshuffle.Federation.open`, which opens a store as a federation.
+
+    >>> from tempfile import TemporaryDirectory
+    >>> from fedshuffle.data import import_chunks
+    >>> with TemporaryDirectory() as folder:
+    ...     _ = import_chunks([("a", [[1.0]], [0]), ("b", [[2.0]], [1])], f"{folder}/store")
+    ...     open_store(f"{folder}/store").sizes.tolist()
+    [1, 1]
+    """
     folder, text = Path(path).absolute(), None
     if not (folder / FACTS).is_file():
         raise FedShuffleError(f"there is no federation in {str(path)!r}: {FACTS} is missing.")

@@ -24,6 +24,9 @@ class Progress(Callback):
     The loss is the evaluated one, or else another metric that was evaluated, or else the training
     loss. In a notebook the bar is below the cell. Where the error stream is neither a notebook nor
     a terminal, it is one line at the end.
+
+    >>> from fedshuffle import callbacks
+    >>> bar = callbacks.Progress()  # train(..., callbacks=[bar]), or progress=True
     """
 
     def on_start(self, context: TrainingContext) -> None:

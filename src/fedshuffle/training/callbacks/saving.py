@@ -58,6 +58,9 @@ class TensorBoard(Callback):
 
     Args:
         path: the folder to write to; by default ``tensorboard`` in the folder of the run.
+
+    >>> from fedshuffle import callbacks
+    >>> board = callbacks.TensorBoard("logs/first")  # train(..., callbacks=[board])
     """
 
     def __init__(self, path: str | os.PathLike[str] | None = None) -> None:
