@@ -1,8 +1,11 @@
 """Names from data cannot steer the terminal that they are printed to; signals interrupt once."""
 
 import io
+import os
 import re
 import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -154,3 +157,16 @@ def test_signals_that_the_program_handles_are_left_alone(usual_handlers: None) -
     with interrupted_once():
         signal.raise_signal(signal.SIGTERM)
     assert seen == [signal.SIGTERM]
+
+
+def test_a_reader_that_stops_early_is_no_error() -> None:
+    """As in ``fedshuffle audit ... | head -1``."""
+    start = "from fedshuffle.cli import main; main()"
+    program = [sys.executable, "-c", start, "audit", "--sizes", "1,2,3"]
+    read, write = os.pipe()
+    os.close(read)
+    try:
+        found = subprocess.run(program, stdout=write, stderr=subprocess.PIPE, text=True)
+    finally:
+        os.close(write)
+    assert (found.returncode, found.stderr) == (141, "")

@@ -109,6 +109,8 @@ class Command(TyperCommand):
         except KeyboardInterrupt:  # whoever has saved something has said so
             raise typer.Exit(130) from None
         except SystemExit as error:  # by the user's code: it is not a success
+            if isinstance(error.__context__, BrokenPipeError):  # by rich: as | head reads no more
+                raise typer.Exit(141) from None
             raise FedShuffleError(f"{user_error(error)}.") from error
         except ModuleNotFoundError as error:
             if (known := missing_known(error, ctx.command_path)) is None:
