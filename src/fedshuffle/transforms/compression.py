@@ -16,9 +16,9 @@ Here :math:`c = 1 / (1 + \omega)` for an unbiased compressor, which makes it a c
 feedback and EF21 need, and 1 for a biased one; DIANA takes unbiased ones, with
 :math:`\alpha = 1 / (1 + \omega)` by default.
 
-**On the wire.** In simulation ``Channel.client`` gives the decoded message at once. Where client and
-server are apart, the client calls :meth:`Channel.encode`, sends the arrays, and keeps the state;
-the server calls :meth:`Channel.decode` and gets bit for bit the same values. Both pass a
+**On the wire.** In simulation ``Channel.client`` gives the decoded message at once. Where client
+and server are apart, the client calls :meth:`Channel.encode`, sends the arrays, and keeps the
+state; the server calls :meth:`Channel.decode` and gets bit for bit the same values. Both pass a
 ``ClientContext`` with one client, and the same seed, round, client and ``part``: the places of
 random coordinates follow from these. For EF21 and DIANA the server keeps each client's h as well
 (:attr:`Channel.shared_memory`). Both sides start from zero, and stay equal as long as both drop the
