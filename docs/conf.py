@@ -23,6 +23,7 @@ extensions = [
     "generated_pages",
     "mathml",
     "public_names",
+    "search_words",
 ]
 smartquotes = False  # it makes a dash of the two hyphens before an option
 exclude_patterns = ["_ext"]

@@ -44,7 +44,7 @@ def config_keys() -> str:
 
 
 def _section(name: str, kind: Any) -> str:
-    title = f"`[{name}]`" if name else "Above the first section"
+    title = f"`[{name}]`" if name else "Top-level keys"
     rows = [
         f"| [`{row.key}`]{{#{anchor(name, row.key)}}} | {row.form} | {row.default} |"
         f" {row.meaning} |"
@@ -211,7 +211,10 @@ def fill(app: Sphinx, name: str, source: list[str]) -> None:
 
 
 def trim(app: Sphinx, doctree: nodes.document) -> None:
-    """Drop the blank line that ends an example with prompts."""
+    """Drop the blank line that ends an example with prompts; put dashes after parameters."""
+    for text in list(doctree.findall(nodes.Text)):
+        if text == " -- ":
+            text.parent.replace(text, nodes.Text(" – "))  # noqa: RUF001
     for block in doctree.findall(nodes.literal_block):
         block.rawsource = block.astext().rstrip()
         block.children = [nodes.Text(block.rawsource)]

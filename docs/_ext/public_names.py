@@ -192,6 +192,8 @@ def shorten(
     for alias, written in _ALIASES:
         arguments = arguments and arguments.replace(written, alias)
         result = result and result.replace(written, alias)
+    # A default that is a whole object says little: ServerProperties(linear=None, ...)
+    arguments = arguments and re.sub(r"= (\w+)\([^()]{60,}\)", r"= \1(...)", arguments)
     return arguments, result
 
 

@@ -66,12 +66,40 @@ def test_the_switch_changes_the_mode(browser: Browser, address: str) -> None:
     browser.run("localStorage.clear()")
 
 
+def search(browser: Browser, address: str, words: str) -> list[str]:
+    """The addresses that the search page shows once it has ended, best first."""
+    show(browser, f"{address}/search.html?q={words.replace(' ', '+')}")
+    query = "[...document.querySelectorAll('#search-results ul.search > li > a')].map(a => a.href)"
+    end = time.monotonic() + 60
+    while not browser.run(
+        "/found|match/.test(document.querySelector('.search-summary')?.innerText)"
+    ):
+        assert time.monotonic() < end, f"no end of the search for {words}"
+        time.sleep(0.1)
+    found: list[str] = json.loads(browser.run(f"JSON.stringify({query})"))
+    return found
+
+
 @pytest.mark.parametrize("words", ["inclusion probability", "step_size", "audit_server"])
 def test_search_finds(browser: Browser, address: str, words: str) -> None:
-    show(browser, f"{address}/search.html?q={words.replace(' ', '+')}")
-    query = "[...document.querySelectorAll('#search-results li a')].map(a => a.href)"
-    end = time.monotonic() + 60
-    while not (found := json.loads(browser.run(f"JSON.stringify({query})"))):
-        assert time.monotonic() < end, f"nothing found for {words}"
-        time.sleep(0.1)
+    found = search(browser, address, words)
     assert any("/reference/" in link for link in found)
+
+
+@pytest.mark.parametrize(
+    ("words", "page"),
+    [
+        ("adam", "faq"),
+        ("adam", "explanation/methods/adaptive"),
+        ("gpu", "how-to/engines"),
+        ("csv", "how-to/import-data"),
+        ("resume", "how-to/resume"),
+        ("cite", "citing"),
+        ("step size", "how-to/step-sizes"),
+    ],
+)
+def test_search_shows_the_page_among_the_first(
+    browser: Browser, address: str, words: str, page: str
+) -> None:
+    first = search(browser, address, words)[:3]
+    assert any(f"/{page}.html" in link for link in first), first

@@ -1,4 +1,4 @@
-"""Methods by name. Each file of this folder with a table ``METHODS`` holds one family or more.
+"""Methods by name.
 
 A name may be followed by options, and by a second method that gives averaging and local work:
 
