@@ -133,7 +133,7 @@ def new(
     kind: Annotated[str, Argument(click_type=_STARTERS, help="What to write.")],
     folder: Annotated[Path, Argument(metavar="DIR", help="A new folder; it names a Flower app.")],
 ) -> None:
-    """Write starter files, ready to try: a run with a config, or an app of Flower."""
+    """Write starter files, ready to try: a run with a config, or a Flower app."""
     from fedshuffle import templates
 
     if kind == "run":

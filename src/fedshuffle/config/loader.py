@@ -71,6 +71,8 @@ def described(file: Path, changes: Mapping[str, Any]) -> str:
 
 def parse(file: Path) -> dict[str, Any]:
     """The tables of a TOML file, as plain data."""
+    if not file.exists():
+        raise FedShuffleError(f"there is no config {str(file)!r}.")
     unreadable = f"the config {str(file)!r} cannot be read"
     with error_context(lambda error: f"{unreadable}: {error}.", (OSError, UnicodeDecodeError)):
         text = file.read_text(encoding="utf-8-sig")
