@@ -91,17 +91,24 @@ def answers(comparison: Compared) -> list[tuple[str, list[str]]]:
             lines = comparison.of(group, momentum)
             best = [line for line in lines if line.best]
             near = [line.method.label for line in lines if line.near]
-            title = momentum_title(momentum).capitalize()
+            title = _sentence(momentum_title(momentum))
             if not best:
-                sentences.append(f"{title}: no method has finished without diverging.")
+                how = "without diverging" if any(line.diverged for line in lines) else "yet"
+                sentences.append(f"{title}: no method has finished {how}.")
                 continue
             names, verb = joined([x.method.label for x in best]), "is" if len(best) == 1 else "are"
-            text = f"{title}: {names} {verb} best, {best[0].value}{unit}"
-            verb = "is" if len(near) == 1 else "are"
-            text += f"; {joined(near)} {verb} within its standard deviation." if near else "."
-            sentences.append(text)
-        found.append((group_title(group).capitalize(), sentences))
+            rank = f"{verb} best," if len(lines) > 1 else "reaches"
+            text = f"{title}: {names} {rank} {best[0].value}{unit}"
+            if near:
+                text += f", but not clearly ahead of {joined(near)}: a gap within one standard"
+                text += " deviation says little"
+            sentences.append(f"{text}.")
+        found.append((_sentence(group_title(group)), sentences))
     return found
+
+
+def _sentence(words: str) -> str:
+    return words[:1].upper() + words[1:]
 
 
 def _data(comparison: Compared, found: list[Audited]) -> dict[str, Any]:
