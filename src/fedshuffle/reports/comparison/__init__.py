@@ -17,7 +17,7 @@ from fedshuffle.comparison.results import Results
 from fedshuffle.reports.comparison import charts, clients, figures, model, tables, warnings
 from fedshuffle.reports.comparison.figures import Audited
 from fedshuffle.reports.comparison.model import Compared, Line, group_title, momentum_title
-from fedshuffle.reports.rendering import DARK, data_uri, encoded, joined, render, save
+from fedshuffle.reports.rendering import DARK, data_uri, encoded, joined, render, save, spread
 
 __all__ = ["write"]
 
@@ -154,25 +154,20 @@ def _data(comparison: Compared, found: list[Audited]) -> dict[str, Any]:
 
 def _curve(comparison: Compared, line: Line, metric: str) -> dict[str, Any]:
     band, limits = line.band(metric), comparison.limits(line.group, metric)
-    some = _thin(len(band.rounds))
+    some = spread(len(band.rounds), _POINTS)
     return {
         "rounds": band.rounds[some].tolist(),
         **{name: _short(getattr(band, name)[some]) for name in ("mean", "low", "high")},
         "runs": band.runs[some].tolist(),
         "stops": [
             {
-                "rounds": rounds[_thin(len(rounds))].tolist(),
-                "values": _short(values[_thin(len(rounds))]),
+                "rounds": rounds[spread(len(rounds), _POINTS)].tolist(),
+                "values": _short(values[spread(len(rounds), _POINTS)]),
                 "cross": _short(figures.where_lost(rounds, values, limits)),
             }
             for rounds, values in line.stopped(metric)
         ],
     }
-
-
-def _thin(points: int) -> Any:
-    """Evenly spread places, with the first and the last."""
-    return np.unique(np.linspace(0, points - 1, min(points, _POINTS)).round().astype(int))
 
 
 def _short(values: Any) -> list[float]:

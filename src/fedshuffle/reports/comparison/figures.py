@@ -17,7 +17,7 @@ from fedshuffle._arrays import FloatArray, IntArray
 from fedshuffle._arrays import histogram as histogram
 from fedshuffle.reports.comparison import model
 from fedshuffle.reports.comparison.model import Compared, ComparedMethod, Line
-from fedshuffle.reports.rendering import LIGHT, clean, round_numbers, set_ticks
+from fedshuffle.reports.rendering import LIGHT, clean, round_numbers, set_ticks, spread
 
 _POINTS = 600  # the largest number of dots per method; more cannot be told apart
 
@@ -185,8 +185,7 @@ def _points(sizes: Any, ratios: FloatArray) -> FloatArray:
     there = ratios > 0
     rows = np.stack([sizes[there], [float(f"{ratio:.3g}") for ratio in ratios[there]]], 1)
     rows = np.unique(rows.astype(np.float64), axis=0)
-    some: FloatArray = rows[np.linspace(0, len(rows) - 1, min(len(rows), _POINTS)).astype(int)]
-    return some
+    return np.asarray(rows[spread(len(rows), _POINTS)])
 
 
 def ratio_limits(found: Sequence[Audited]) -> tuple[float, float]:
