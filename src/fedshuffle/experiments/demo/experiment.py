@@ -262,7 +262,7 @@ def audit_and_train(rounds: int, seed: int, bars: Progress) -> DemoResult:
     ending = np.arange(rounds - rounds // 10, rounds + 1)
     curves, _ = train(pilots, ending, "Choosing step sizes")
     scores = curves.reshape(len(METHODS), len(STEP_SIZES), -1).mean(axis=2)
-    chosen = [STEP_SIZES[k] for k in np.nan_to_num(scores, nan=np.inf).argmin(axis=1)]
+    chosen = [STEP_SIZES[k] for k in scores.argmin(axis=1)]
     runs = [run(m, size, k) for m, size in zip(METHODS, chosen, strict=True) for k in run_seeds]
     evaluated = np.unique(np.linspace(0, rounds, min(rounds, 100) + 1).round().astype(np.int64))
     curves, models = train(runs, evaluated, "Training")

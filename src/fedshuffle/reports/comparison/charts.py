@@ -17,7 +17,7 @@ from fedshuffle.reports.comparison.warnings import WIDEN
 from fedshuffle.reports.rendering import round_numbers, spread
 
 WIDTH, HEIGHT = 320, 214
-LEFT, RIGHT, TOP, BOTTOM = 62, 314, 12, 172
+LEFT, RIGHT, TOP, BOTTOM = 62, 302, 12, 172  # right of it is room for half a label
 _STRIP = 24  # the height of the strip for what diverged
 _LABEL = 36  # the width of a label of the horizontal axis
 _POINTS = 400  # the largest number of dots; more cannot be told apart
