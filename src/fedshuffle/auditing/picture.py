@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 _WIDTH = 0.4  # of a bar
 _LETTERS = 16  # of a name that are shown
-_PER_INCH = 10  # letters
+_PER_INCH = 11  # letters
 
 
 def draw(audit: Audit, ax: "Axes | None") -> "Axes":
@@ -61,7 +61,7 @@ def draw(audit: Audit, ax: "Axes | None") -> "Axes":
     ax.margins(y=0.2 if crowded else 0.12)
     ax.legend(frameon=False)
     about = visible(f"{audit.name} on {len(audit.sizes):,} clients, {audit.source}")
-    about = textwrap.fill(about, round(1.3 * room))
+    about = textwrap.fill(about, round(1.2 * room))
     title = textwrap.fill(_headline(audit), round(room))
     ax.set_title(title, loc="left", fontweight="bold", pad=22 + 14 * about.count("\n"))
     ax.annotate(about, (0, 1), (0, 7), xycoords="axes fraction", parse_math=False, **points)
@@ -69,8 +69,11 @@ def draw(audit: Audit, ax: "Axes | None") -> "Axes":
 
 
 def _inches(ax: "Axes") -> float:
-    """The width of the axes, before the figure is laid out."""
-    return float(ax.get_window_extent().width / ax.figure.dpi)
+    """About the width that the axes will have; a layout engine makes better use of the figure."""
+    figure = ax.get_figure(root=True)
+    assert figure is not None
+    grown = 1.2 if figure.get_layout_engine() else 1.0
+    return grown * float(ax.get_window_extent().width) / figure.dpi
 
 
 def _margins(audit: Audit) -> FloatArray | None:
