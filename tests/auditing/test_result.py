@@ -1,5 +1,6 @@
 """Audits as JSON, in a notebook and as a picture."""
 
+import itertools
 import json
 from html.parser import HTMLParser
 
@@ -207,6 +208,22 @@ def test_a_picture_shows_intervals_and_what_is_unknown() -> None:
     (lines,) = (part for part in axes.containers if isinstance(part, ErrorbarContainer))
     ends = np.array([segment[:, 1] for segment in lines[2][0].get_segments()])
     np.testing.assert_allclose(ends[~unknown], result.intervals[~unknown])
+    pyplot.close("all")
+
+
+@pytest.mark.parametrize("size", [(7, 4), (12, 3)])
+def test_pictures_side_by_side_do_not_run_into_each_other(size: tuple[float, float]) -> None:
+    result = audit(Federation.from_sizes(range(1, 21)), "fedavg-rr", "uniform:3")
+    figure, row = pyplot.subplots(1, 2, figsize=size, layout="constrained")
+    for axes in row:
+        result.plot(axes)
+    figure.canvas.draw()
+    first, second = row
+    for text in (first._left_title, *first.texts):
+        assert text.get_window_extent().x1 < second.get_window_extent().x0
+        assert text.get_window_extent().y1 <= figure.bbox.height
+    boxes = [text.get_window_extent() for text in first.texts[:-1]]
+    assert all(left.x1 < right.x0 for left, right in itertools.pairwise(boxes))
     pyplot.close("all")
 
 

@@ -13,6 +13,7 @@ from fedshuffle.evaluation import ClientTable
 from fedshuffle.reports.comparison import charts, clients, figures, write
 from fedshuffle.reports.comparison.model import Compared
 from fedshuffle.reports.comparison.warnings import WIDEN
+from fedshuffle.reports.rendering import encoded
 from tests.accessibility import problems, unseen_focus
 from tests.chromium import Browser
 from tests.reports.examples import curve, results, run, trial, whole
@@ -71,6 +72,20 @@ def test_a_search_shows_its_best_its_edge_and_what_diverged() -> None:
     assert inner.strip < min(y for _, y in edge.dots)
 
 
+def test_a_small_step_size_that_diverged_hides_no_edge() -> None:
+    tried = [trial(0.1, None, diverged=True), trial(0.3, 2.0), trial(1.0, 1.0)]
+    (chart,) = charts.search(
+        Compared(results(curve("fedavg", run(1, 0.5), step_size=1.0, tuning=tried), **LOSS)),
+        *("own", "none"),
+    )
+    assert (chart.beyond, chart.notes) == (1, [WIDEN, "1 diverged"])
+    # Where nothing has a value, there is no best one, so none at an edge.
+    tried = [trial(0.1, None), trial(0.3, None)]
+    found = Compared(results(curve("fedavg", step_size=0.1, tuning=tried), **LOSS))
+    (chart,) = charts.search(found, "own", "none")
+    assert (chart.beyond, chart.notes) == (0, ["2 unfinished"])
+
+
 def test_high_values_may_be_the_good_ones() -> None:
     found = Compared(grid(judge={"metric": "accuracy", "higher_is_better": True}))
     first, second, _ = charts.search(found, "own", "none")
@@ -111,6 +126,22 @@ def test_the_static_figures_show_edges_and_divergence() -> None:
     assert "FedShuffle" not in told
 
 
+def test_long_titles_and_labels_are_not_cut_off() -> None:
+    found = grid(title="A very long title of a comparison " * 9)
+    for one in found["curves"]:
+        one["label"] = f"{one['method']} with a very long label " * 9
+    compared = Compared(found)
+    drawn = [figures.curves(compared, "own"), figures.step_sizes(compared)]
+    for figure in drawn:
+        assert figure is not None
+        encoded(figure, "png", 50)
+        title = figure._suptitle  # type: ignore[attr-defined]
+        for text in (title, *figure.legends[0].get_texts()):
+            ends = text.get_window_extent()
+            assert ends.x0 >= 0
+            assert ends.x1 <= figure.bbox.width
+
+
 # Who gains and who loses
 
 
@@ -148,15 +179,48 @@ def test_a_lower_loss_is_a_gain(tmp_path: Path) -> None:
     assert (reference.worst, row.worst) == pytest.approx((0.9, 0.9))
 
 
+@pytest.mark.parametrize(
+    "table",
+    [
+        "",
+        b"\xff\xfe\x00",
+        "client,examples\nwest,3\n",
+        "client,examples,accuracy\nwest\n",
+        f"client,examples,accuracy\n{'w' * 200_000},3,0.5\n",
+        "client,examples,accuracy\nwest,0,0.5\n",
+        "client,examples,accuracy\nwest,3,-inf\n",
+        "client,examples,accuracy\nwest,3,NaN\n",
+    ],
+)
+def test_a_broken_table_of_clients_counts_as_none(tmp_path: Path, table: str | bytes) -> None:
+    found = measured(tmp_path)
+    text = table if isinstance(table, bytes) else table.encode()
+    (tmp_path / "runs/fedavg-1/clients.csv").write_bytes(text)
+    assert clients.columns(Compared(found), tmp_path) == []
+
+
+def test_methods_that_cannot_be_shown_are_named(tmp_path: Path) -> None:
+    """The reference of a column is its first method that can be, and each column names it."""
+    found = measured(tmp_path)
+    lost = [run(1, 0.5, folder="runs/none"), run(2, 0.5, folder="runs/none")]
+    found["curves"].insert(0, curve("fednova", *lost))
+    (column,) = clients.columns(Compared(found), tmp_path)
+    assert column.left_out == ["FedNova"]
+    text = write(found, tmp_path)[-1].read_text()
+    assert "no momentum: against FedAvg</h3>" in text
+    assert "Not shown: FedNova," in text
+
+
 def test_many_clients_are_drawn_as_far_as_they_can_be_told_apart(tmp_path: Path) -> None:
     found = measured(tmp_path)
     for file in tmp_path.glob("runs/*/clients.csv"):
-        values = np.random.default_rng(len(str(file))).random(5000)
-        sizes = np.arange(5000) + 1
-        table = ClientTable(list(range(5000)), sizes, {"accuracy": values}, {"accuracy": True})
+        values = np.random.default_rng(len(str(file))).random(1000)
+        sizes = np.arange(1000) + 1
+        table = ClientTable(list(range(1000)), sizes, {"accuracy": values}, {"accuracy": True})
         table.to_csv(file)
     (chart,) = charts.client_charts(clients.columns(Compared(found), tmp_path)[0])
     assert len(chart.dots) == 400
+    assert all(x + 3.5 * len(label) <= charts.WIDTH for x, label in chart.xticks)  # not cut off
     assert len(write(found, tmp_path)[-1].read_bytes()) < 1_000_000
 
 

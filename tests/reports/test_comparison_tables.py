@@ -51,6 +51,7 @@ def test_those_within_a_deviation_of_the_best_are_marked() -> None:
             curve("fedshuffle", run(1, 0.40), run(2, 0.44)),  # 42 +- 2.83
             curve("fedavg", run(1, 0.39), run(2, 0.40)),  # 39.5, and 42 - 39.5 < 2.83
             curve("fednova", run(1, 0.39), run(2, 0.39)),  # 39, and 42 - 39 > 2.83
+            curve("noisy", run(1, 0.30), run(2, 0.40)),  # 35, and 42 - 35 < 7.07, its own deviation
         )
     )
     text = tables.markdown(compared)
@@ -58,11 +59,31 @@ def test_those_within_a_deviation_of_the_best_are_marked() -> None:
     assert row(text, "FedNova")[0] == "39.00 ± 0.00"
     assert "\\underline{39.50 $\\pm$ 0.71}" in tables.latex(compared)
     [(_, [sentence])] = answers(compared)
-    best, near = sentence.split(";")
-    assert "FedShuffle" in best
-    assert "42.00 ± 2.83%" in best
-    assert "FedAvg" in near
+    assert sentence.startswith("No momentum: FedShuffle is best, 42.00 ± 2.83%, but not clearly")
+    assert "ahead of FedAvg and noisy:" in sentence
     assert "FedNova" not in sentence
+
+
+def test_one_method_is_not_called_the_best(tmp_path: Path) -> None:
+    found = results(curve("fedavg", run(1, 0.5), momentum="mvr:0.2"))
+    told = "Exact momentum (MVR) 0.8: FedAvg reaches 50.00%."
+    assert answers(Compared(found)) == [("Own best step size", [told])]
+    assert "may be chance" not in write(found, tmp_path)[-1].read_text()
+
+
+def test_one_seed_says_that_a_gap_may_be_chance(tmp_path: Path) -> None:
+    found = results(curve("fedavg", run(1, 0.5)), curve("fedshuffle", run(1, 0.5001)))
+    assert "a gap between methods may be chance" in write(found, tmp_path)[-1].read_text()
+
+
+def test_a_comparison_without_finished_runs_does_not_speak_of_divergence() -> None:
+    found = results(curve("fedavg"), curve("fedshuffle"), complete=False)
+    assert answers(Compared(found))[0][1] == ["No momentum: no method has finished yet."]
+
+
+def test_methods_with_the_same_label_are_told_apart() -> None:
+    curves = [curve("a", run(1, 0.5), label="Mine"), curve("b", run(1, 0.6), label="Mine")]
+    assert answers(Compared(results(*curves)))[0][1] == ["No momentum: Mine (b) is best, 60.00%."]
 
 
 def test_the_lowest_loss_is_the_best_one() -> None:

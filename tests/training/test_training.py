@@ -1,6 +1,7 @@
 import builtins
 import dataclasses
 import itertools
+import math
 import sys
 import types
 from collections.abc import Callable, Sequence
@@ -451,6 +452,24 @@ def test_several_metrics_are_plotted_together() -> None:
     assert len({line.get_color() for line in lines}) == 1
     assert axes.get_yscale() == "log"
     assert axes.get_ylabel() == ""
+    pyplot.close("all")
+
+
+def test_plots_of_odd_results() -> None:
+    with pytest.raises(FedShuffleError, match="at least one"):
+        history(loss=[1]).plot([])
+    for values in ([0, 0], [-1, -2], [math.nan]):
+        with pytest.raises(FedShuffleError, match="no positive value"):
+            history(loss=values).plot(log=True)
+    assert pyplot.get_fignums() == []
+    axes = history(loss=[1, 0.5, 0]).plot(log=True, c="red", lw=3)
+    (line,) = axes.get_lines()
+    assert (line.get_color(), line.get_linewidth()) == ("red", 3)
+    assert axes.get_ylim()[0] > 0
+    axes = history(loss=[1]).plot(label="")
+    assert axes.get_legend() is None
+    low, high = axes.get_xlim()
+    assert [x for x in axes.get_xticks() if low <= x <= high] == [1]  # half a round is none
     pyplot.close("all")
 
 

@@ -1,5 +1,6 @@
 """The picture of an audit: what you meant beside what really happens."""
 
+import textwrap
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -14,6 +15,7 @@ if TYPE_CHECKING:
 
 _WIDTH = 0.4  # of a bar
 _LETTERS = 16  # of a name that are shown
+_PER_INCH = 11  # letters
 
 
 def draw(audit: Audit, ax: "Axes | None") -> "Axes":
@@ -34,31 +36,44 @@ def draw(audit: Audit, ax: "Axes | None") -> "Axes":
     ax.bar(places - _WIDTH / 2, meant, _WIDTH, label="you meant", **hollow)
     ax.bar(places + _WIDTH / 2, really, _WIDTH, yerr=thin, label="really", **full)
 
+    factors = [f"{factor:.2g}\N{MULTIPLICATION SIGN}" for factor in really / meant]
+    room = _PER_INCH * _inches(ax)  # for letters in a line
+    crowded = max(map(len, factors)) > room / len(groups)
     size = "medium" if len(groups) < 8 else "small"
     points: dict[str, Any] = {"textcoords": "offset points", "color": _figures.INK}
-    for place, wanted, found, margin in zip(places, meant, really, reach, strict=True):
+    for place, text, margin in zip(places, factors, reach, strict=True):
         known = np.isfinite(margin)  # nothing is known of a client that was never drawn
-        text = f"{found / wanted:.2g}\N{MULTIPLICATION SIGN}" if known else "?"
-        top = max(wanted, found + margin if known else 0.0)
-        ax.annotate(text, (place, top), (0, 4), ha="center", fontsize=size, **points)
+        top = max(meant[place], really[place] + margin if known else 0.0)
+        at: dict[str, Any] = {"xy": (place, top), "xytext": (0, 4), "rotation": 90 * crowded}
+        ax.annotate(text if known else "?", **at, ha="center", fontsize=size, **points)
 
     short = [_short(name) for name in names]
     if not each:
         short = [f"{name} ({len(members):,})" for name, members in zip(short, groups, strict=True)]
     ax.set_xlabel("client" if each else "examples of a client (number of such clients)")
-    tilt = 30 if sum(map(len, short)) > 60 else 0
+    tilt = 30 if sum(map(len, short)) + len(short) > room else 0
     ax.set_xticks(places, short, rotation=tilt, ha="right" if tilt else "center")
     ax.tick_params(axis="x", length=0)
     for label in ax.get_xticklabels():
         label.set_parse_math(False)  # a dollar in a name is a dollar
     ax.set_ylabel("share of the objective")
     ax.yaxis.set_major_formatter(lambda share, _: f"{100 * share:g}%")
-    ax.margins(y=0.12)
+    ax.margins(y=0.2 if crowded else 0.12)
     ax.legend(frameon=False)
-    ax.set_title(_headline(audit), loc="left", fontweight="bold", pad=22)
     about = visible(f"{audit.name} on {len(audit.sizes):,} clients, {audit.source}")
+    about = textwrap.fill(about, round(1.2 * room))
+    title = textwrap.fill(_headline(audit), round(room))
+    ax.set_title(title, loc="left", fontweight="bold", pad=22 + 14 * about.count("\n"))
     ax.annotate(about, (0, 1), (0, 7), xycoords="axes fraction", parse_math=False, **points)
     return ax
+
+
+def _inches(ax: "Axes") -> float:
+    """About the width that the axes will have; a layout engine makes better use of the figure."""
+    figure = ax.get_figure(root=True)
+    assert figure is not None
+    grown = 1.2 if figure.get_layout_engine() else 1.0
+    return grown * float(ax.get_window_extent().width) / figure.dpi
 
 
 def _margins(audit: Audit) -> FloatArray | None:

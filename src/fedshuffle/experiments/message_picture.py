@@ -22,14 +22,14 @@ from fedshuffle.experiments.demo import experiment
 from fedshuffle.experiments.demo.experiment import RARE, DemoResult
 from fedshuffle.reports.rendering import LIGHT, encoded
 
-SHOWN = {"fedavg-rr": "FedAvg", "fedshuffle": "FedShuffle"}
+SHOWN = ("fedavg-rr", "fedshuffle")
 
 
 def draw(result: DemoResult) -> Figure:
     """What small clients count, meant and really; how well their digits are read."""
     small, found = result.digits.small, {method.name: method for method in result.methods}
     meant = float(result.digits.federation.weights[small].sum())
-    counts = [float(found[name].audit.effective_weights[small].sum()) for name in SHOWN]
+    counts = [found[name].count_of(small) for name in SHOWN]
     reached = [float(found[name].rare.mean()) for name in SHOWN]
     possible = float(result.optimal_accuracies[RARE].mean())
     data = (
@@ -49,7 +49,7 @@ def draw(result: DemoResult) -> Figure:
 
 def _bars(axes: Axes, title: str, first: str, shares: list[float]) -> None:
     """What is wanted as a hollow bar, then a bar for each method."""
-    names, places = [first, *SHOWN.values()], np.arange(len(shares))
+    names, places = [first, *map(experiment.LABELS.__getitem__, SHOWN)], np.arange(len(shares))
     colours = ["white", *map(LIGHT.colour, SHOWN)]
     axes.barh(places, shares, 0.72, color=colours, edgecolor=[LIGHT.axis, *colours[1:]])
     axes.axvline(shares[0], color=LIGHT.axis, linestyle=":", zorder=0.5)

@@ -15,7 +15,7 @@ from matplotlib.axis import Axis
 from matplotlib.figure import Figure
 from matplotlib.ticker import NullLocator
 
-from fedshuffle._arrays import FloatArray
+from fedshuffle._arrays import FloatArray, IntArray
 from fedshuffle._files import write_file
 from fedshuffle.methods import Method, colour, label
 
@@ -86,6 +86,11 @@ def round_numbers(ends: tuple[float, float], multiples: Sequence[int] = (1, 2, 5
     """Multiples of powers of ten between two ends, for a logarithmic axis."""
     numbers = [m * 10.0**k for k in range(-6, 9) for m in multiples]
     return [number for number in numbers if ends[0] <= number <= ends[1]]
+
+
+def spread(points: int, most: int) -> IntArray:
+    """Evenly spread places of points, with the first and the last; all if there are few."""
+    return np.linspace(0, points - 1, min(points, most)).round().astype(np.int64)
 
 
 def set_ticks(axis: Axis, ticks: Sequence[float], form: str = "g") -> None:

@@ -75,17 +75,23 @@ class Result:
             ax: where to draw; by default in a new figure, which a notebook shows. In a script, call
                 ``ax.figure.savefig("run.png")``.
             label: what the legend calls this result.
-            log: whether the vertical axis is logarithmic.
+            log: whether the vertical axis is logarithmic, which shows positive values only.
             line: options of the lines, such as ``color="black"``, for matplotlib's ``plot``.
         """
         names = self._names_to_draw(metric)
         for name in names:
             if name not in self.metrics:
                 raise unknown("metric", name, self.metrics)
+        values = [r[name] for r in self.history for name in names if r.get(name) is not None]
+        if log and not any(value > 0 for value in values):
+            raise FedShuffleError(f"log=True: {', '.join(names)} has no positive value to show.")
         ax = _figures.axes_to_draw(ax)
+        from matplotlib.cbook import normalize_kwargs
+        from matplotlib.lines import Line2D
         from matplotlib.ticker import MaxNLocator
 
-        look: dict[str, Any] = {"color": _figures.next_colour(ax), "linewidth": 1.8} | line
+        look: dict[str, Any] = {"color": _figures.next_colour(ax), "linewidth": 1.8}
+        look |= normalize_kwargs(line, Line2D)  # lw is linewidth
         for (name, words), dash in zip(names.items(), cycle(_figures.DASHES)):
             points = [(r["round"], r[name]) for r in self.history if name in r]
             text = words if label is None else f"{label}, {words}" if len(names) > 1 else label
@@ -93,12 +99,12 @@ class Result:
             own = {"linestyle": dash, "marker": marker, "label": text} | look
             ax.plot(*zip(*points, strict=True), **own)
         ax.set_xlabel("round")
-        ax.xaxis.set_major_locator(MaxNLocator(integer=True, steps=[1, 2, 5, 10]))
+        ax.xaxis.set_major_locator(MaxNLocator(integer=True, steps=[1, 2, 5, 10], min_n_ticks=1))
         if not ax.get_ylabel() and (metric is None or len(names) == 1):
             ax.set_ylabel(next(iter(names)))
         if log:
             _figures.log_scale(ax)
-        if len(ax.get_lines()) > 1 or label is not None:
+        if len(ax.get_lines()) > 1 or label:
             ax.legend(frameon=False)
         return ax
 
@@ -106,8 +112,10 @@ class Result:
         """The metrics to draw, with their words for the legend."""
         if isinstance(metric, str):
             return {metric: metric}
-        if metric is not None:
+        if metric:
             return {name: name for name in metric}
+        if metric is not None:
+            raise FedShuffleError("metric is empty: name at least one.")
         if not self.metrics:
             raise FedShuffleError("this run has no metrics: give train an Evaluation.")
         first = self.metrics[0]

@@ -17,7 +17,7 @@ from fedshuffle.comparison.results import Results
 from fedshuffle.reports.comparison import charts, clients, figures, model, tables, warnings
 from fedshuffle.reports.comparison.figures import Audited
 from fedshuffle.reports.comparison.model import Compared, Line, group_title, momentum_title
-from fedshuffle.reports.rendering import DARK, data_uri, encoded, joined, render, save
+from fedshuffle.reports.rendering import DARK, data_uri, encoded, joined, render, save, spread
 
 __all__ = ["write"]
 
@@ -91,17 +91,24 @@ def answers(comparison: Compared) -> list[tuple[str, list[str]]]:
             lines = comparison.of(group, momentum)
             best = [line for line in lines if line.best]
             near = [line.method.label for line in lines if line.near]
-            title = momentum_title(momentum).capitalize()
+            title = _sentence(momentum_title(momentum))
             if not best:
-                sentences.append(f"{title}: no method has finished without diverging.")
+                how = "without diverging" if any(line.diverged for line in lines) else "yet"
+                sentences.append(f"{title}: no method has finished {how}.")
                 continue
             names, verb = joined([x.method.label for x in best]), "is" if len(best) == 1 else "are"
-            text = f"{title}: {names} {verb} best, {best[0].value}{unit}"
-            verb = "is" if len(near) == 1 else "are"
-            text += f"; {joined(near)} {verb} within its standard deviation." if near else "."
-            sentences.append(text)
-        found.append((group_title(group).capitalize(), sentences))
+            rank = f"{verb} best," if len(lines) > 1 else "reaches"
+            text = f"{title}: {names} {rank} {best[0].value}{unit}"
+            if near:
+                text += f", but not clearly ahead of {joined(near)}: a gap within one standard"
+                text += " deviation says little"
+            sentences.append(f"{text}.")
+        found.append((_sentence(group_title(group)), sentences))
     return found
+
+
+def _sentence(words: str) -> str:
+    return words[:1].upper() + words[1:]
 
 
 def _data(comparison: Compared, found: list[Audited]) -> dict[str, Any]:
@@ -147,25 +154,20 @@ def _data(comparison: Compared, found: list[Audited]) -> dict[str, Any]:
 
 def _curve(comparison: Compared, line: Line, metric: str) -> dict[str, Any]:
     band, limits = line.band(metric), comparison.limits(line.group, metric)
-    some = _thin(len(band.rounds))
+    some = spread(len(band.rounds), _POINTS)
     return {
         "rounds": band.rounds[some].tolist(),
         **{name: _short(getattr(band, name)[some]) for name in ("mean", "low", "high")},
         "runs": band.runs[some].tolist(),
         "stops": [
             {
-                "rounds": rounds[_thin(len(rounds))].tolist(),
-                "values": _short(values[_thin(len(rounds))]),
+                "rounds": rounds[spread(len(rounds), _POINTS)].tolist(),
+                "values": _short(values[spread(len(rounds), _POINTS)]),
                 "cross": _short(figures.where_lost(rounds, values, limits)),
             }
             for rounds, values in line.stopped(metric)
         ],
     }
-
-
-def _thin(points: int) -> Any:
-    """Evenly spread places, with the first and the last."""
-    return np.unique(np.linspace(0, points - 1, min(points, _POINTS)).round().astype(int))
 
 
 def _short(values: Any) -> list[float]:

@@ -14,10 +14,10 @@ from fedshuffle._arrays import FloatArray
 from fedshuffle.reports.comparison.clients import ClientRow, Column
 from fedshuffle.reports.comparison.model import Compared, Line, is_share, value_text
 from fedshuffle.reports.comparison.warnings import WIDEN
-from fedshuffle.reports.rendering import round_numbers
+from fedshuffle.reports.rendering import round_numbers, spread
 
 WIDTH, HEIGHT = 320, 214
-LEFT, RIGHT, TOP, BOTTOM = 62, 314, 12, 172
+LEFT, RIGHT, TOP, BOTTOM = 62, 302, 12, 172  # right of it is room for half a label
 _STRIP = 24  # the height of the strip for what diverged
 _LABEL = 36  # the width of a label of the horizontal axis
 _POINTS = 400  # the largest number of dots; more cannot be told apart
@@ -215,8 +215,7 @@ def client_charts(column: Column) -> list[ClientChart]:
 def _thinned(sizes: FloatArray, change: FloatArray) -> list[tuple[float, float]]:
     """Distinct dots, at most as many as can be told apart, from all sizes."""
     rows = np.unique(np.stack([sizes, change], 1), axis=0)
-    some = rows[np.linspace(0, len(rows) - 1, min(len(rows), _POINTS)).astype(int)]
-    return [(float(x), float(y)) for x, y in some]
+    return [(float(x), float(y)) for x, y in rows[spread(len(rows), _POINTS)]]
 
 
 def dots_path(dots: Sequence[tuple[float, float]]) -> str:

@@ -47,6 +47,8 @@ class Column:
     small: int  # a small client has at most this number of examples
     large: int  # a large one at least this
     rows: list[ClientRow]
+    left_out: list[str]
+    """Methods without a finished run that measured the same clients."""
 
     @property
     def reference(self) -> ClientRow:
@@ -62,16 +64,18 @@ def columns(comparison: Compared, out: Path) -> list[Column]:
     for group in comparison.groups:
         for momentum in comparison.momenta_of(group):
             column: Column | None = None
+            left_out: list[str] = []
             for line in comparison.of(group, momentum):
-                if (measured := _measured(line, metric, out)) is None:
-                    continue
-                names, sizes, runs = measured
-                if column is None:
+                measured = _measured(line, metric, out)
+                if measured is not None and column is None:
+                    names, sizes, _ = measured
                     low, high = np.quantile(sizes, [0.25, 0.75])
                     facts = (group, momentum, metric, sign, names, sizes)
-                    column = Column(*facts, math.floor(low), math.ceil(high), [])
-                if names == column.names:
-                    column.rows.append(_row(column, line, runs))
+                    column = Column(*facts, math.floor(low), math.ceil(high), [], left_out)
+                if measured is not None and column is not None and measured[0] == column.names:
+                    column.rows.append(_row(column, line, measured[2]))
+                else:
+                    left_out.append(line.method.label)
             if column is not None and len(column.rows) > 1:
                 found.append(column)
     return found
@@ -129,9 +133,13 @@ def _measured(
 
 def _read(file: Path, metric: str) -> dict[str, tuple[float, float]]:
     """Examples and metric of the clients of a run for which the metric is defined."""
+    found = {}
     try:
         with file.open(newline="", encoding="utf-8") as lines:
-            rows = [row for row in csv.DictReader(lines) if row[metric] not in ("", "nan", "inf")]
-        return {row["client"]: (float(row["examples"]), float(row[metric])) for row in rows}
-    except (OSError, KeyError, TypeError, ValueError):  # not measured, or not by this metric
+            for row in csv.DictReader(lines):
+                examples, value = float(row["examples"]), float(row[metric] or "nan")
+                if examples > 0 and math.isfinite(value):
+                    found[row["client"]] = examples, value
+    except (OSError, KeyError, TypeError, ValueError, csv.Error):  # not measured, or broken
         return {}
+    return found

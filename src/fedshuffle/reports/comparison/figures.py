@@ -17,7 +17,7 @@ from fedshuffle._arrays import FloatArray, IntArray
 from fedshuffle._arrays import histogram as histogram
 from fedshuffle.reports.comparison import model
 from fedshuffle.reports.comparison.model import Compared, ComparedMethod, Line
-from fedshuffle.reports.rendering import LIGHT, clean, round_numbers, set_ticks
+from fedshuffle.reports.rendering import LIGHT, clean, round_numbers, set_ticks, spread
 
 _POINTS = 600  # the largest number of dots per method; more cannot be told apart
 
@@ -27,7 +27,7 @@ def curves(comparison: Compared, group: str) -> Figure:
     momenta, metrics = comparison.momenta_of(group), comparison.pair
     figure = Figure(figsize=(5.4 * len(metrics), 3.3 * len(momenta) + 1.0), layout="constrained")
     title = f"{comparison.results['title']}: {model.group_title(group)}"
-    figure.suptitle(_plain(title), fontsize=13)
+    _headline(figure, title)
     grid = figure.subplots(len(momenta), len(metrics), sharex=True, sharey="col", squeeze=False)
     for k, metric in enumerate(metrics):
         for momentum, axes in zip(momenta, grid[:, k], strict=True):
@@ -39,7 +39,7 @@ def curves(comparison: Compared, group: str) -> Figure:
     text = f"mean over {seeds} seeds; band: lowest to highest run" if seeds > 1 else "one run each"
     if any(line.diverged for line in comparison.of(group)):
         text += "; thin with a cross: a run that diverged"
-    edges = [line.title for line in comparison.of(group) if line.edge and not line.hopeless]
+    edges = [line.title for line in comparison.of(group) if line.edge]
     if edges:
         edge = f"best step size at the edge of those tried: {'; '.join(edges)}"
         text = "\n".join([text, *textwrap.wrap(edge, int(14 * figure.get_figwidth()))])
@@ -101,7 +101,7 @@ def step_sizes(comparison: Compared) -> Figure | None:
     if not found:
         return None
     figure = Figure(figsize=(max(5.4 * len(found), 7.2), 4.6), layout="constrained")
-    figure.suptitle(_plain(f"{comparison.results['title']}: the step sizes tried"), fontsize=13)
+    _headline(figure, f"{comparison.results['title']}: the step sizes tried")
     judge = comparison.results["judge"]["metric"]
     row = figure.subplots(1, len(found), sharey=True, squeeze=False)[0]
     for (title, lines), axes in zip(found.items(), row, strict=True):
@@ -185,8 +185,7 @@ def _points(sizes: Any, ratios: FloatArray) -> FloatArray:
     there = ratios > 0
     rows = np.stack([sizes[there], [float(f"{ratio:.3g}") for ratio in ratios[there]]], 1)
     rows = np.unique(rows.astype(np.float64), axis=0)
-    some: FloatArray = rows[np.linspace(0, len(rows) - 1, min(len(rows), _POINTS)).astype(int)]
-    return some
+    return np.asarray(rows[spread(len(rows), _POINTS)])
 
 
 def ratio_limits(found: Sequence[Audited]) -> tuple[float, float]:
@@ -225,10 +224,17 @@ def weights(comparison: Compared, found: Sequence[Audited]) -> Figure | None:
     return figure
 
 
+def _headline(figure: Figure, title: str) -> None:
+    lines = textwrap.wrap(title, int(9 * figure.get_figwidth()), max_lines=3, placeholder=" …")
+    figure.suptitle(_plain("\n".join(lines)), fontsize=13)
+
+
 def _legend(figure: Figure, methods: Sequence[ComparedMethod], linestyle: str, title: str) -> None:
     handles = [Line2D([], [], **{**m.style, "linestyle": linestyle}) for m in methods]
     # matplotlib leaves out a label that begins with an underscore.
-    labels = [_plain(re.sub("^_", " _", method.label)) for method in methods]
+    most = int(9 * figure.get_figwidth())  # letters in a line
+    short = [x if len(x) <= most else f"{x[: most - 1]}…" for x in (m.label for m in methods)]
+    labels = [_plain(re.sub("^_", " _", label)) for label in short]
     width = sum(0.085 * len(label) + 0.75 for label in labels)  # in inches, as the font has it
     columns = -(-len(labels) // -(-width // figure.get_figwidth()))
     place = figure.legend(

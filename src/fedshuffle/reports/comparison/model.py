@@ -89,15 +89,17 @@ class Line:
         self.mean = float(values.mean()) if len(values) else None
         self.std = float(values.std(ddof=1)) if len(values) > 1 else None
         self.best = self.near = False
-        """Near is not the best, but at most the best one's standard deviation away from it."""
+        """Near is not the best, but at most a standard deviation, its own or the best one's, away
+        from it."""
         self.tried = _tried(curve["tuning"], results["judge"]["higher_is_better"])
         """The best value of the trials at each step size, or in words why there is none."""
         sizes = list(self.tried)
         edges = {sizes[0]: "smallest", sizes[-1]: "largest"} if len(sizes) > 1 else {}
-        self.edge = edges.get(self.step_size, "")
+        numbers = [size for size in sizes if not isinstance(self.tried[size], str)]
+        self.edge = edges.get(self.step_size, "") if self.step_size in numbers else ""
         """``smallest`` or ``largest`` where the best step size is at that end of those tried."""
-        self.hopeless = bool(sizes) and self.tried[sizes[0]] == "diverged"
-        """Whether even the smallest step size that was tried diverged."""
+        self.hopeless = bool(sizes) and not numbers and self.tried[sizes[0]] == "diverged"
+        """Whether even the smallest step size that was tried diverged, and no other ended well."""
         self.majority = results["majority"]
         # Less than a standard error above the class's share cannot be told from chance.
         limit = sum(self.majority.values()) if self.majority else -math.inf
@@ -208,7 +210,8 @@ class Compared:
             first = pick(means, key=lambda line: means[line])
             for line, mean in means.items():
                 gap = abs(mean - means[first])
-                line.best, line.near = gap == 0, 0 < gap <= (first.std or 0.0)
+                line.best = gap == 0
+                line.near = 0 < gap <= max(first.std or 0.0, line.std or 0.0)
 
 
 def _tried(trials: Sequence[TrialRecord], higher_is_better: bool) -> dict[float, float | str]:
@@ -234,7 +237,10 @@ def _values(run: RunRecord, metric: str) -> list[tuple[int, float]]:
 
 
 def _looks(labels: Mapping[str, str]) -> dict[str, ComparedMethod]:
-    """A method for each name and label: its usual colour if it is free, else a spare one."""
+    """A method for each name and label: its usual colour if it is free, else a spare one.
+
+    Where methods have the same label, their names tell them apart.
+    """
     colours: dict[str, str] = {}
     for name in labels:
         if (usual := colour(name)) in _PALETTE and usual not in colours.values():
@@ -245,8 +251,13 @@ def _looks(labels: Mapping[str, str]) -> dict[str, ComparedMethod]:
     shapes = list(_MARKERS.items())
     return {
         name: ComparedMethod(name, label, k, colours[name], *shapes[k % len(shapes)])
-        for k, (name, label) in enumerate(labels.items())
+        for k, (name, label) in enumerate(zip(labels, _distinct(labels), strict=True))
     }
+
+
+def _distinct(labels: Mapping[str, str]) -> list[str]:
+    found = list(labels.values())
+    return [f"{x} ({name})" if found.count(x) > 1 else x for name, x in labels.items()]
 
 
 # In words -----------------------------------------------------------------------------------------

@@ -53,7 +53,7 @@ def ranks(comparison: Compared, best: str, near: str) -> str:
     """How the best methods are marked."""
     text = f" The best of a column is {best}"
     if len(comparison.seeds) > 1:
-        text += f"; what is no further from it than its standard deviation is {near}"
+        text += f"; what is within a standard deviation of it, its own or the best one's, is {near}"
     return f"{text}."
 
 

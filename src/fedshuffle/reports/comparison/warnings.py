@@ -26,7 +26,7 @@ def line_warnings(line: Line) -> dict[str, str]:
         found["diverged"] = f"{lost}, so it is not ranked"
     elif line.hopeless:
         found["diverged"] = "even the smallest step size that was tried diverged"
-    if line.edge and not line.hopeless:
+    if line.edge:
         best = f"its best step size, {line.step_size:g}, is the {line.edge} tried"
         beyond = {"smallest": "smaller", "largest": "larger"}[line.edge]
         found["edge"] = f"{best}; a {beyond} one may be better still"
