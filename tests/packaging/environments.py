@@ -12,7 +12,7 @@ from importlib.metadata import Distribution, distributions
 from pathlib import Path
 
 from packaging.requirements import Requirement
-from packaging.utils import canonicalize_name
+from packaging.utils import NormalizedName, canonicalize_name
 
 ROOT = Path(__file__).parents[2]
 CONSTRAINTS = ROOT / "constraints.txt"
@@ -108,9 +108,11 @@ class Environment:
         return [own] if own.exists() else [self.bin / "python", "-m", "fedshuffle.cli"]
 
 
-def _asked(package: Distribution, extra: str, here: Mapping[str, Distribution]) -> set[str]:
+def _asked(
+    package: Distribution, extra: str, here: Mapping[NormalizedName, Distribution]
+) -> set[NormalizedName]:
     """The names of what an extra asks for, and of what that needs; each version must fit."""
-    found, open_ = set[tuple[str, str]](), [(package, extra)]
+    found, open_ = set[tuple[NormalizedName, str]](), [(package, extra)]
     while open_:
         one, wanted = open_.pop()
         for requirement in map(Requirement, one.requires or ()):
