@@ -8,7 +8,7 @@ for every client, without sampling. With :math:`X^{-k} = \int_0^\infty t^{k-1} e
 the expectation becomes an integral over t of the *generating function*
 :math:`E[1\{i \in S\} c_i (\sum_S v) e^{-t \sum_S u}]`, which has a closed form. A cohort consists
 of independent draws; in each a fixed number of clients is invited uniformly, and every invited
-client is kept with its probability. docs/explanation/audit.md explains the method.
+client is kept with its probability.
 
 A client's numbers may be random, independently of the cohort (epochs drawn in every round): they
 are then given as A alternatives per client, with the chances of the alternatives.

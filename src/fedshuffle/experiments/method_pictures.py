@@ -6,6 +6,7 @@ are listed under the picture. ``make docs-pictures`` draws them.
 """
 
 import io
+import itertools
 import re
 import sys
 import textwrap
@@ -56,10 +57,10 @@ class Curve:
     @property
     def note(self) -> str:
         """How its settings differ from those of the others, in words."""
-        parts = [f"the step size times {self.step:g}"] if self.step != 1 else []
+        parts = [f"step size times {self.step:g}"] if self.step != 1 else []
         if self.server_step_size != 1:
             parts.append(f"server step size {self.server_step_size:g}")
-        return f"{self.label}: {' and '.join(parts)}" if parts else ""
+        return ", ".join(parts)
 
 
 @dataclass(frozen=True)
@@ -192,18 +193,15 @@ def draw(panels: Panels, path: Path) -> None:
 def caption(page: str) -> str:
     """The text under the picture of a page."""
     picture = PICTURES[page]
-    text = "Squared distance to the optimum on [the toy problem](index.md#the-pictures)"
+    text = "On [the toy problem](index.md#the-pictures)"
     if picture.sizes != Picture.sizes:
         text += f", for clients with {joined(picture.sizes)} points"
     if picture.pace != PACE:
         text += f", moving by {picture.pace:g} times the gradient"
     text += "."
-    notes = "; ".join(curve.note for curve in picture.curves if curve.note)
-    absent = [c.label for c in picture.curves if run(c, picture, "uniform:2", 0) is None]
-    if notes:
-        text += f" Otherwise: {notes}."
-    if absent:
-        text += f" Not defined for two of three clients: {'; '.join(absent)}."
+    noted = sorted((c for c in picture.curves if c.note), key=lambda curve: curve.note)
+    for note, curves in itertools.groupby(noted, key=lambda curve: curve.note):
+        text += f" {'; '.join(curve.label for curve in curves)}: {note}."
     return text
 
 
@@ -216,7 +214,7 @@ def refreshed(text: str) -> str:
     def block(match: re.Match[str]) -> str:
         begin, kind, page, end = match.groups()
         if kind == "table":
-            return f"{begin}{markdown(None if page == 'all' else page)}\n{end}"
+            return f"{begin}{markdown()}\n{end}"
         picture = f"![{page} on the toy problem](../../images/methods/{page}.png)"
         text = textwrap.fill(f"*{caption(page)}*", 100, break_on_hyphens=False)
         return f"{begin}{picture}\n\n{text}\n{end}"

@@ -27,8 +27,8 @@ def _method(name: str, summary: str, server: ServerOptimiser, reference: str) ->
 
 
 METHODS = (
-    _method("fedavgm", "FedAvg, momentum 0.9 at the server", Momentum(), "Hsu et al. 2019"),
-    _method("fedadagrad", "FedAvg, Adagrad at the server", Adagrad(), "Reddi et al. 2021"),
-    _method("fedadam", "FedAvg, Adam at the server", Adam(), "Reddi et al. 2021"),
-    _method("fedyogi", "FedAvg, Yogi at the server", Yogi(), "Reddi et al. 2021"),
+    _method("fedavgm", "momentum at the server", Momentum(), "Hsu et al. 2019"),
+    _method("fedadagrad", "Adagrad at the server", Adagrad(), "Reddi et al. 2021"),
+    _method("fedadam", "Adam at the server", Adam(), "Reddi et al. 2021"),
+    _method("fedyogi", "Yogi at the server", Yogi(), "Reddi et al. 2021"),
 )

@@ -69,25 +69,25 @@ _pooled = partial(_method, averaging=fedshuffle.RULE, pooled=True)
 METHODS = (
     _pooled(
         "pooled-sgd",
-        "SGD on the data of all in one place, with replacement",
+        "all data in one place, with replacement",
         work={"order": "replacement"},
         reference="Robbins and Monro 1951",
     ),
     _pooled(
         "pooled-rr",
-        "SGD on the data of all in one place, reshuffled",
+        "all data in one place, reshuffled",
         reference="Mishchenko et al. 2020",
     ),
     _method(
         "distributed-gd",
-        "gradient descent, full gradients of the cohort, w/p",
+        "full gradients of the cohort, w/p",
         fedshuffle.RULE,
         work=_FULL_GRADIENT,
         reference="textbook",
     ),
     _method(
         "non-local-mvr",
-        "MVR at the server from full gradients, no local steps",
+        "MVR from full gradients, no local steps",
         fedavg.RULE,  # every client takes the same step, so weights that sum to one take it once
         NonLocalMVR(),
         work=_FULL_GRADIENT,

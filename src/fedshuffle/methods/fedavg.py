@@ -35,12 +35,8 @@ _DRAWN = {"order": "replacement"}
 _MIN, _MEAN = {**_DRAWN, "steps": "min"}, {**_DRAWN, "steps": "mean"}
 
 METHODS = (
-    _mcmahan("fedavg", "FedAvg, examples drawn with replacement", work=_DRAWN),
-    _mcmahan("fedavg-rr", "FedAvg with reshuffled epochs, as practised"),
-    _horvath(
-        "fedavg-min", "FedAvg, the cohort's fewest steps for all, with replacement", work=_MIN
-    ),
-    _horvath(
-        "fedavg-mean", "FedAvg, the cohort's mean steps for all, with replacement", work=_MEAN
-    ),
+    _mcmahan("fedavg", "examples drawn with replacement", work=_DRAWN),
+    _mcmahan("fedavg-rr", "reshuffled epochs, as practised"),
+    _horvath("fedavg-min", "the cohort's fewest steps for all, with replacement", work=_MIN),
+    _horvath("fedavg-mean", "the cohort's mean steps for all, with replacement", work=_MEAN),
 )

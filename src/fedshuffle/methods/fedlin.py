@@ -67,10 +67,10 @@ _method = partial(Method, family=_FAMILY, reference="Mitra et al. 2021")
 _ALL, _TENTH = GradientExchange(), GradientExchange(keep=0.1)
 
 METHODS = (
-    _method("fedlin", "own gradient replaced by the cohort's, steps scaled", fedshuffle.RULE, _ALL),
+    _method("fedlin", "own gradient replaced by the cohort's", fedshuffle.RULE, _ALL),
     _method(
         "fedlin-sparse",
-        "FedLin sending a tenth of the gradient, with error memory",
+        "sends a tenth of the gradient, with error memory",
         fedshuffle.RULE,
         _TENTH,
     ),

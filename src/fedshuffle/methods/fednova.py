@@ -4,9 +4,10 @@
                                       q^S = (sum_S w)^2 / sum_S w tau        (scaling "original")
 
 Under full participation the objective is the one you meant. Under sampling, the sum over the
-cohort brings a bias back unless ``w_i / tau_i`` is the same for all clients. The two scalings
-differ in how far a round moves: the original keeps the mean length of the clients' updates, which
-is much more when steps are very uneven; the paper's experiments keep the sum of the weights at one.
+cohort brings a bias back. (Only scaling "sum" under uniform sampling has none, if ``w_i / tau_i``
+is the same for all clients.) The two scalings differ in how far a round moves: the original keeps
+the mean length of the clients' updates, which is much more when steps are very uneven; the paper's
+experiments keep the sum of the weights at one.
 
 Reference: Wang et al., Tackling the Objective Inconsistency Problem in Heterogeneous Federated
 Optimization, 2020.
@@ -38,10 +39,8 @@ _horvath = partial(_method, reference="Horvath et al. 2022")
 _DRAWN = {"order": "replacement"}
 
 METHODS = (
-    _wang("fednova", "FedNova, sum of weights kept, with replacement", SUM, work=_DRAWN),
-    _horvath("fednova-rr", "FedNova, sum of weights kept, reshuffled epochs", SUM),
-    _wang(
-        "fednova-original", "FedNova, its authors' scaling, with replacement", ORIGINAL, work=_DRAWN
-    ),
-    _wang("fednova-original-rr", "FedNova, its authors' scaling, reshuffled epochs", ORIGINAL),
+    _wang("fednova", "weights that sum to one, with replacement", SUM, work=_DRAWN),
+    _horvath("fednova-rr", "weights that sum to one, reshuffled epochs", SUM),
+    _wang("fednova-original", "its authors' scaling, with replacement", ORIGINAL, work=_DRAWN),
+    _wang("fednova-original-rr", "its authors' scaling, reshuffled epochs", ORIGINAL),
 )

@@ -46,7 +46,7 @@ _FAMILY = Family("fedprox", "FedProx", {"fedprox": ("FedProx", "#0072B2")})
 METHODS = (
     Method(
         "fedprox",
-        "FedAvg with a proximal term, mu = 0.01",
+        "FedAvg with a proximal term",
         fedavg.RULE,
         direction=Proximal(),
         reference="Li et al. 2020",

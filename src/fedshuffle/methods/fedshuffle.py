@@ -14,7 +14,7 @@ Between FedNova and FedShuffle, step sizes are scaled by a factor of at most rho
 
 so that ``gamma_i = eta min(tau_max / tau_i, rho)``; the aggregation weight corrects for the rest of
 the imbalance. ``rho = 1`` is FedNova with inclusion probabilities (equal step sizes), ``rho = inf``
-is FedShuffle, and every rho minimises the objective you meant. In all of them a client moves the
+is the hybrid, and every rho minimises the objective you meant. In all of them a client moves the
 model equally far, to first order; what differs is the size of a single step.
 
 With full participation and equal numbers of steps FedShuffle is FedRR (LocalRR), and with a server
@@ -90,9 +90,9 @@ _balanced = partial(Method, family=_FEDRR, averaging=RULE, balanced_only=True)
 
 METHODS = (
     _method("fedshuffle", "scaled step sizes, reshuffled epochs, w/p", RULE),
-    _method("fedshuffle-so", "FedShuffle with weights summing to one (biased)", SUM_ONE),
-    _method("fedshuffle-gen", "FedShuffle that corrects for unfinished work", HYBRID),
-    _method("fedshuffle-mvr", "FedShuffle with exact MVR momentum, a = 0.1", RULE, MVR(0.1)),
+    _method("fedshuffle-so", "weights that sum to one (biased)", SUM_ONE),
+    _method("fedshuffle-gen", "corrects for unfinished work", HYBRID),
+    _method("fedshuffle-mvr", "exact MVR momentum", RULE, MVR(0.1)),
     _balanced(
         "fedrr",
         "FedShuffle for balanced clients; LocalRR",
@@ -101,7 +101,7 @@ METHODS = (
     _balanced("nastya", "FedRR with a server step size", reference="Malinovsky et al. 2022"),
     Method(
         "fedshuffle-capped",
-        "FedShuffle with steps at most rho = 4 times as large",
+        "steps at most rho = 4 times as large",
         CAPPED,
         reference="Horvath et al. 2022",
         family=Family("capped", "Between FedNova and FedShuffle", _STYLES),

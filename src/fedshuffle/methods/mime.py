@@ -117,10 +117,10 @@ _method = partial(
 _LITE, _LITE_ADAM = Mimic(corrected=False), Mimic("adam", corrected=False)
 
 METHODS = (
-    _method("mime", "momentum 0.9 fixed in the round, corrected gradients", RULE, Mimic()),
-    _method("mime-sgd", "Mime without momentum: SVRG-like local steps", RULE, Mimic("sgd")),
-    _method("mime-adam", "Mime with Adam's statistics", RULE, Mimic("adam")),
-    _method("mime-lite", "momentum 0.9 fixed in the round", RULE, _LITE),
-    _method("mime-lite-adam", "MimeLite with Adam's statistics", RULE, _LITE_ADAM),
-    _method("mime-mvr", "Mime with MVR momentum, a = 0.1", RULE, MVR(0.1)),
+    _method("mime", "fixed momentum, corrected gradients", RULE, Mimic()),
+    _method("mime-sgd", "corrected gradients, no momentum", RULE, Mimic("sgd")),
+    _method("mime-adam", "fixed Adam statistics, corrected gradients", RULE, Mimic("adam")),
+    _method("mime-lite", "fixed momentum", RULE, _LITE),
+    _method("mime-lite-adam", "fixed Adam statistics", RULE, _LITE_ADAM),
+    _method("mime-mvr", "exact MVR momentum", RULE, MVR(0.1)),
 )

@@ -114,13 +114,11 @@ _method = partial(
 _FROM_UPDATE, _FROM_GRADIENT = ControlVariates("update"), ControlVariates("gradient")
 
 METHODS = (
-    _method("scaffold", "control variates, from the local update (option II)", RULE, _FROM_UPDATE),
-    _method(
-        "scaffold-i", "control variates, from a full gradient (option I)", RULE, _FROM_GRADIENT
-    ),
+    _method("scaffold", "control variates from the update (option II)", RULE, _FROM_UPDATE),
+    _method("scaffold-i", "control variates from full gradients (option I)", RULE, _FROM_GRADIENT),
     Method(
         "vrl-sgd",
-        "SCAFFOLD in other words; full participation in its paper",
+        "SCAFFOLD in other words",
         RULE,
         _FROM_UPDATE,
         reference="Liang et al. 2019",

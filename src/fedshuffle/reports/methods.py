@@ -101,32 +101,22 @@ def costs_text(row: dict[str, Any]) -> str:
     """What a client of the cohort receives, sends and keeps per round, in vectors of the model."""
     costs = row["costs"]
     if not costs["messages"]:
-        return "nothing sent"
-    parts = [f"{costs['vectors_down']:g} down, {costs['vectors_up']:g} up"]
+        return "none"
+    parts = [f"{costs['vectors_down']:g}/{costs['vectors_up']:g}"]
     if costs["messages"] > 2:
         parts.append(f"{costs['messages']:g} messages")
     if row["client_state"]:
         parts.append("state")
-    return "; ".join(parts)
+    return ", ".join(parts)
 
 
-def markdown(page: str | None = None) -> str:
-    """The methods of a page of ``docs/explanation/methods`` as a table, with options.
-
-    Without a page: all methods, with links.
-    """
-    about, found = "what it is", "consistent: all, some, cut"
-    heads = [about, found, "cost", "options"] if page else [found, "cost", about]
-    rows = [f"| method | {' | '.join(heads)} |", f"|---|{'---|' * len(heads)}"]
-    for method in methods.available():
-        if (own := family(method).page) != OWN.page and page in (None, own):
-            facts = describe(method)
-            cells = {
-                about: facts["summary"],
-                found: ", ".join(MARKS[answer] for answer in facts["consistent"].values()),
-                "cost": costs_text(facts),
-                "options": f"`{options_text(facts)}`" if facts["options"] else "none",
-            }
-            name = f"`{method.name}`" if page else f"[`{method.name}`]({own}.md)"
-            rows.append(f"| {name} | {' | '.join(cells[head] for head in heads)} |")
+def markdown() -> str:
+    """The table of all methods in ``docs/explanation/methods``, with links to their pages."""
+    heads = "method | consistent: all, some, cut | vectors down/up | what it is"
+    rows = [f"| {heads} |", "|---|---|---|---|"]
+    for facts in everything():
+        if facts["family"] != OWN.page:
+            name = f"[`{facts['name']}`]({facts['family']}.md)"
+            found = ", ".join(MARKS[answer] for answer in facts["consistent"].values())
+            rows.append(f"| {name} | {found} | {costs_text(facts)} | {facts['summary']} |")
     return "\n".join(rows)

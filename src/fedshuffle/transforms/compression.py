@@ -3,26 +3,24 @@ r"""Compressed updates, with or without memory.
 With an update :math:`u`, a compressor :math:`Q` and a vector :math:`h` that the client keeps, zero
 at first, the client sends one compressed message, from which the server decodes :math:`m`:
 
-====================  =============  ========================  =================  ==============
-channel               is compressed  the server decodes m      then h becomes     mean of m
-====================  =============  ========================  =================  ==============
-``Q``                 u              Q(u)                      (none)             as Q's
-``Q+ef``              u + h          c Q(u + h)                u + h - m          restored
-``Q+ef21``            u - h          h + c Q(u - h)            m                  restored
-``Q+diana``           u - h          h + Q(u - h)              h + alpha Q(u - h) unbiased
-====================  =============  ========================  =================  ==============
+===========  =============  ===================  ==================  ==============
+channel      is compressed  server decodes m     then h becomes      mean of m
+===========  =============  ===================  ==================  ==============
+``Q``        u              Q(u)                 (none)              as Q's
+``Q+ef``     u + h          c Q(u + h)           u + h - m           restored
+``Q+ef21``   u - h          h + c Q(u - h)       m                   restored
+``Q+diana``  u - h          h + Q(u - h)         h + alpha Q(u - h)  unbiased
+===========  =============  ===================  ==================  ==============
 
 Here :math:`c = 1 / (1 + \omega)` for an unbiased compressor, which makes it a contraction, as error
 feedback and EF21 need, and 1 for a biased one; DIANA takes unbiased ones, with
 :math:`\alpha = 1 / (1 + \omega)` by default.
 
-On the wire
------------
-In simulation :meth:`Channel.client` gives the decoded message at once. Where client and server are
-apart, the client calls :meth:`Channel.encode`, sends the arrays, and keeps the state; the server
-calls :meth:`Channel.decode` and gets bit for bit the same values. Both pass a ``ClientContext``
-with one client, and the same seed, round, client and ``part``: the places of random coordinates
-follow from these. For EF21 and DIANA the server keeps each client's h as well
+**On the wire.** In simulation ``Channel.client`` gives the decoded message at once. Where client
+and server are apart, the client calls :meth:`Channel.encode`, sends the arrays, and keeps the
+state; the server calls :meth:`Channel.decode` and gets bit for bit the same values. Both pass a
+``ClientContext`` with one client, and the same seed, round, client and ``part``: the places of
+random coordinates follow from these. For EF21 and DIANA the server keeps each client's h as well
 (:attr:`Channel.shared_memory`). Both sides start from zero, and stay equal as long as both drop the
 new state of a message that did not arrive.
 
