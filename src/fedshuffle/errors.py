@@ -145,7 +145,7 @@ _DISTRIBUTIONS = {"sklearn": "scikit-learn", "dp_accounting": "dp-accounting"}
 
 
 class MissingPackageError(FedShuffleError, ImportError):
-    """A package that is not installed; the message says how to install it."""
+    """A package that is not installed, or cannot be imported; the message has the remedy."""
 
 
 def missing_package(
@@ -153,15 +153,27 @@ def missing_package(
 ) -> MissingPackageError:
     """The error for a package that cannot be imported, with the command that installs it.
 
+    With a cause, the package is there, but importing it fails.
+
     >>> print(missing_package("sklearn", "fedshuffle demo", "demo"))
     fedshuffle demo needs scikit-learn. Install it with pip install 'fedshuffle[demo]'.
+    >>> print(missing_package("ray", "this", cause="no GLIBC"))  # doctest: +NORMALIZE_WHITESPACE
+    this needs ray, which is installed but cannot be imported (no GLIBC).
+    Try pip install --force-reinstall 'fedshuffle[ray]'.
     """
-    package = _DISTRIBUTIONS.get(module, module)
     extra = extra or next((name for name, modules in EXTRAS.items() if module in modules), "")
-    wanted = f"'fedshuffle[{extra}]'" if extra else package
-    needs = f"{purpose} needs {package}{cause and f' ({cause})'}"
+    packages = [_DISTRIBUTIONS.get(module, module)]
+    if module in _REQUIRED and not cause:  # all at once, not one after the other
+        packages = [name for name in _REQUIRED if name == module or not _is_installed(name)]
+    wanted = f"'fedshuffle[{extra}]'" if extra else " ".join(packages)
+    needs = f"{purpose} needs {', '.join(packages)}"
     instead = instead and f", {instead}"
-    return MissingPackageError(f"{needs}. Install it with pip install {wanted}{instead}.")
+    if cause:
+        problem = f"which is installed but cannot be imported ({cause})"
+        remedy = f"Try pip install --force-reinstall {wanted}{instead}."
+        return MissingPackageError(f"{needs}, {problem}. {remedy}")
+    them = "it" if len(packages) == 1 else "them"
+    return MissingPackageError(f"{needs}. Install {them} with pip install {wanted}{instead}.")
 
 
 def missing_known(
@@ -170,26 +182,41 @@ def missing_known(
     """The error for a failed import of a package that fedshuffle uses; None for other packages."""
     module = (error.name or "").partition(".")[0]
     known = {*_REQUIRED, *(module for modules in EXTRAS.values() for module in modules)}
-    return missing_package(module, purpose, instead=instead) if module in known else None
+    if module not in known:
+        return None
+    cause = one_line(error) if module != error.name and _is_installed(module) else ""
+    return missing_package(module, purpose, instead=instead, cause=cause)
 
 
 def optional_import(module: str, purpose: str, extra: str, instead: str = "") -> Any:
     """Import a module of an extra, or say how to install it."""
     try:
         return import_module(module)
-    except ImportError as error:
+    except Exception as error:  # such as ValueError, where it was built for another numpy
         top = module.partition(".")[0]
         top = top if top in EXTRAS[extra] else EXTRAS[extra][0]
-        absent = isinstance(error, ModuleNotFoundError) and error.name == top
-        cause = "" if absent else one_line(error)
+        cause = user_error(error) if _is_installed(top) else ""
         raise missing_package(top, purpose, extra, instead, cause) from error
 
 
 def require(extra: str, purpose: str) -> None:
-    """Fail before any work if a package of an extra is not installed."""
+    """Fail before any work if a package of an extra cannot be imported."""
     for module in EXTRAS[extra]:
-        if find_spec(module) is None:
-            raise missing_package(module, purpose, extra)
+        optional_import(module, purpose, extra)
+
+
+def require_training(purpose: str) -> None:
+    """Fail before any work where what training needs is missing, as where one only audits."""
+    for module in _REQUIRED:
+        if not _is_installed(module):
+            raise missing_package(module, purpose)
+
+
+def _is_installed(module: str) -> bool:
+    try:
+        return find_spec(module) is not None
+    except (ImportError, ValueError):  # the latter for what somebody put in its place
+        return False
 
 
 _TWO_OUTPUTS = "It takes one output for each of the two classes."

@@ -9,6 +9,7 @@ import pytest
 import yaml
 
 import fedshuffle
+from fedshuffle._links import REPOSITORY, SITE
 from fedshuffle.errors import EXTRAS
 
 ROOT = Path(__file__).parents[2]
@@ -74,3 +75,17 @@ def test_ci_runs_on_every_python_of_the_classifiers() -> None:
     listed = [one.rpartition(" ")[2] for one in PROJECT["classifiers"] if ":: 3." in one]
     workflow = yaml.safe_load((ROOT / ".github/workflows/ci.yml").read_text(encoding="utf-8"))
     assert workflow["jobs"]["test"]["strategy"]["matrix"]["python"] == listed
+
+
+def test_one_home_and_one_site_everywhere() -> None:
+    assert PROJECT["urls"]["Homepage"] == CITATION["repository-code"] == REPOSITORY
+    assert PROJECT["urls"]["Documentation"] == CITATION["url"] == SITE
+
+
+def test_no_action_runs_on_a_node_that_runners_no_longer_have() -> None:
+    """GitHub removed Node 20 in 2026; these are the first versions that run on Node 24."""
+    first = {"checkout": 5, "setup-python": 6, "upload-artifact": 6, "download-artifact": 7}
+    first |= {"upload-pages-artifact": 5, "deploy-pages": 5}
+    for path in (ROOT / ".github/workflows").glob("*.yml"):
+        for name, version in re.findall(r"uses: actions/([\w-]+)@v(\d+)", path.read_text()):
+            assert int(version) >= first[name], (path.name, name)

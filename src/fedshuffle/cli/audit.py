@@ -20,7 +20,7 @@ from fedshuffle.cli.shared import (
     refuse_unused,
     was_given,
 )
-from fedshuffle.errors import FedShuffleError, error_context
+from fedshuffle.errors import FedShuffleError, error_context, require_training
 from fedshuffle.federation import Federation
 from fedshuffle.local_work import LocalWork
 
@@ -133,6 +133,7 @@ def audit(
         here = Path.cwd()
         with imports.importable(here):
             if config is not None:
+                require_training("fedshuffle audit --config")
                 from fedshuffle.config import runner
 
                 names = {"method": method, "sampling": sampling, "momentum": momentum}
@@ -183,6 +184,7 @@ def _clients_of_run(
         raise FedShuffleError(
             f"{str(folder)!r} has no config.toml that names the clients: give --sizes or --data."
         )
+    require_training(repr(str(folder / "config.toml")))
     from fedshuffle.config import loader, runner
 
     config = loader.load(folder / "config.toml", {})

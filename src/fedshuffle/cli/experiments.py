@@ -19,7 +19,7 @@ from fedshuffle.cli.shared import (
     emit,
     refuse_unused,
 )
-from fedshuffle.errors import require, unknown
+from fedshuffle.errors import require, require_training, unknown
 
 if TYPE_CHECKING:
     pass
@@ -84,6 +84,7 @@ def demo(
     as_json: AsJson = False,
 ) -> None:
     """Audit and train three methods on real data, and write a one-page report."""
+    require_training("fedshuffle demo")
     require("demo", "fedshuffle demo")
     from fedshuffle.experiments.demo import report
 

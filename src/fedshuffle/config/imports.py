@@ -155,7 +155,9 @@ def _module(path: str, name: str, folder: Path) -> ModuleType:
         if isinstance(error, ModuleNotFoundError):
             near = did_you_mean(top, [place.stem for place in folder.glob("*.py")])
             remedy = f"{near} Install it, or put it into {str(folder)!r}."
-            if known := missing_known(error, str(folder / f"{top}.py")):
+            if not own and (known := missing_known(error, repr(path))):
+                return str(known)
+            if known := missing_known(error, str(own[0])):
                 return f"{path!r} cannot be imported: {known}"
         return f"{path!r} cannot be imported: {_cause(error, folder)}{remedy}"
 

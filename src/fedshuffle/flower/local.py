@@ -81,7 +81,8 @@ class Deployment:
             raise FedShuffleError("a local deployment needs Linux or macOS.")
         if shutil.which("flower-superlink", path=_path()) is None:
             raise FedShuffleError(
-                "Flower is not installed. Install it with pip install 'fedshuffle[flower]'."
+                "flower-superlink, a program of Flower, is neither beside this Python nor on the"
+                " PATH. Install it with pip install 'fedshuffle[flower]'."
             )
         self._port = available_port(port or 0)
         self._progress = progress
