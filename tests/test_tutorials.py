@@ -102,5 +102,6 @@ def test_compare(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.xdist_group("flower")  # two deployments at a time would slow each other down
 def test_flower(tmp_path: Path) -> None:
     follow("flower.md", tmp_path)
