@@ -155,10 +155,8 @@ def _module(path: str, name: str, folder: Path) -> ModuleType:
         if isinstance(error, ModuleNotFoundError):
             near = did_you_mean(top, [place.stem for place in folder.glob("*.py")])
             remedy = f"{near} Install it, or put it into {str(folder)!r}."
-            if not own and (known := missing_known(error, repr(path))):
-                return str(known)
-            if known := missing_known(error, str(own[0])):
-                return f"{path!r} cannot be imported: {known}"
+            if known := missing_known(error, str(own[0]) if own else repr(path)):
+                return f"{path!r} cannot be imported: {known}" if own else str(known)
         return f"{path!r} cannot be imported: {_cause(error, folder)}{remedy}"
 
     with error_context(message):
