@@ -105,3 +105,8 @@ def test_compare(tmp_path: Path) -> None:
 @pytest.mark.xdist_group("flower")  # two deployments at a time would slow each other down
 def test_flower(tmp_path: Path) -> None:
     follow("flower.md", tmp_path)
+    model = load_file(tmp_path / "out" / "model.safetensors")
+    shapes = {name: tuple(tensor.shape) for name, tensor in model.items()}
+    assert shapes == {"0.weight": (32, 64), "0.bias": (32,), "2.weight": (10, 32), "2.bias": (10,)}
+    lines = (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line)["round"] for line in lines] == [1, 2, 3, 4]  # three, then resumed

@@ -1,6 +1,5 @@
 """A real SuperLink and real SuperNodes on this machine: what they let in, and what they leave."""
 
-import json
 import os
 import re
 import signal
@@ -14,13 +13,10 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
-import numpy as np
 import pytest
-from safetensors.numpy import load_file
 
 from fedshuffle import FedShuffleError
 from fedshuffle.flower.local import (
-    COMPLETED,
     Deployment,
     app_config,
     write_certificates,
@@ -197,23 +193,6 @@ def test_two_deployments_in_one_folder_are_refused(tmp_path: Path) -> None:
 
 
 # A real deployment
-
-
-@pytest.mark.slow
-@pytest.mark.xdist_group("flower")
-def test_new_app_trains_on_real_clients(
-    deployment: Deployment, tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    app, out = new_flower_app(tmp_path / "my_app"), tmp_path / "results"
-    assert deployment.run(app, {"num-rounds": 2, "out": str(out)}) == COMPLETED
-    assert f"the model is in {out / 'model.safetensors'}" in capfd.readouterr().out
-    model = load_file(out / "model.safetensors")
-    shapes = {name: array.shape for name, array in model.items()}
-    assert shapes == {"0.weight": (32, 64), "0.bias": (32,), "2.weight": (10, 32), "2.bias": (10,)}
-    assert all(np.isfinite(array).all() for array in model.values())
-    lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
-    assert [line["round"] for line in lines] == [1, 2]
-    assert lines[-1]["accuracy"] > 0.3  # a tenth by chance
 
 
 def invalid_nodes(deployment: Deployment) -> dict[str, tuple[list[str], str]]:
