@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any, TypedDict, get_args, get_origin, get_type_hints, is_typeddict
 
 import numpy as np
@@ -10,7 +9,7 @@ from torch import nn
 
 from fedshuffle._arrays import IGNORED, expect
 from fedshuffle.auditing import audit
-from fedshuffle.comparison.spec import Comparison, Criterion, Pair
+from fedshuffle.comparison.spec import Comparison, Criterion, Variant
 from fedshuffle.config import Config, ScheduleSpec, imports, loader
 from fedshuffle.config import runner as config_runner
 from fedshuffle.config.runner import RunInputs
@@ -26,6 +25,7 @@ class TrialRecord(TypedDict):
     """A tuning run; its value is None if it did not finish with a finite one."""
 
     step_size: float
+    server_step_size: float
     weight_decay: float
     clip: float | None
     added: bool
@@ -55,11 +55,13 @@ class Curve(TypedDict):
 
     method: str
     label: str
+    settings: dict[str, str]
     momentum: str
     client_step_sizes: list[float]
     audit: AuditRecord
     group: str
     step_size: float
+    server_step_size: float
     weight_decay: float
     clip: float | None
     tuning: list[TrialRecord]
@@ -105,23 +107,20 @@ Facts = dict[str, Any]
 """A part of the results that is known before training."""
 
 
-def collect_facts(comparison: Comparison) -> tuple[Criterion, Facts, dict[Pair, Facts]]:
-    """What ranks tuning runs, the facts of the whole, and those of each method and momentum.
+def collect_facts(comparison: Comparison) -> tuple[Criterion, Facts, dict[Variant, Facts]]:
+    """What ranks tuning runs, the facts of the whole, and those of each variant.
 
     Everything is loaded once, so that mistakes are reported before the first run.
     """
     base = comparison.base
     with base.importable():
-        methods = {
-            pair: config_runner.method(replace(base, method=pair[0], momentum=pair[1]))
-            for pair in comparison.pairs
-        }
+        methods = {one: config_runner.method(comparison.config(one)) for one in comparison.variants}
         _check_names(methods)
-        for method in methods.values():
-            comparison.check_work(method)
+        for variant, method in methods.items():
+            comparison.check_work(variant, method)
         model = config_runner.initial_model(base)
         judge = Criterion("loss", False)
-        if comparison.tuned:
+        if any(map(comparison.tuned, comparison.variants)):
             with at("compare.tune"):
                 evaluate = _evaluation(comparison.short, comparison.short.inputs(), model)
                 judge = _criterion(evaluate, evaluate.names[0])
@@ -130,22 +129,10 @@ def collect_facts(comparison: Comparison) -> tuple[Criterion, Facts, dict[Pair, 
         first = "accuracy" if "accuracy" in evaluate.names else evaluate.names[0]
         with at("compare"):
             target = _criterion(evaluate, comparison.metric or first)
-        sampling = config_runner.sampling(base, inputs.federation)
-        on_the_way = config_runner.on_the_way(base)
-        pairs = {}
-        for pair, method in methods.items():
-            given = inputs.federation, method, sampling, base.work
-            with at("compare.methods"):  # some do not go with privacy or a channel
-                run = Run(*given, rounds=base.rounds, **on_the_way)
-            with imports.running(f"the audit of {method.name!r}", base.folder):
-                found, scales = audit(*given, **on_the_way), run.step_scales()
-            pairs[pair] = {
-                "method": method.name,
-                "label": label(method),
-                "momentum": method.momentum,
-                "client_step_sizes": scales,  # the smallest and the largest, for a step size of 1
-                "audit": {key: getattr(found, key) for key in AuditRecord.__annotations__},
-            }
+        found = {
+            variant: _variant_facts(comparison.config(variant), variant, method, inputs)
+            for variant, method in methods.items()
+        }
     sizes = inputs.federation.sizes.tolist()
     parameters = sum(p.numel() for p in model.parameters() if p.requires_grad)
     common = {
@@ -159,17 +146,37 @@ def collect_facts(comparison: Comparison) -> tuple[Criterion, Facts, dict[Pair, 
         "settings": _settings(comparison, judge, parameters),
         "versions": versions(),
     }
-    return judge, common, pairs
+    return judge, common, found
 
 
-def _check_names(methods: Mapping[Pair, Method]) -> None:
+def _variant_facts(config: Config, variant: Variant, method: Method, inputs: RunInputs) -> Facts:
+    """What is known of a variant before training."""
+    sampling = config_runner.sampling(config, inputs.federation)
+    given = inputs.federation, method, sampling, config.work
+    on_the_way = config_runner.on_the_way(config)
+    with at("compare.methods"):  # some do not go with privacy or a channel
+        run = Run(*given, rounds=config.rounds, **on_the_way)
+    with imports.running(f"the audit of {method.name!r}", config.folder):
+        found, scales = audit(*given, **on_the_way), run.step_scales()
+    return {
+        "method": variant.named or method.name,
+        "label": variant.named or label(method),
+        "settings": {key: _words(value) for key, value in variant.changes},
+        "momentum": method.momentum,
+        "client_step_sizes": scales,  # the smallest and the largest, for a step size of 1
+        "audit": {key: getattr(found, key) for key in AuditRecord.__annotations__},
+    }
+
+
+def _check_names(methods: Mapping[Variant, Method]) -> None:
     """Refuse two methods of one name, which identifies a method in the results."""
-    seen: dict[tuple[str, str], Pair] = {}
-    for pair, method in methods.items():
-        first = seen.setdefault((method.name, method.momentum), pair)
-        if first != pair:
+    seen: dict[tuple[str, str], str] = {}
+    for variant, method in methods.items():
+        name = variant.named or method.name
+        first = seen.setdefault((name, method.momentum), variant.name)
+        if first != variant.name or list(methods).count(variant) > 1:
             raise FedShuffleError(
-                f"compare.methods: both {first[0]!r} and {pair[0]!r} are called {method.name!r}."
+                f"compare.methods: both {first!r} and {variant.name!r} are called {name!r}."
                 " Give one another name."
             )
 
@@ -211,8 +218,9 @@ def majority(evaluate: Evaluation | Evaluations, metric: str) -> dict[str, float
 
 def _settings(comparison: Comparison, judge: Criterion, parameters: int) -> dict[str, Any]:
     base, short, tables = comparison.base, comparison.short, loader.plain(comparison.base)
-    names = ("sampling", "work", "engine", "model", "loss", "data", "evaluation")
-    found: dict[str, Any] = {name: _words(tables[name]) for name in (*names, "server_step_size")}
+    names = ["sampling", "work", "engine", "model", "loss", "data", "evaluation"]
+    names += [] if comparison.server_step_sizes else ["server_step_size"]
+    found: dict[str, Any] = {name: _words(tables[name]) for name in names}
     for name in ("transforms", "channel", "down_channel", "privacy"):
         if tables.get(name, "none") != "none":
             found[name] = _words(tables[name])
@@ -220,7 +228,7 @@ def _settings(comparison: Comparison, judge: Criterion, parameters: int) -> dict
     if isinstance(base.step_size, ScheduleSpec):
         schedule = {k: v for k, v in tables["step_size"].items() if k != "step_size"}
         found["step_size"] = _words(schedule)
-    if comparison.tuned and short.evaluation is not None:
+    if any(map(comparison.tuned, comparison.variants)) and short.evaluation is not None:
         data, clients = short.evaluation.data, short.evaluation.clients
         found["tuning"] = (
             f"{judge.metric} on {data if isinstance(data, str) else data.path} data"

@@ -9,10 +9,10 @@ import math
 import shlex
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import astuple, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ from fedshuffle._arrays import jsonable
 from fedshuffle._files import one_writer, write_file
 from fedshuffle._terminal import Console, interrupted_once, progress_bar
 from fedshuffle.comparison.results import Facts, Results, collect_facts
-from fedshuffle.comparison.spec import Comparison, Criterion, GridPoint, Pair, Trial
+from fedshuffle.comparison.spec import Comparison, Criterion, GridPoint, Trial, Variant
 from fedshuffle.comparison.workers import OUTCOME, Answer, WorkerPool, write_outcome
 from fedshuffle.config import loader
 from fedshuffle.errors import FedShuffleError
@@ -161,47 +161,40 @@ class Study:
         value = float(trial.history[-1][self._judge.metric])
         return value if math.isfinite(value) else None
 
-    def tuning(self, pair: Pair) -> tuple[list[Trial], GridPoint | None]:
-        """The tuning runs of a method, and its best grid point once it is known.
-
-        If the best point is at an end of the grid, the runs go beyond it.
-        """
-        points = list(self.comparison.grid)
-        if not self.comparison.tuned:
+    def tuning(self, variant: Variant) -> tuple[list[Trial], GridPoint | None]:
+        """The tuning runs of a variant, and its best grid point once it is known."""
+        comparison = self.comparison
+        points = comparison.grid(variant)
+        if not comparison.tuned(variant):
             return [], next(iter(points), None)
+        lattice, trials = comparison.lattice(variant), list[Trial]()
         while True:
-            trials = [self._trial(pair, point, None) for point in points]
+            trials += [self._trial(variant, point, None) for point in points]
             if not all(trial.outcome for trial in trials):
                 return trials, None
-            best = self._best(trials)
-            diverged = {trial.point: trial.outcome == "diverged" for trial in trials}
-            more = self.comparison.wider(diverged, best)
-            if not more or any(trial.outcome == "failed" for trial in trials):
-                return trials, best
-            points += more
+            sign = -1 if self._judge.higher_is_better else 1
+            scores = {trial: self.score(trial) for trial in trials}
+            losses = {astuple(t.point): None if x is None else sign * x for t, x in scores.items()}
+            points = [GridPoint(*point) for point in lattice.untried(losses)]
+            if not points or any(trial.outcome == "failed" for trial in trials):
+                return trials, GridPoint(*lattice.best(losses))
 
-    def _best(self, trials: Sequence[Trial]) -> GridPoint:
-        """The first of the best points; if none is any good, the smallest step size."""
-        scores = {trial.point: self.score(trial) for trial in trials}
-        known = {point: score for point, score in scores.items() if score is not None}
-        if not known:
-            return min(scores, key=lambda point: point.step_size)
-        pick = max if self._judge.higher_is_better else min
-        return pick(known, key=lambda point: known[point])
-
-    def replicates(self) -> Iterator[tuple[Pair, str, GridPoint, list[Trial]]]:
-        """The full runs of each method and group, one per seed, where the grid point is known."""
+    def replicates(self) -> Iterator[tuple[Variant, str, GridPoint, list[Trial]]]:
+        """The full runs of each variant and group, one per seed, where the grid point is known."""
         comparison = self.comparison
-        common = {f"common:{x:g}": comparison.common_point(x) for x in comparison.common_step_sizes}
-        for pair in comparison.pairs:
-            for group, point in {"own": self.tuning(pair)[1], **common}.items():
+        for variant in comparison.variants:
+            common = {
+                f"common:{x:g}": comparison.common_point(variant, x)
+                for x in comparison.common_step_sizes
+            }
+            for group, point in {"own": self.tuning(variant)[1], **common}.items():
                 if point is not None:
-                    trials = [self._trial(pair, point, seed) for seed in comparison.seeds]
-                    yield pair, group, point, trials
+                    trials = [self._trial(variant, point, seed) for seed in comparison.seeds]
+                    yield variant, group, point, trials
 
     def trials(self) -> list[Trial]:
         """All runs that are known by now, tuning runs first."""
-        short = [trial for pair in self.comparison.pairs for trial in self.tuning(pair)[0]]
+        short = [trial for one in self.comparison.variants for trial in self.tuning(one)[0]]
         full = [trial for *_, trials in self.replicates() for trial in trials]
         return list(dict.fromkeys(short + full))
 
@@ -211,11 +204,12 @@ class Study:
 
     def undecided(self) -> int:
         """At most how many runs follow once all grid points are chosen."""
-        waiting = sum(self.tuning(pair)[1] is None for pair in self.comparison.pairs)
-        return waiting * len(self.comparison.seeds) if self.comparison.grid else 0
+        comparison = self.comparison
+        own = [variant for variant in comparison.variants if comparison.grid(variant)]
+        return sum(self.tuning(one)[1] is None for one in own) * len(comparison.seeds)
 
     def results(
-        self, common: Facts, facts: Mapping[Pair, Facts], command: str, seconds: float
+        self, common: Facts, facts: Mapping[Variant, Facts], command: str, seconds: float
     ) -> Results:
         """The results of all runs that have ended."""
         done = all(trial.outcome in _ENDED for trial in self.trials())
@@ -232,7 +226,7 @@ class Study:
         return found
 
     def _curve(
-        self, facts: Facts, pair: Pair, group: str, point: GridPoint, trials: list[Trial]
+        self, facts: Facts, variant: Variant, group: str, point: GridPoint, trials: list[Trial]
     ) -> dict[str, Any]:
         scales = facts["client_step_sizes"]
         return {
@@ -243,11 +237,11 @@ class Study:
             "tuning": [
                 {
                     **vars(trial.point),
-                    "added": trial.point not in self.comparison.grid,
+                    "added": trial.point not in self.comparison.grid(variant),
                     "value": self.score(trial),
                     "diverged": trial.outcome == "diverged",
                 }
-                for trial in (self.tuning(pair)[0] if group == "own" else [])
+                for trial in (self.tuning(variant)[0] if group == "own" else [])
             ],
             "runs": [
                 {
@@ -263,15 +257,15 @@ class Study:
 
 
 def _history(folder: Path, rounds: int) -> list[dict[str, Any]]:
-    """The metrics in the rounds that were evaluated, and the bytes sent until then."""
+    """The metrics in the rounds that were evaluated, and the steps and bytes until then."""
     facts = set(RECORD_KEYS) - {"round"}
     records = RunFolder(folder).metrics() if (folder / "run.json").exists() else []
-    sent, kept = dict.fromkeys(("bytes_down", "bytes_up"), 0), []
+    totals, kept = dict.fromkeys(("steps", "bytes_down", "bytes_up"), 0), []
     for record in records:
-        sent = {name: total + record.get(name, 0) for name, total in sent.items()}
+        totals = {name: total + record.get(name, 0) for name, total in totals.items()}
         if is_evaluated(record) and record["round"] <= rounds:
             metrics = {name: value for name, value in record.items() if name not in facts}
-            kept.append(metrics | {f"total_{name}": total for name, total in sent.items()})
+            kept.append(metrics | {f"total_{name}": total for name, total in totals.items()})
     return kept
 
 
@@ -329,7 +323,7 @@ class Progress:
         if not self._visible:
             return
         last = trial.history[-1] if trial.history else {}
-        metrics = {k: v for k, v in evaluated(last).items() if not k.startswith("total_bytes_")}
+        metrics = {k: v for k, v in evaluated(last).items() if not k.startswith("total_")}
         found = ", ".join(f"{name} {value:.4g}" for name, value in metrics.items())
         text = found if trial.outcome == "finished" else f"{trial.outcome}: {trial.reason}"
         line = Text(f"{self._count()} {trial.name}: {text}")

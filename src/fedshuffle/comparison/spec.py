@@ -4,7 +4,8 @@ import functools
 import itertools
 import math
 import re
-from collections.abc import Callable, Mapping, Set
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
@@ -14,9 +15,9 @@ from fedshuffle._files import results_folder
 from fedshuffle.config import Config, EvaluationSpec, ScheduleSpec, loader
 from fedshuffle.config.schema import Count, DataSpec, StepSize, at
 from fedshuffle.errors import FedShuffleError, check_known
-from fedshuffle.local_work import LocalWork
 from fedshuffle.methods import Method
 from fedshuffle.randomness import check_seed
+from fedshuffle.tuning.search import Axis, Choices, Lattice
 
 if TYPE_CHECKING:
     from fedshuffle.comparison.results import Results
@@ -26,8 +27,70 @@ CLIENTS = 100  # on which tuning evaluates the training loss
 
 Clip = Annotated[float, lambda x, key: math.inf if x == "none" else loader.read_number(x, key)]
 
-Pair = tuple[str, str | None]
-"""A method and a momentum; None is the method's own."""
+_RUN_KEYS = ("method", "sampling", "work", "channel", "down_channel")
+_GRID_KEYS = ("step_sizes", "server_step_sizes")
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A method of the comparison with a momentum, and with settings of its own.
+
+    >>> Variant("fedshuffle").name, Variant("fedavg-rr", named="two epochs").name
+    ('fedshuffle', 'two epochs')
+    """
+
+    method: str
+    momentum: str | None = None
+    """None is the method's own."""
+    named: str | None = None
+    changes: tuple[tuple[str, Any], ...] = ()
+    """Values that differ from those of the comparison's run, by dotted key."""
+    grid: tuple[tuple[str, tuple[float, ...]], ...] = ()
+    """The step sizes that its search starts from, where they differ from the comparison's."""
+
+    @property
+    def name(self) -> str:
+        """What identifies it, together with its momentum."""
+        return self.named or self.method
+
+
+def _read_method(value: Any, key: str) -> "str | Variant":
+    """An entry of ``compare.methods``: a method, or a table with settings of its own."""
+    if not isinstance(value, Mapping):
+        return str(loader.read_text(value, key))
+    for name in value:
+        with at(key):
+            check_known("key", name, ("name", *_RUN_KEYS, *_GRID_KEYS))
+    for name in ("name", "method"):
+        if name not in value:
+            raise FedShuffleError(
+                f"{key}: a table of settings needs a name and a method, such as"
+                ' { name = "by size", method = "fedshuffle", sampling = "importance:10" }.'
+            )
+    grid = {name: _read_sizes(value[name], key) for name in _GRID_KEYS if name in value}
+    rest = {name: value[name] for name in _RUN_KEYS[1:] if name in value}
+    return Variant(
+        loader.read_text(value["method"], f"{key}.method"),
+        named=loader.read_text(value["name"], f"{key}.name"),
+        changes=tuple(_dotted(rest)),
+        grid=tuple(grid.items()),
+    )
+
+
+def _read_sizes(value: Any, key: str) -> tuple[float, ...]:
+    sizes = value if isinstance(value, list | tuple) else [value]
+    return tuple(float(loader.read_number(size, key)) for size in sizes)
+
+
+def _dotted(table: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, Any]]:
+    for name, value in table.items():
+        if isinstance(value, Mapping):
+            yield from _dotted(value, f"{before}{name}.")
+        else:
+            yield before + name, tuple(value) if isinstance(value, list) else value
+
+
+MethodEntry = Annotated[str | Variant, _read_method]
 
 
 class Criterion(NamedTuple):
@@ -41,11 +104,12 @@ class Criterion(NamedTuple):
 class GridPoint:
     """One point of the grid that tuning searches.
 
-    >>> GridPoint(step_size=0.1, weight_decay=0.0, clip=5.0).step_size
+    >>> GridPoint(step_size=0.1, server_step_size=1.0, weight_decay=0.0, clip=5.0).step_size
     0.1
     """
 
     step_size: float
+    server_step_size: float
     weight_decay: float
     clip: float
 
@@ -72,9 +136,14 @@ class Tuning:
     """Rounds between evaluations; by default a tenth of the rounds."""
     widen: float = 1000.0
     """The grid grows by at most this factor beyond either end; 1 keeps it as it is."""
+    search: Literal["grid", "descent"] = "grid"
+    """``"grid"`` tries every point of the grid, ``"descent"`` starts in its middle; both then try
+    the neighbours of the best point, until it is better than all of them.
+    """
 
     def __post_init__(self) -> None:
-        number(self.widen, "widen", within="[1, inf]")
+        number(self.widen, "widen", within="[1, 1e9]")
+        check_known("search", self.search, ("grid", "descent"))
         if self.seed is not None:
             check_seed(self.seed)
 
@@ -100,22 +169,27 @@ class Comparison:
         >>> from fedshuffle.config import ImportSpec, StorePath
         >>> model, loss, data = ImportSpec("mine:net"), ImportSpec("cross_entropy"), StorePath("a")
         >>> base = Config(100, model, loss, data, evaluation=EvaluationSpec(StorePath("b")))
-        >>> Comparison(base, methods=("fedavg-rr", "fedshuffle"), step_sizes=(0.1, 1.0)).pairs
-        [('fedavg-rr', None), ('fedshuffle', None)]
+        >>> compared = Comparison(base, methods=("fedavg-rr", "fedshuffle"), step_sizes=(0.1, 1.0))
+        >>> [variant.name for variant in compared.variants]
+        ['fedavg-rr', 'fedshuffle']
     """
 
     base: Config = field(metadata={"key": False})
     """The run that all others are variations of."""
-    methods: tuple[str, ...] = field(
+    methods: tuple[MethodEntry, ...] = field(
         metadata={"add": 'the methods to compare, such as ["fedavg-rr", "fedshuffle"]'}
     )
-    """The methods to compare, by name or import path."""
+    """The methods to compare, by name or import path. An entry may also be a table with a ``name``,
+    a ``method`` and its own ``sampling``, ``work``, ``channel``, ``down_channel`` or step sizes.
+    """
     momentum: tuple[str | None, ...] = (None,)
     """Each method is run with each of them; by default that of the run."""
     seeds: tuple[int, ...] = (0,)
     """The seeds of the full runs; by default that of the run."""
     step_sizes: tuple[float, ...] = ()
     """Each method gets the best of them; by default that of the run."""
+    server_step_sizes: tuple[float, ...] = ()
+    """Part of the grid, if given: each method gets the best of both step sizes."""
     common_step_sizes: tuple[float, ...] = ()
     """All methods are run at each of these as well."""
     weight_decay: tuple[float, ...] = ()
@@ -142,24 +216,27 @@ class Comparison:
             if isinstance(values, tuple) and len(set(values)) < len(values):
                 twice = next(value for value in values if values.count(value) > 1)
                 raise FedShuffleError(f"compare.{name} has {twice!r} twice: drop one of them.")
-        for key, name in {"methods": "method", "momentum": "momentum", "seeds": "seed"}.items():
+        for key, name in {"momentum": "momentum", "seeds": "seed"}.items():
             for value in getattr(self, key):
                 with at(f"compare.{key}"):
                     replace(self.base, **{name: value})
         if not self.step_sizes and not self.common_step_sizes:
             raise FedShuffleError("there is no step size to run: give compare.step_sizes.")
-        for point in self._points:
+        for variant in self.variants:
+            with at("compare.methods"):
+                self.config(variant)
+        for point in self._points(self.variants[0]):
             with at("compare"):
-                self.trial((self.methods[0], None), point, None)
+                self.trial(self.variants[0], point, None)
 
-    def check_work(self, method: Method) -> None:
+    def check_work(self, variant: Variant, method: Method) -> None:
         """Refuse a method that fixes a part of the local work which this comparison sets otherwise.
 
         A part that is not set is left to each method.
         """
         with at("compare.methods"):
-            for point in self._points:
-                method.local_work(self._work(point))
+            for point in self._points(variant):
+                method.local_work(self.trial(variant, point, None).config.work)
             for name in method.work.keys() & {"weight_decay", "clip"}:
                 if set(getattr(self, name)) - {method.work[name]}:  # the default too, if listed
                     raise FedShuffleError(
@@ -167,50 +244,65 @@ class Comparison:
                         f" Leave compare.{name} out, or choose another method."
                     )
 
-    @property
-    def pairs(self) -> list[Pair]:
+    @functools.cached_property
+    def variants(self) -> list[Variant]:
         """Every method with every momentum."""
-        return list(itertools.product(self.methods, self.momentum))
+        entries = [Variant(one) if isinstance(one, str) else one for one in self.methods]
+        return [
+            replace(entry, momentum=momentum)
+            for entry, momentum in itertools.product(entries, self.momentum)
+        ]
 
     @functools.cached_property
-    def grid(self) -> tuple[GridPoint, ...]:
-        """The points that tuning tries first; what is not varied is as in the base."""
-        work = self.base.work
-        axes = self.step_sizes, self.weight_decay or [work.weight_decay], self.clip or [work.clip]
-        return tuple(GridPoint(*map(float, point)) for point in itertools.product(*axes))
+    def _configs(self) -> dict[Variant, Config]:
+        return {}
 
-    @property
-    def tuned(self) -> bool:
+    def config(self, variant: Variant) -> Config:
+        """The run of a variant, but for its step sizes and its seed."""
+        if variant not in self._configs:
+            with at(variant.name) if variant.named else nullcontext():
+                run = replace(self.base, method=variant.method, momentum=variant.momentum, out=None)
+                changed = run.override(dict(variant.changes)) if variant.changes else run
+            self._configs[variant] = changed
+        return self._configs[variant]
+
+    def lattice(self, variant: Variant) -> Lattice:
+        """Where the settings of a variant are searched; what is not varied is as in its run."""
+        config, own, open_ = self.config(variant), dict(variant.grid), self.tune.search == "descent"
+
+        def sizes(name: str) -> Axis | Choices:
+            given = own.get(f"{name}s") or getattr(self, f"{name}s")
+            if len(given) > 1 or (given and open_):
+                return Axis(tuple(map(float, given)), self.tune.widen)
+            return Choices(given or (_number(getattr(config, name)),))
+
+        others = {name: getattr(self, name) or (getattr(config.work, name),) for name in _WORK}
+        return Lattice(
+            (sizes("step_size"), sizes("server_step_size"), *map(Choices, others.values()))
+        )
+
+    def grid(self, variant: Variant) -> list[GridPoint]:
+        """The points that tuning tries first; none if there are only common step sizes."""
+        if not (self.step_sizes or dict(variant.grid).get("step_sizes")):
+            return []
+        lattice = self.lattice(variant)
+        descends = self.tune.search == "descent"
+        return [GridPoint(*p) for p in ([lattice.middle] if descends else lattice.given)]
+
+    def tuned(self, variant: Variant) -> bool:
         """Whether there is more than one point to choose from."""
-        return len(self.grid) > 1
+        descends = self.tune.search == "descent" and bool(self.grid(variant))
+        return descends or len(self.grid(variant)) > 1
 
-    @property
-    def _points(self) -> list[GridPoint]:
-        return [*self.grid, *map(self.common_point, self.common_step_sizes)]
+    def _points(self, variant: Variant) -> list[GridPoint]:
+        common = [self.common_point(variant, size) for size in self.common_step_sizes]
+        return [*self.grid(variant), *common]
 
-    def _work(self, point: GridPoint) -> LocalWork:
-        return replace(self.base.work, weight_decay=point.weight_decay, clip=point.clip)
-
-    def common_point(self, step_size: float) -> GridPoint:
-        """The base's weight decay and clipping, at a step size common to all methods."""
-        return GridPoint(step_size, self.base.work.weight_decay, self.base.work.clip)
-
-    def wider(self, tried: Mapping[GridPoint, bool], best: GridPoint) -> list[GridPoint]:
-        """The points to try next if the best step size is at an end of those tried, else none.
-
-        If the smallest step size diverged, no best above it is trusted: smaller ones come next.
-
-        Args:
-            tried: whether the run at each point diverged.
-            best: the best of them.
-        """
-        sizes = {point.step_size for point in tried}
-        smallest = min(sizes)
-        lost = all(diverged for point, diverged in tried.items() if point.step_size == smallest)
-        size = smallest if lost else best.step_size
-        beyond = next_step_size(set(map(float, self.step_sizes)), sizes, size, self.tune.widen)
-        rest = dict.fromkeys((point.weight_decay, point.clip) for point in self.grid)
-        return [] if beyond is None else [GridPoint(beyond, *point) for point in rest]
+    def common_point(self, variant: Variant, step_size: float) -> GridPoint:
+        """The variant's other settings, at a step size common to all methods."""
+        config = self.config(variant)
+        server = _number(config.server_step_size)
+        return GridPoint(float(step_size), server, config.work.weight_decay, config.work.clip)
 
     @functools.cached_property
     def short(self) -> Config:
@@ -229,21 +321,24 @@ class Comparison:
         seed = self.seeds[0] if tune.seed is None else tune.seed
         return replace(self.base, rounds=rounds, seed=seed, evaluation=evaluation)
 
-    def trial(self, pair: Pair, point: GridPoint, seed: int | None) -> Trial:
-        """The run of a method at a grid point with a seed; without a seed, the tuning run."""
-        method, momentum = pair
-        base = self.short if seed is None else replace(self.base, seed=seed)
-        size: StepSize = point.step_size
-        if isinstance(base.step_size, ScheduleSpec):
-            arguments = {**base.step_size.arguments, "step_size": point.step_size}
-            size = ScheduleSpec(base.step_size.name, arguments)
+    def trial(self, variant: Variant, point: GridPoint, seed: int | None) -> Trial:
+        """The run of a variant at a grid point with a seed; without a seed, the tuning run."""
+        own, short = self.config(variant), self.short
         config = replace(
-            base, method=method, momentum=momentum, step_size=size, work=self._work(point), out=None
+            own,
+            step_size=_resized(own.step_size, point.step_size),
+            server_step_size=_resized(own.server_step_size, point.server_step_size),
+            work=replace(own.work, weight_decay=point.weight_decay, clip=point.clip),
+            rounds=own.rounds if seed is not None else short.rounds,
+            seed=seed if seed is not None else short.seed,
+            evaluation=own.evaluation if seed is not None else short.evaluation,
         )
-        words = [method, momentum or "", f"step{float(point.step_size)!r}"]
-        if point.weight_decay != base.work.weight_decay:
+        words = [variant.name, variant.momentum or "", f"step{point.step_size!r}"]
+        if point.server_step_size != _number(own.server_step_size):
+            words.append(f"server{point.server_step_size!r}")
+        if point.weight_decay != own.work.weight_decay:
             words.append(f"decay{float(point.weight_decay)!r}")
-        if point.clip != base.work.clip:
+        if point.clip != own.work.clip:
             words.append(f"clip{float(point.clip)!r}")
         words.append("" if seed is None else f"seed{seed}")
         name = "_".join(re.sub(r"[^\w.+-]+", "-", word) for word in words if word)
@@ -304,8 +399,8 @@ def load(
     ... '''
     >>> with TemporaryDirectory() as folder:
     ...     _ = Path(folder, "compare.toml").write_text(text)
-    ...     load(Path(folder, "compare.toml")).pairs
-    [('fedavg-rr', None), ('fedshuffle', None)]
+    ...     [variant.name for variant in load(Path(folder, "compare.toml")).variants]
+    ['fedavg-rr', 'fedshuffle']
     """
     file, changes = Path(path), overrides or {}
     tables = loader.parse(file)
@@ -319,10 +414,8 @@ def load(
             )
         base = loader.read({k: v for k, v in changed.items() if k != "compare"}, file.parent)
         fields = loader.read_fields(Comparison, changed["compare"], "compare")
-        if fields.keys() & {"weight_decay", "clip"} or "common_step_sizes" not in fields:
-            size = base.step_size
-            own = size.arguments["step_size"] if isinstance(size, ScheduleSpec) else size
-            fields = {"step_sizes": (own,)} | fields
+        if fields.keys() & {*_WORK, "server_step_sizes"} or "common_step_sizes" not in fields:
+            fields = {"step_sizes": (_number(base.step_size),)} | fields
         defaults: dict[str, Any] = {"momentum": (base.momentum,), "seeds": (base.seed,)}
         return Comparison(base, text=text, tables=changed, **defaults | fields)
 
@@ -349,24 +442,16 @@ def _merged(tables: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, 
     return result
 
 
-def next_step_size(grid: Set[float], tried: Set[float], best: float, widen: float) -> float | None:
-    """The step size beyond the end of those tried, if the best one is at that end; else None.
+_WORK = ("weight_decay", "clip")  # the parts of the local work that a grid may vary
 
-    The grid grows with its own mean spacing, but at least by a factor of 2 and at most of 10, in
-    two significant digits, up to ``widen`` times beyond its end. A single step size never grows.
 
-    >>> grid = {0.01, 0.03, 0.1}
-    >>> next_step_size(grid, grid, 0.01, 1000), next_step_size(grid, grid | {0.0032}, 0.1, 1000)
-    (0.0032, 0.32)
-    >>> next_step_size(grid, grid, 0.03, 1000), next_step_size(grid, grid, 0.1, 1)
-    (None, None)
-    """
-    low, high = min(grid), max(grid)
-    if len(grid) < 2 or min(tried) < best < max(tried):
-        return None
-    spacing = min(max((high / low) ** (1 / (len(grid) - 1)), 2.0), 10.0)
-    down = best == min(tried)
-    factor = spacing ** (1 + sum(size < low if down else size > high for size in tried))
-    if factor > widen * (1 + 1e-9):
-        return None
-    return float(f"{low / factor if down else high * factor:.2g}")
+def _number(size: StepSize) -> float:
+    """A step size, or the one that a schedule starts from."""
+    return float(size.arguments["step_size"] if isinstance(size, ScheduleSpec) else size)
+
+
+def _resized(size: StepSize, to: float) -> StepSize:
+    """Another step size, or the same schedule from there."""
+    if not isinstance(size, ScheduleSpec):
+        return to
+    return ScheduleSpec(size.name, {**size.arguments, "step_size": to})

@@ -8,6 +8,7 @@ import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import is_dataclass, replace
 from pathlib import Path
+from types import UnionType
 from typing import Any, Literal, get_args, get_origin
 
 import tomli_w
@@ -29,7 +30,6 @@ from fedshuffle.errors import FedShuffleError, error_context, nearest_name, unkn
 from fedshuffle.local_work import (
     AtMost,
     EpochRange,
-    ExampleOrder,
     Interruption,
     MissLast,
     RandomStop,
@@ -161,6 +161,8 @@ def _read(kind: Any, value: Any, key: str) -> Any:
         return _READERS[kind](value, key)
     if hasattr(kind, "__metadata__"):  # Annotated[type, reader]
         return kind.__metadata__[0](value, key)
+    if get_origin(kind) is Literal:  # which texts, the dataclass checks
+        return read_text(value, key)
     if get_origin(kind) is tuple:
         if not isinstance(value, list | tuple) or not value:
             raise FedShuffleError(f"{key} is {value!r}, but must be a list with entries.")
@@ -180,7 +182,7 @@ def _of_type(kinds: type | tuple[type, ...], words: str) -> Callable[[Any, str],
     return read
 
 
-_text = _of_type(str, "a text in quotes")
+read_text = _of_type(str, "a text in quotes")
 _whole = _of_type(int, "a whole number")
 read_number = _of_type((int, float), "a number")
 _number_or_schedule = _of_type((int, float), 'a number, or a schedule, such as "cosine:0.1"')
@@ -202,7 +204,7 @@ def _spec(kinds: Mapping[str, Callable[..., Any]]) -> Callable[[Any, str], Any]:
         arguments = {name: entry for name, entry in table.items() if name != word}
         if word == "store" and arguments:
             raise _unknown_key(key, next(iter(arguments)), {"store": str})
-        name = _text(table[word], f"{key}.{word}")
+        name = read_text(table[word], f"{key}.{word}")
         return kinds[word](name, arguments) if arguments else kinds[word](name)
 
     return read
@@ -247,7 +249,7 @@ _INTERRUPTIONS: dict[str, type[Any]] = {
 
 
 def _interruption(value: Any, key: str) -> Interruption:
-    name, _, argument = _text(value, key).partition(":")
+    name, _, argument = read_text(value, key).partition(":")
     forms = {n: f"{n}:{dataclasses.fields(k)[0].name.upper()}" for n, k in _INTERRUPTIONS.items()}
     with at(key):
         if name not in forms:
@@ -261,8 +263,8 @@ def _interruption(value: Any, key: str) -> Interruption:
 
 
 _READERS: dict[Any, Callable[[Any, str], Any]] = {
-    str: _text,
-    Path: _text,
+    str: read_text,
+    Path: read_text,
     int: _whole,
     float: read_number,
     bool: _of_type(bool, "true or false"),
@@ -273,7 +275,6 @@ _READERS: dict[Any, Callable[[Any, str], Any]] = {
     # The types of LocalWork.
     int | Sequence[int] | EpochRange: epochs,
     int | Literal["min", "mean"]: lambda v, key: v if isinstance(v, str) else count(v, key),
-    ExampleOrder: _text,
     Interruption: _interruption,
 }
 """Each turns the value at a key of the file into the value of a field, or raises an error."""
@@ -290,7 +291,6 @@ _FORMS: dict[Any, str] = {
     StepSize: 'number or schedule: `"cosine:0.1"`',
     int | Sequence[int] | EpochRange: 'whole number, `"2..5"` at random, or a list: one per client',
     int | Literal["min", "mean"]: 'whole number, `"min"` or `"mean"`',
-    ExampleOrder: " or ".join(f'`"{order}"`' for order in get_args(ExampleOrder)),
     Interruption: '`"at-most:20"`, `"miss-last:1"` or `"random-stop:0.2"`',
 }
 """How a value of each type is written in a file, for the reference."""
@@ -308,6 +308,10 @@ def form(kind: Any) -> str:
         return form(get_args(kind)[0])
     if get_origin(kind) is tuple:
         return f"list: {form(without_none(get_args(kind)[0]))}"
+    if get_origin(kind) is Literal:
+        return " or ".join(f'`"{text}"`' for text in get_args(kind))
+    if isinstance(kind, UnionType):
+        return " or ".join(map(form, get_args(kind)))
     return "section"
 
 

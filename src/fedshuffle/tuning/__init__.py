@@ -1,0 +1,1 @@
+"""Step sizes that suit a run: the search for them."""
