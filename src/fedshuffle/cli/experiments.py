@@ -30,6 +30,9 @@ _UNUSED = {
     "theory": ["rounds", "scale", "data", "jobs"],
     "shakespeare": ["rounds"],
     "cifar100": ["rounds"],
+    "steps-shakespeare": ["rounds"],
+    "steps-cifar100": ["rounds"],
+    "steps-plays": ["rounds"],
 }
 """The experiments, and the options that change nothing in each."""
 
@@ -38,13 +41,18 @@ def reproduce(
     context: typer.Context,
     experiment: Annotated[
         str,
-        Argument(help="quadratic (the toy figures), compression, theory, shakespeare or cifar100."),
+        Argument(
+            help="quadratic (the toy figures), compression, theory, shakespeare, cifar100;"
+            " steps-shakespeare, steps-cifar100, steps-plays (both step sizes tuned)."
+        ),
     ],
     out: Out,
     rounds: Annotated[
         int | None, Option(help="Rounds of training: quadratic (1000), compression (400).")
     ] = None,
-    scale: Annotated[str, Option(help="paper, laptop, smoke: shakespeare, cifar100.")] = "laptop",
+    scale: Annotated[
+        str, Option(help="paper, laptop or smoke, of an experiment on real data.")
+    ] = "laptop",
     data: DataFolder = None,
     jobs: Jobs = None,
     as_json: AsJson = False,
@@ -53,7 +61,7 @@ def reproduce(
     if experiment not in _UNUSED:
         raise unknown("experiment", experiment, _UNUSED)
     refuse_unused(context, _UNUSED[experiment], experiment)
-    if experiment in ("shakespeare", "cifar100"):
+    if "rounds" in _UNUSED[experiment] and experiment != "theory":
         from fedshuffle.experiments import real
 
         words = ["reproduce", experiment, "--scale", scale, "--out", str(out)]

@@ -1,8 +1,9 @@
-"""The paper's experiments on real data, Shakespeare and CIFAR-100, each one comparison in a file.
+"""Experiments on real data, each one comparison in a file beside this module.
 
-``shakespeare.toml`` and ``cifar100.toml`` beside this module hold the settings; here is what they
-name: data, models, and two methods in reshuffled order, in which the paper runs all methods on real
-data.
+``shakespeare.toml`` and ``cifar100.toml`` are the paper's; ``steps-shakespeare.toml``,
+``steps-cifar100.toml`` and ``steps-plays.toml`` tune both step sizes of a family of methods. Here
+is what they name: data, models, and two methods in reshuffled order, in which the paper runs all
+methods on real data.
 """
 
 import functools
@@ -15,6 +16,7 @@ from torch import nn
 from fedshuffle import comparison, methods
 from fedshuffle._files import results_folder
 from fedshuffle.data import datasets
+from fedshuffle.experiments.plays import load as read_plays
 from fedshuffle.federation import Federation
 from fedshuffle.models import ResNet
 
@@ -23,7 +25,7 @@ FEDAVG_MEAN = replace(methods.get("fedavg-mean"), work={"steps": "mean"})
 
 
 def load(experiment: str, scale: str, out: Path, data: Path | None = None) -> comparison.Comparison:
-    """``shakespeare`` or ``cifar100`` at the scale ``paper``, ``laptop`` or ``smoke``, to be run
+    """One of the experiments at the scale ``paper``, ``laptop`` or ``smoke``, to be run
     into ``out``; with data sets from ``data``, if not from FEDSHUFFLE_DATA or the cache.
     """
     keys = ("data.folder", "evaluation.data.folder")
@@ -36,6 +38,7 @@ def load(experiment: str, scale: str, out: Path, data: Path | None = None) -> co
 # The parts for training and for testing are read once.
 _shakespeare = functools.lru_cache(maxsize=1)(datasets.shakespeare)
 _cifar100 = functools.lru_cache(maxsize=1)(datasets.cifar100)
+_plays = functools.lru_cache(maxsize=1)(read_plays)
 
 
 def shakespeare(
@@ -51,6 +54,14 @@ def cifar100(
 ) -> Federation:
     """CIFAR-100, split over clients by hierarchical LDA."""
     return _cifar100(folder, clients=clients, per_client=per_client)[part != "train"]
+
+
+def plays(part: str = "train", features: int = 1024, folder: str | None = None) -> Federation:
+    """Speeches of 37 plays by speaking character; is a speech verse or prose?
+
+    See :func:`fedshuffle.experiments.plays.load`.
+    """
+    return _plays(folder, features)[part != "train"]
 
 
 def resnet(width: int = 64, blocks: Sequence[int] = (2, 2, 2, 2), padding: int = 4) -> nn.Module:
