@@ -42,8 +42,9 @@ def load(folder: str | Path | None = None, features: int = 1024) -> tuple[Federa
     labels: list[int] = []
     testing: list[bool] = []
     broken = (OSError, EOFError, ValueError, KeyError, TypeError, zlib.error)
-    with error_context(lambda error: f"cannot read {str(path)!r}: {error!r}.", broken):
-        for line in gzip.open(path, "rt", encoding="utf-8"):
+    unreadable = error_context(lambda error: f"cannot read {str(path)!r}: {error!r}.", broken)
+    with unreadable, gzip.open(path, "rt", encoding="utf-8") as file:
+        for line in file:
             role = json.loads(line)
             known = [
                 (one, label) for one in role["speeches"] if (label := is_prose(one)) is not None
@@ -69,11 +70,11 @@ def load(folder: str | Path | None = None, features: int = 1024) -> tuple[Federa
 
 
 def is_prose(speech: str) -> bool | None:
-    """Whether a line of a speech goes on with a small letter; None if it has only one line.
+    r"""Whether a line of a speech goes on with a small letter; None if it has only one line.
 
     Editions start each line of verse with a capital letter.
 
-    >>> is_prose("To be, or not to be:\\nThat is the question"), is_prose("O brave new\\nworld")
+    >>> is_prose("To be, or not to be:\nThat is the question"), is_prose("O brave new\nworld")
     (False, True)
     """
     starts = [re.sub("^[^A-Za-z]+", "", line)[:1] for line in speech.splitlines() if line.strip()]
