@@ -6,17 +6,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from fedshuffle import FedShuffleError, comparison
 from fedshuffle._terminal import Console
-from fedshuffle.comparison import GridPoint
 from fedshuffle.comparison.results import Results
 from fedshuffle.comparison.runner import Study
-from fedshuffle.comparison.spec import Criterion, next_step_size
+from fedshuffle.comparison.spec import Criterion
 from fedshuffle.reports.comparison.tables import print_results
 from fedshuffle.reports.comparison.warnings import annotate
+from fedshuffle.tuning.search import Point
 from tests.comparison.project import (
     CONFIG,
     FLOOR,
@@ -82,57 +80,30 @@ def test_the_grid_widens_up_to_its_limit(tmp_path: Path) -> None:
     assert list(trials_of(fixed)) == [0.001, 0.002]
 
 
-def test_a_wider_grid_varies_weight_decay_and_clip(tmp_path: Path) -> None:
-    compared = comparison.load(
-        project(tmp_path), {"compare.step_sizes": [1, 3], "compare.clip": [5, "none"]}
-    )
-    best = compared.grid[0]
-    healthy = dict.fromkeys(compared.grid, False)
-    assert compared.wider(healthy, best) == [
-        GridPoint(0.33, 0.0, 5.0),
-        GridPoint(0.33, 0.0, math.inf),
-    ]
-    alone = comparison.load(
-        project(tmp_path), {"compare.step_sizes": [1], "compare.clip": [5, "none"]}
-    )
-    assert alone.wider(dict.fromkeys(alone.grid, False), alone.grid[0]) == []  # it was meant
-
-
-def test_a_diverged_smallest_step_size_widens_the_grid_downwards(tmp_path: Path) -> None:
-    compared = comparison.load(project(tmp_path), {"compare.step_sizes": [1, 3, 9]})
-    low, middle, high = compared.grid
-    lost = {low: True, middle: False, high: True}
-    assert [setting.step_size for setting in compared.wider(lost, middle)] == [0.33]
-    assert compared.wider({**lost, low: False}, middle) == []
-
-
-@given(
-    st.lists(st.floats(1e-6, 1e3), min_size=2, max_size=6, unique=True),
-    st.floats(1, 1e6),
-    st.booleans(),
-)
-def test_the_grid_grows_outwards_a_finite_number_of_times(
-    sizes: list[float], widen: float, down: bool
+@pytest.mark.parametrize("search", ["grid", "descent"])
+def test_weight_decay_and_clipping_are_varied_at_the_best_step_size(
+    tmp_path: Path, search: str
 ) -> None:
-    grid = set(sizes)
-    tried, end = set(grid), min if down else max
-    while (new := next_step_size(grid, tried, end(tried), widen)) is not None:
-        assert (new < min(tried)) if down else (new > max(tried))
-        ratio = min(grid) / new if down else new / max(grid)
-        assert ratio <= 1.06 * widen  # two significant digits
-        tried.add(new)
-    assert len(tried - grid) <= math.log2(widen) + 1e-6
-    assert len(grid) < 3 or next_step_size(grid, tried, sorted(tried)[1], widen) is None
+    compared = comparison.load(
+        project(tmp_path),
+        {"compare.step_sizes": [1, 3], "compare.clip": [5, "none"], "compare.tune.search": search},
+    )
+    lattice = compared.lattice(compared.variants[0])
+    tried = [(s, 1.0, 0.0, clip) for s in (0.33, 1.0, 3.0) for clip in (5.0, math.inf)]
+    losses: dict[Point, float | None] = dict.fromkeys(tried, 2.0)
+    assert lattice.untried({**losses, (3.0, 1.0, 0.0, 5.0): 1.0}) == [(9.0, 1.0, 0.0, 5.0)]
+    del losses[1.0, 1.0, 0.0, math.inf]
+    assert lattice.untried({**losses, (1.0, 1.0, 0.0, 5.0): 1.0}) == [(1.0, 1.0, 0.0, math.inf)]
 
 
 def test_a_failed_run_does_not_widen_the_grid(tmp_path: Path) -> None:
     compared = comparison.load(project(tmp_path), {"compare.step_sizes": [1, 2]})
     study = Study(compared, tmp_path / "out", Criterion("accuracy", True))
-    pair = compared.pairs[0]
-    for trial in study.tuning(pair)[0]:
+    variant = compared.variants[0]
+    for trial in study.tuning(variant)[0]:
         study.prepare(trial)
         study.fail(trial, "out of memory")
-    assert len(study.tuning(pair)[0]) == 2
+    assert len(study.tuning(variant)[0]) == 2
 
 
 # The choice, from folders made by hand
@@ -153,15 +124,15 @@ def test_the_best_point_is_chosen(
 ) -> None:
     sizes = {"compare.step_sizes": [1, 2, 3], "compare.tune.metric": "accuracy"}
     compared = comparison.load(project(tmp_path), {**sizes, "compare.tune.widen": 1})
-    pair = compared.pairs[0]
+    variant = compared.variants[0]
     study = Study(compared, tmp_path / "out", Criterion("accuracy", higher))
-    for trial, value in zip(study.tuning(pair)[0], found, strict=True):
-        assert study.tuning(pair)[1] is None
+    for trial, value in zip(study.tuning(variant)[0], found, strict=True):
+        assert study.tuning(variant)[1] is None
         lost = value == "diverged"
         write_run(study, trial, "diverged" if lost else "finished", None if lost else value)
         study.update(trial)
     again = Study(compared, tmp_path / "out", Criterion("accuracy", higher))  # all from the folders
-    chosen = again.tuning(pair)[1]
+    chosen = again.tuning(variant)[1]
     assert chosen is not None
     assert chosen.step_size == want
     assert [group for _, group, *_ in again.replicates()].count("own") == 1

@@ -24,9 +24,11 @@ def curve(method: str, *runs: dict[str, Any], **facts: Any) -> dict[str, Any]:
     return {
         "method": method,
         "label": label,
+        "settings": {},
         "momentum": "none",
         "group": "own",
         "step_size": facts.get("step_size", 0.3),
+        "server_step_size": 1.0,
         "client_step_sizes": [facts.get("step_size", 0.3)] * 2,
         "weight_decay": 0.0,
         "clip": None,
@@ -65,7 +67,8 @@ def results(*curves: dict[str, Any], **facts: Any) -> Any:
 
 
 def trial(step_size: float, value: float | None, diverged: bool = False, **facts: Any) -> Any:
-    facts = {"weight_decay": 0.0, "clip": None, "added": False, **facts}
+    rest = {"server_step_size": 1.0, "weight_decay": 0.0, "clip": None, "added": False}
+    facts = {**rest, **facts}
     return {"step_size": step_size, "value": value, "diverged": diverged, **facts}
 
 

@@ -23,7 +23,8 @@ from fedshuffle._arrays import jsonable
 from fedshuffle._files import one_writer, write_file
 from fedshuffle._terminal import Console, interrupted_once, progress_bar
 from fedshuffle.comparison.results import Facts, Results, collect_facts
-from fedshuffle.comparison.spec import Comparison, Criterion, GridPoint, Trial, Variant
+from fedshuffle.comparison.spec import Comparison, Criterion, GridPoint, Trial
+from fedshuffle.comparison.variants import Variant
 from fedshuffle.comparison.workers import OUTCOME, Answer, WorkerPool, write_outcome
 from fedshuffle.config import loader
 from fedshuffle.errors import FedShuffleError
@@ -228,7 +229,7 @@ class Study:
     def _curve(
         self, facts: Facts, variant: Variant, group: str, point: GridPoint, trials: list[Trial]
     ) -> dict[str, Any]:
-        scales = facts["client_step_sizes"]
+        scales, given = facts["client_step_sizes"], self.comparison.given(variant)
         return {
             **facts,
             "group": group,
@@ -237,7 +238,7 @@ class Study:
             "tuning": [
                 {
                     **vars(trial.point),
-                    "added": trial.point not in self.comparison.grid(variant),
+                    "added": trial.point not in given,
                     "value": self.score(trial),
                     "diverged": trial.outcome == "diverged",
                 }
