@@ -13,7 +13,8 @@ import pytest
 
 from fedshuffle import FedShuffleError, comparison, methods
 from fedshuffle.comparison import GridPoint, Variant
-from fedshuffle.config import EvaluationSpec, ImportSpec
+from fedshuffle.comparison.results import collect_facts
+from fedshuffle.config import EvaluationSpec, ImportSpec, ScheduleSpec
 from fedshuffle.config.loader import toml
 from fedshuffle.experiments import real
 from tests.cli.test_cli import run as command
@@ -57,6 +58,21 @@ def test_load(tmp_path: Path) -> None:
     again = tmp_path / "again.toml"
     again.write_text(toml(compared.tables))
     assert comparison.load(again) == compared
+
+
+def test_a_server_step_size_may_have_a_schedule(tmp_path: Path) -> None:
+    compared = comparison.load(
+        project(tmp_path), {"server_step_size": "cosine:2", "compare.server_step_sizes": [1, 2]}
+    )
+    variant = compared.variants[0]
+    one, two = (compared.trial(variant, point, 0) for point in compared.grid(variant)[:2])
+    assert one.name == "fedavg-rr_step0.1_server1.0_seed0"
+    assert two.name == "fedavg-rr_step0.1_seed0"
+    for trial, size in ((one, 1.0), (two, 2.0)):
+        assert trial.config.server_step_size == ScheduleSpec("cosine", {"step_size": size})
+    assert compared.common_point(variant, 0.1).server_step_size == 2.0
+    _, common, _ = collect_facts(compared)
+    assert common["settings"]["server_step_size"] == "schedule cosine"
 
 
 def test_the_default_step_size_is_that_of_the_run(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 import io
 import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 
 from fedshuffle import FedShuffleError, comparison
 from fedshuffle._terminal import Console
+from fedshuffle.comparison import GridPoint
 from fedshuffle.comparison.results import Results
 from fedshuffle.comparison.runner import Study
 from fedshuffle.comparison.spec import Criterion
@@ -18,6 +20,7 @@ from fedshuffle.tuning.search import Point
 from tests.comparison.project import (
     CONFIG,
     FLOOR,
+    closed_form,
     project,
     write_run,
 )
@@ -25,7 +28,12 @@ from tests.comparison.project import (
 pytestmark = pytest.mark.xdist_group("comparison")  # they share one comparison
 
 
-def tuned(folder: Path, sizes: list[float], **changes: Any) -> Results:
+def tuned(
+    folder: Path,
+    sizes: list[float],
+    annotate: Callable[[Results], None] = annotate,
+    **changes: Any,
+) -> Results:
     """The results of FedShuffle alone with this grid."""
     changes = {
         "compare.methods": ["fedshuffle"],
@@ -78,6 +86,76 @@ def test_the_grid_widens_up_to_its_limit(tmp_path: Path) -> None:
     assert said.index("edge") < said.index("own best step size")  # above the table
     fixed = tuned(tmp_path / "fixed", [0.001, 0.002], compare__tune__widen=1)
     assert list(trials_of(fixed)) == [0.001, 0.002]
+
+
+BOTH: dict[str, Any] = {"compare__server_step_sizes": [1], "compare__tune__search": "descent"}
+
+
+def test_a_descent_tunes_both_step_sizes(tmp_path: Path) -> None:
+    """Each round multiplies the distance by 1 - step size * server step size."""
+    results = tuned(tmp_path, [0.1], **BOTH)
+    [curve] = results["curves"]
+    trials = {(t["step_size"], t["server_step_size"]): t for t in curve["tuning"]}
+    assert list(trials) == [
+        (0.1, 1.0),
+        *((0.032, 1.0), (0.32, 1.0), (0.1, 0.32), (0.1, 3.2)),
+        *((1.0, 1.0), (0.32, 0.32), (0.32, 3.2)),
+        *((3.2, 1.0), (1.0, 0.32), (1.0, 3.2)),
+    ]
+    for (step, server), trial in trials.items():
+        assert trial["diverged"] == (step * server > 3)
+        if not trial["diverged"]:
+            assert trial["value"] == pytest.approx(closed_form(step * server, 6), rel=1e-6)
+        assert trial["added"] == ((step, server) != (0.1, 1.0))
+    assert (curve["step_size"], curve["server_step_size"]) == (1.0, 1.0)
+    assert [run["folder"] for run in curve["runs"]] == ["runs/fedshuffle_step1.0_seed0"]
+    assert (tmp_path / "out/runs/tune_fedshuffle_step0.32_server3.2/outcome.json").exists()
+    assert "server_step_size" not in results["settings"]
+    assert results["warnings"] == []
+    steps = [record["total_steps"] for record in curve["runs"][0]["history"]]
+    assert steps == [4 * record["round"] for record in curve["runs"][0]["history"]]
+
+
+def test_a_descent_resumes_after_an_interruption(tmp_path: Path) -> None:
+    whole = tuned(tmp_path / "whole", [0.1], **BOTH)
+    calls = 0
+
+    def interrupt(results: Results) -> None:
+        nonlocal calls
+        calls += 1
+        if calls == 5:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        tuned(tmp_path / "rest", [0.1], interrupt, **BOTH)
+    stamps = {path: path.stat().st_mtime_ns for path in (tmp_path / "rest").rglob("outcome.json")}
+    assert 4 <= len(stamps) < 12
+    rest = tuned(tmp_path / "rest", [0.1], **BOTH)
+    assert rest["curves"] == whole["curves"]
+    assert rest["complete"]
+    assert all(path.stat().st_mtime_ns == stamp for path, stamp in stamps.items())
+
+
+@pytest.mark.parametrize(("search", "trials"), [("grid", 0), ("descent", 2)])
+def test_a_single_step_size_is_tuned_only_by_a_descent(
+    tmp_path: Path, search: str, trials: int
+) -> None:
+    changes = {"compare.step_sizes": [1], "compare.tune.search": search}
+    compared = comparison.load(project(tmp_path), changes)
+    variant = compared.variants[0]
+    assert compared.tuned(variant) == bool(trials)
+    assert [point.step_size for point in compared.grid(variant)] == [1]
+    assert len(compared.lattice(variant).untried({(1.0, 1.0, 0.0, math.inf): 2.0})) == trials
+    fixed = comparison.load(project(tmp_path), {**changes, "compare.tune.widen": 1})
+    assert not fixed.tuned(variant)  # there is nothing else to try
+
+
+def test_a_descent_starts_in_the_middle_of_the_grid(tmp_path: Path) -> None:
+    changes = {"compare.step_sizes": [1, 10, 100], "compare.server_step_sizes": [1, 2]}
+    compared = comparison.load(project(tmp_path), {**changes, "compare.tune.search": "descent"})
+    variant = compared.variants[0]
+    assert compared.grid(variant) == [GridPoint(10.0, 2.0, 0.0, math.inf)]
+    assert len(compared.given(variant)) == 6
 
 
 @pytest.mark.parametrize("search", ["grid", "descent"])
