@@ -118,11 +118,12 @@ def test_what_is_on_the_way_is_checked_audited_and_listed(tmp_path: Path) -> Non
     with pytest.raises(FedShuffleError, match=r"^compare.methods: fedavg-rr divides by"):
         collect_facts(comparison.load(file, way))
     way["compare.methods"] = ["fedshuffle", "fedprox+fedshuffle"]
-    _, common, found = collect_facts(comparison.load(file, way))
-    assert common["settings"]["channel"] == "topk:0.5"
-    assert common["settings"]["privacy"].startswith("clip 1.0, noise 1.0")
-    assert "down_channel" not in common["settings"]
-    assert [facts["audit"]["consistent"] for facts in found.values()] == [False, False]
+    found = collect_facts(comparison.load(file, way))
+    settings = found.common["settings"]
+    assert settings["channel"] == "topk:0.5"
+    assert settings["privacy"].startswith("clip 1.0, noise 1.0")
+    assert "down_channel" not in settings
+    assert [facts["audit"]["consistent"] for facts in found.variants.values()] == [False, False]
 
 
 def test_printed_table(done: tuple[Path, Results], capsys: pytest.CaptureFixture[str]) -> None:

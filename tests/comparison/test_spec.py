@@ -71,8 +71,7 @@ def test_a_server_step_size_may_have_a_schedule(tmp_path: Path) -> None:
     for trial, size in ((one, 1.0), (two, 2.0)):
         assert trial.config.server_step_size == ScheduleSpec("cosine", {"step_size": size})
     assert compared.common_point(variant, 0.1).server_step_size == 2.0
-    _, common, _ = collect_facts(compared)
-    assert common["settings"]["server_step_size"] == "schedule cosine"
+    assert collect_facts(compared).common["settings"]["server_step_size"] == "schedule cosine"
 
 
 def test_the_default_step_size_is_that_of_the_run(tmp_path: Path) -> None:

@@ -153,8 +153,8 @@ def test_names_of_folders_are_unique_and_stable(tmp_path: Path) -> None:
 
 def test_results_say_what_sets_a_variant_apart(tmp_path: Path) -> None:
     compared = loaded(tmp_path, "fedshuffle", BY_SIZE)
-    _, common, found = collect_facts(compared)
-    plain, own = found.values()
+    found = collect_facts(compared)
+    plain, own = found.variants.values()
     assert (plain["method"], plain["label"], plain["settings"]) == ("fedshuffle", "FedShuffle", {})
     assert (own["method"], own["label"]) == ("by size", "by size")
     assert own["settings"] == {
@@ -163,7 +163,7 @@ def test_results_say_what_sets_a_variant_apart(tmp_path: Path) -> None:
         "work.clip": "inf",
         "work.batch_size": "3",
     }
-    assert common["settings"]["server_step_size"] == "1.0"
+    assert found.common["settings"]["server_step_size"] == "1.0"
 
 
 def test_variants_of_one_method_differ_by_momentum_and_name() -> None:

@@ -13,7 +13,8 @@ def run(seed: int, *values: float | None, rounds: int = ROUNDS, **facts: Any) ->
     for record, value in zip(history[rounds - len(values) :], values, strict=True):
         loss = None if value is None else 2 - value
         record.update(accuracy=value, loss=loss, training_loss=loss and loss - 0.25)
-    return {"seed": seed, "folder": f"runs/{seed}", "diverged": False, "history": history, **facts}
+    rest = {"folder": f"runs/{seed}", "diverged": False, "small_decile": {}}
+    return {"seed": seed, **rest, "history": history, **facts}
 
 
 def curve(method: str, *runs: dict[str, Any], **facts: Any) -> dict[str, Any]:

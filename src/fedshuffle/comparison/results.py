@@ -3,13 +3,14 @@
 import math
 from collections.abc import Mapping
 from contextlib import nullcontext
-from typing import Any, TypedDict, get_args, get_origin, get_type_hints, is_typeddict
+from typing import Any, NamedTuple, TypedDict, get_args, get_origin, get_type_hints, is_typeddict
 
 import numpy as np
 from torch import nn
 
 from fedshuffle._arrays import IGNORED, expect
 from fedshuffle.auditing import audit
+from fedshuffle.comparison.small_clients import training_sizes
 from fedshuffle.comparison.spec import Comparison, Criterion
 from fedshuffle.comparison.variants import Variant
 from fedshuffle.config import Config, imports, loader
@@ -42,6 +43,10 @@ class RunRecord(TypedDict):
     folder: str
     diverged: bool
     history: list[dict[str, Any]]
+    small_decile: dict[str, float | None]
+    """After the last round, the mean of each metric over the tenth of clients with the fewest
+    training examples; empty if clients were not measured.
+    """
 
 
 class AuditRecord(TypedDict):
@@ -110,11 +115,17 @@ Facts = dict[str, Any]
 """A part of the results that is known before training."""
 
 
-def collect_facts(comparison: Comparison) -> tuple[Criterion, Facts, dict[Variant, Facts]]:
-    """What ranks tuning runs, the facts of the whole, and those of each variant.
+class KnownFacts(NamedTuple):
+    """What is known before training."""
 
-    Everything is loaded once, so that mistakes are reported before the first run.
-    """
+    judge: Criterion  # ranks tuning runs
+    common: Facts
+    variants: dict[Variant, Facts]
+    training_sizes: dict[str, int]  # of the clients that are evaluated
+
+
+def collect_facts(comparison: Comparison) -> KnownFacts:
+    """Load everything once, so that mistakes are reported before the first run."""
     base = comparison.base
     with base.importable():
         methods = {one: config_runner.method(comparison.config(one)) for one in comparison.variants}
@@ -149,7 +160,9 @@ def collect_facts(comparison: Comparison) -> tuple[Criterion, Facts, dict[Varian
         "settings": _settings(comparison, judge, parameters),
         "versions": versions(),
     }
-    return judge, common, found
+    measured = (part.data for part in _parts(evaluate) if part.per_client)
+    known = training_sizes(inputs.federation, next(measured, inputs.federation))
+    return KnownFacts(judge, common, found, known)
 
 
 def _variant_facts(config: Config, variant: Variant, method: Method, inputs: RunInputs) -> Facts:
@@ -201,13 +214,16 @@ def _criterion(evaluate: Evaluation | Evaluations, metric: str) -> Criterion:
     return Criterion(metric, known[metric])
 
 
+def _parts(evaluate: Evaluation | Evaluations) -> tuple[Evaluation, ...]:
+    return evaluate.parts if isinstance(evaluate, Evaluations) else (evaluate,)
+
+
 def majority(evaluate: Evaluation | Evaluations, metric: str) -> dict[str, float] | None:
     """The accuracy of always predicting the most common class, and its standard error.
 
     Clients count as in the evaluation: by weight, and every target of a client equally.
     """
-    parts = evaluate.parts if isinstance(evaluate, Evaluations) else (evaluate,)
-    part = next(part for part in parts if metric in part.names)
+    part = next(part for part in _parts(evaluate) if metric in part.names)
     if metric.removeprefix(part.prefix) not in ("accuracy", "top-1"):
         return None
     data = part.data

@@ -91,6 +91,7 @@ class Trial:
     outcome: str = ""  # `finished`, `diverged` or `failed` once it has ended
     reason: str = ""
     history: list[dict[str, Any]] = field(default_factory=list)  # its evaluations
+    small: dict[str, float] = field(default_factory=dict)  # metrics of the smallest clients
 
 
 @dataclass(frozen=True)
