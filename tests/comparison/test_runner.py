@@ -91,7 +91,8 @@ def test_results(done: tuple[Path, Results]) -> None:
     assert curve["clip"] is None  # infinite
     assert curve["audit"]["consistent"] is True
     assert curve["audit"]["effective_weights"] == pytest.approx([0.25] * 4)
-    free = ("total_bytes_down", "total_bytes_up", "train_loss", "update_norm", "update_norm_max")
+    totals = ("total_steps", "total_bytes_down", "total_bytes_up")
+    free = (*totals, "train_loss", "update_norm", "update_norm_max")
     for run in curve["runs"]:
         assert (out / run["folder"] / "model.safetensors").exists()
         assert run["history"][0].keys() == {"round", "loss", "training_loss", *free}
@@ -99,13 +100,16 @@ def test_results(done: tuple[Path, Results]) -> None:
 
 def test_only_evaluated_rounds_are_compared(tmp_path: Path) -> None:
     """Every record has a training loss, and with privacy an epsilon."""
-    record = {"train_loss": 1.0, "epsilon": 0.5, "bytes_down": 3, "bytes_up": 2, "seconds": 0.1}
+    sums = {"steps": 5, "bytes_down": 3, "bytes_up": 2}
+    record = {"train_loss": 1.0, "epsilon": 0.5, **sums, "seconds": 0.1}
     lines = [json.dumps({"round": r, **record}) for r in (1, 2)]
     lines.append(json.dumps({"round": 3, **record, "loss": 0.25, "evaluation_seconds": 0.1}))
     (tmp_path / "run.json").write_text("{}")
     (tmp_path / "metrics.jsonl").write_text("\n".join(lines) + "\n")
     numbers = {"round": 3, "train_loss": 1.0, "epsilon": 0.5, "loss": 0.25}
-    assert _history(tmp_path, 3) == [numbers | {"total_bytes_down": 9, "total_bytes_up": 6}]
+    assert _history(tmp_path, 3) == [
+        numbers | {"total_steps": 15, "total_bytes_down": 9, "total_bytes_up": 6}
+    ]
 
 
 def test_what_is_on_the_way_is_checked_audited_and_listed(tmp_path: Path) -> None:
@@ -114,11 +118,12 @@ def test_what_is_on_the_way_is_checked_audited_and_listed(tmp_path: Path) -> Non
     with pytest.raises(FedShuffleError, match=r"^compare.methods: fedavg-rr divides by"):
         collect_facts(comparison.load(file, way))
     way["compare.methods"] = ["fedshuffle", "fedprox+fedshuffle"]
-    _, common, pairs = collect_facts(comparison.load(file, way))
-    assert common["settings"]["channel"] == "topk:0.5"
-    assert common["settings"]["privacy"].startswith("clip 1.0, noise 1.0")
-    assert "down_channel" not in common["settings"]
-    assert [facts["audit"]["consistent"] for facts in pairs.values()] == [False, False]
+    found = collect_facts(comparison.load(file, way))
+    settings = found.common["settings"]
+    assert settings["channel"] == "topk:0.5"
+    assert settings["privacy"].startswith("clip 1.0, noise 1.0")
+    assert "down_channel" not in settings
+    assert [facts["audit"]["consistent"] for facts in found.variants.values()] == [False, False]
 
 
 def test_printed_table(done: tuple[Path, Results], capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,6 +1,7 @@
 """The file of a comparison, and those of the paper's experiments."""
 
 import json
+import math
 import os
 import subprocess
 import sys
@@ -11,8 +12,9 @@ from typing import Any
 import pytest
 
 from fedshuffle import FedShuffleError, comparison, methods
-from fedshuffle.comparison import GridPoint
-from fedshuffle.config import EvaluationSpec, ImportSpec
+from fedshuffle.comparison import GridPoint, Variant
+from fedshuffle.comparison.results import collect_facts
+from fedshuffle.config import EvaluationSpec, ImportSpec, ScheduleSpec
 from fedshuffle.config.loader import toml
 from fedshuffle.experiments import real
 from tests.cli.test_cli import run as command
@@ -38,17 +40,18 @@ def test_load(tmp_path: Path) -> None:
             "compare.step_sizes": [1],
         },
     )
-    assert compared.grid == tuple(
-        GridPoint(1.0, decay, clip) for decay in (0.0, 1e-4) for clip in (5.0, float("inf"))
-    )
-    assert len(compared.pairs) == 4
-    short = compared.trial(("fedavg-rr", "global:0.1"), compared.grid[2], None)
+    variant = Variant("fedavg-rr", "global:0.1")
+    grid = compared.grid(variant)
+    assert grid == [GridPoint(1.0, 1.0, d, c) for d in (0.0, 1e-4) for c in (5.0, math.inf)]
+    assert len(compared.variants) == 4
+    short = compared.trial(variant, grid[2], None)
     assert short.name == "tune_fedavg-rr_global-0.1_step1.0_decay0.0001_clip5.0"
     config = short.config
     assert (config.rounds, config.seed, config.momentum) == (2, 9, "global:0.1")
     assert (config.work.weight_decay, config.work.clip) == (1e-4, 5.0)
     assert config.evaluation == EvaluationSpec(ImportSpec("mine:data"), ("loss",), 1, False)
-    full = compared.trial(("fedavg-rr", "none"), compared.common_point(0.5), 1)
+    plain = Variant("fedavg-rr", "none")
+    full = compared.trial(plain, compared.common_point(plain, 0.5), 1)
     assert full.name == "fedavg-rr_none_step0.5_seed1"
     assert full.config.evaluation == compared.base.evaluation
     assert full.config.step_size.arguments["step_size"] == 0.5  # type: ignore[union-attr]
@@ -57,17 +60,34 @@ def test_load(tmp_path: Path) -> None:
     assert comparison.load(again) == compared
 
 
+def test_a_server_step_size_may_have_a_schedule(tmp_path: Path) -> None:
+    compared = comparison.load(
+        project(tmp_path), {"server_step_size": "cosine:2", "compare.server_step_sizes": [1, 2]}
+    )
+    variant = compared.variants[0]
+    one, two = (compared.trial(variant, point, 0) for point in compared.grid(variant)[:2])
+    assert one.name == "fedavg-rr_step0.1_server1.0_seed0"
+    assert two.name == "fedavg-rr_step0.1_seed0"
+    for trial, size in ((one, 1.0), (two, 2.0)):
+        assert trial.config.server_step_size == ScheduleSpec("cosine", {"step_size": size})
+    assert compared.common_point(variant, 0.1).server_step_size == 2.0
+    assert collect_facts(compared).common["settings"]["server_step_size"] == "schedule cosine"
+
+
 def test_the_default_step_size_is_that_of_the_run(tmp_path: Path) -> None:
     tables = tomllib.loads(CONFIG)
     tables["compare"] = {"methods": ["fedshuffle"]}
     file = project(tmp_path, toml(tables))
     compared = comparison.load(file, {"step_size": 0.3})
-    assert [setting.step_size for setting in compared.grid] == [0.3]
-    assert not compared.tuned
+    [variant] = compared.variants
+    assert [point.step_size for point in compared.grid(variant)] == [0.3]
+    assert not compared.tuned(variant)
     assert compared.seeds == (0,)
     drops = {"schedule": "drops", "step_size": 0.7}
-    assert comparison.load(file, {"step_size": drops}).grid[0].step_size == 0.7
-    assert comparison.load(file, {"compare.common_step_sizes": [1]}).grid == ()
+    assert comparison.load(file, {"step_size": drops}).grid(variant)[0].step_size == 0.7
+    common = comparison.load(file, {"compare.common_step_sizes": [1]})
+    assert common.grid(variant) == []
+    assert not common.tuned(variant)
 
 
 def test_scales(tmp_path: Path) -> None:
@@ -75,7 +95,8 @@ def test_scales(tmp_path: Path) -> None:
     file = project(tmp_path, CONFIG + scales)
     assert comparison.load(file).base.rounds == 12
     small = comparison.load(file, scale="small")
-    assert (small.base.rounds, small.seeds, len(small.grid)) == (2, (5,), 5)
+    assert (small.base.rounds, small.seeds) == (2, (5,))
+    assert len(small.grid(small.variants[0])) == 5
     with pytest.raises(FedShuffleError, match="'smal'"):
         comparison.load(file, scale="smal")
     with pytest.raises(FedShuffleError, match=r"write \[scale.NAME\]"):
@@ -100,6 +121,10 @@ def test_scales(tmp_path: Path) -> None:
         ("compare.tune.rounds", 0, "compare.tune.rounds is 0"),
         ("compare.tune.seed", -1, "compare.tune: seed is -1"),
         ("compare.tune.widen", 0.5, "widen"),
+        ("compare.tune.search", "decent", "'descent'"),
+        ("compare.tune.search", 3, "compare.tune.search is 3"),
+        ("compare.server_step_sizes", [1, -1], "compare: server_step_size: "),
+        ("compare.server_step_sizes", [1, 1], "compare.server_step_sizes has 1 twice"),
         ("compare.tune.round", 3, "'compare.tune.rounds'"),
         ("compare.tune.data", {"folder": "x"}, "compare.tune.data.use"),
         ("compare", 3, "compare is 3"),
@@ -177,10 +202,10 @@ def test_a_part_that_is_not_set_is_left_to_each_method(tmp_path: Path, order: st
         project(tmp_path), {"compare.methods": ["fedavg", "fedshuffle"], **changes}
     )
     used = [
-        methods.get(method).local_work(
-            compared.trial((method, None), compared.grid[0], 0).config.work
+        methods.get(one.method).local_work(
+            compared.trial(one, compared.grid(one)[0], 0).config.work
         )
-        for method in compared.methods
+        for one in compared.variants
     ]
     assert [work.order for work in used] == ["replacement", order or "reshuffled"]
 
@@ -240,7 +265,8 @@ def test_out_is_required(
 @pytest.mark.parametrize("experiment", ["shakespeare", "cifar100"])
 def test_load_experiments(tmp_path: Path, experiment: str, scale: str) -> None:
     compared = real.load(experiment, scale, tmp_path / "out", tmp_path)
-    config = compared.trial(compared.pairs[0], compared.grid[0], 0).config
+    grid = compared.grid(compared.variants[0])
+    config = compared.trial(compared.variants[0], grid[0], 0).config
     assert config.work.batch_size == 32
     assert config.work.clip == 5
     assert compared.momentum == ("none", "global:0.1")
@@ -248,8 +274,8 @@ def test_load_experiments(tmp_path: Path, experiment: str, scale: str) -> None:
     assert compared.base.data.arguments["folder"] == str(tmp_path)  # type: ignore[union-attr]
     if scale == "paper":
         assert (config.rounds, config.sampling, len(compared.seeds)) == (1000, "uniform:16", 3)
-        assert {setting.step_size for setting in compared.grid} == {0.1, 0.01, 0.001}
-        assert len(compared.grid) == 12
+        assert {point.step_size for point in grid} == {0.1, 0.01, 0.001}
+        assert len(grid) == 12
         assert not compared.common_step_sizes
 
 

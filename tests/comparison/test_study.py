@@ -2,24 +2,25 @@
 
 import io
 import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from fedshuffle import FedShuffleError, comparison
 from fedshuffle._terminal import Console
 from fedshuffle.comparison import GridPoint
 from fedshuffle.comparison.results import Results
 from fedshuffle.comparison.runner import Study
-from fedshuffle.comparison.spec import Criterion, next_step_size
+from fedshuffle.comparison.spec import Criterion
 from fedshuffle.reports.comparison.tables import print_results
 from fedshuffle.reports.comparison.warnings import annotate
+from fedshuffle.tuning.search import Point
 from tests.comparison.project import (
     CONFIG,
     FLOOR,
+    closed_form,
     project,
     write_run,
 )
@@ -27,7 +28,12 @@ from tests.comparison.project import (
 pytestmark = pytest.mark.xdist_group("comparison")  # they share one comparison
 
 
-def tuned(folder: Path, sizes: list[float], **changes: Any) -> Results:
+def tuned(
+    folder: Path,
+    sizes: list[float],
+    annotate: Callable[[Results], None] = annotate,
+    **changes: Any,
+) -> Results:
     """The results of FedShuffle alone with this grid."""
     changes = {
         "compare.methods": ["fedshuffle"],
@@ -82,57 +88,100 @@ def test_the_grid_widens_up_to_its_limit(tmp_path: Path) -> None:
     assert list(trials_of(fixed)) == [0.001, 0.002]
 
 
-def test_a_wider_grid_varies_weight_decay_and_clip(tmp_path: Path) -> None:
-    compared = comparison.load(
-        project(tmp_path), {"compare.step_sizes": [1, 3], "compare.clip": [5, "none"]}
-    )
-    best = compared.grid[0]
-    healthy = dict.fromkeys(compared.grid, False)
-    assert compared.wider(healthy, best) == [
-        GridPoint(0.33, 0.0, 5.0),
-        GridPoint(0.33, 0.0, math.inf),
+BOTH: dict[str, Any] = {"compare__server_step_sizes": [1], "compare__tune__search": "descent"}
+
+
+def test_a_descent_tunes_both_step_sizes(tmp_path: Path) -> None:
+    """Each round multiplies the distance by 1 - step size * server step size."""
+    results = tuned(tmp_path, [0.1], **BOTH)
+    [curve] = results["curves"]
+    trials = {(t["step_size"], t["server_step_size"]): t for t in curve["tuning"]}
+    assert list(trials) == [
+        (0.1, 1.0),
+        *((0.032, 1.0), (0.32, 1.0), (0.1, 0.32), (0.1, 3.2)),
+        *((1.0, 1.0), (0.32, 0.32), (0.32, 3.2)),
+        *((3.2, 1.0), (1.0, 0.32), (1.0, 3.2)),
     ]
-    alone = comparison.load(
-        project(tmp_path), {"compare.step_sizes": [1], "compare.clip": [5, "none"]}
-    )
-    assert alone.wider(dict.fromkeys(alone.grid, False), alone.grid[0]) == []  # it was meant
+    for (step, server), trial in trials.items():
+        assert trial["diverged"] == (step * server > 3)
+        if not trial["diverged"]:
+            assert trial["value"] == pytest.approx(closed_form(step * server, 6), rel=1e-6)
+        assert trial["added"] == ((step, server) != (0.1, 1.0))
+    assert (curve["step_size"], curve["server_step_size"]) == (1.0, 1.0)
+    assert [run["folder"] for run in curve["runs"]] == ["runs/fedshuffle_step1.0_seed0"]
+    assert (tmp_path / "out/runs/tune_fedshuffle_step0.32_server3.2/outcome.json").exists()
+    assert "server_step_size" not in results["settings"]
+    assert results["warnings"] == []
+    steps = [record["total_steps"] for record in curve["runs"][0]["history"]]
+    assert steps == [4 * record["round"] for record in curve["runs"][0]["history"]]
 
 
-def test_a_diverged_smallest_step_size_widens_the_grid_downwards(tmp_path: Path) -> None:
-    compared = comparison.load(project(tmp_path), {"compare.step_sizes": [1, 3, 9]})
-    low, middle, high = compared.grid
-    lost = {low: True, middle: False, high: True}
-    assert [setting.step_size for setting in compared.wider(lost, middle)] == [0.33]
-    assert compared.wider({**lost, low: False}, middle) == []
+def test_a_descent_resumes_after_an_interruption(tmp_path: Path) -> None:
+    whole = tuned(tmp_path / "whole", [0.1], **BOTH)
+    calls = 0
+
+    def interrupt(results: Results) -> None:
+        nonlocal calls
+        calls += 1
+        if calls == 5:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        tuned(tmp_path / "rest", [0.1], interrupt, **BOTH)
+    stamps = {path: path.stat().st_mtime_ns for path in (tmp_path / "rest").rglob("outcome.json")}
+    assert 4 <= len(stamps) < 12
+    rest = tuned(tmp_path / "rest", [0.1], **BOTH)
+    assert rest["curves"] == whole["curves"]
+    assert rest["complete"]
+    assert all(path.stat().st_mtime_ns == stamp for path, stamp in stamps.items())
 
 
-@given(
-    st.lists(st.floats(1e-6, 1e3), min_size=2, max_size=6, unique=True),
-    st.floats(1, 1e6),
-    st.booleans(),
-)
-def test_the_grid_grows_outwards_a_finite_number_of_times(
-    sizes: list[float], widen: float, down: bool
+@pytest.mark.parametrize(("search", "trials"), [("grid", 0), ("descent", 2)])
+def test_a_single_step_size_is_tuned_only_by_a_descent(
+    tmp_path: Path, search: str, trials: int
 ) -> None:
-    grid = set(sizes)
-    tried, end = set(grid), min if down else max
-    while (new := next_step_size(grid, tried, end(tried), widen)) is not None:
-        assert (new < min(tried)) if down else (new > max(tried))
-        ratio = min(grid) / new if down else new / max(grid)
-        assert ratio <= 1.06 * widen  # two significant digits
-        tried.add(new)
-    assert len(tried - grid) <= math.log2(widen) + 1e-6
-    assert len(grid) < 3 or next_step_size(grid, tried, sorted(tried)[1], widen) is None
+    changes = {"compare.step_sizes": [1], "compare.tune.search": search}
+    compared = comparison.load(project(tmp_path), changes)
+    variant = compared.variants[0]
+    assert compared.tuned(variant) == bool(trials)
+    assert [point.step_size for point in compared.grid(variant)] == [1]
+    assert len(compared.lattice(variant).untried({(1.0, 1.0, 0.0, math.inf): 2.0})) == trials
+    fixed = comparison.load(project(tmp_path), {**changes, "compare.tune.widen": 1})
+    assert not fixed.tuned(variant)  # there is nothing else to try
+
+
+def test_a_descent_starts_in_the_middle_of_the_grid(tmp_path: Path) -> None:
+    changes = {"compare.step_sizes": [1, 10, 100], "compare.server_step_sizes": [1, 2]}
+    compared = comparison.load(project(tmp_path), {**changes, "compare.tune.search": "descent"})
+    variant = compared.variants[0]
+    assert compared.grid(variant) == [GridPoint(10.0, 2.0, 0.0, math.inf)]
+    assert len(compared.given(variant)) == 6
+
+
+@pytest.mark.parametrize("search", ["grid", "descent"])
+def test_weight_decay_and_clipping_are_varied_at_the_best_step_size(
+    tmp_path: Path, search: str
+) -> None:
+    compared = comparison.load(
+        project(tmp_path),
+        {"compare.step_sizes": [1, 3], "compare.clip": [5, "none"], "compare.tune.search": search},
+    )
+    lattice = compared.lattice(compared.variants[0])
+    tried = [(s, 1.0, 0.0, clip) for s in (0.33, 1.0, 3.0) for clip in (5.0, math.inf)]
+    losses: dict[Point, float | None] = dict.fromkeys(tried, 2.0)
+    assert lattice.untried({**losses, (3.0, 1.0, 0.0, 5.0): 1.0}) == [(9.0, 1.0, 0.0, 5.0)]
+    del losses[1.0, 1.0, 0.0, math.inf]
+    assert lattice.untried({**losses, (1.0, 1.0, 0.0, 5.0): 1.0}) == [(1.0, 1.0, 0.0, math.inf)]
 
 
 def test_a_failed_run_does_not_widen_the_grid(tmp_path: Path) -> None:
     compared = comparison.load(project(tmp_path), {"compare.step_sizes": [1, 2]})
     study = Study(compared, tmp_path / "out", Criterion("accuracy", True))
-    pair = compared.pairs[0]
-    for trial in study.tuning(pair)[0]:
+    variant = compared.variants[0]
+    for trial in study.tuning(variant)[0]:
         study.prepare(trial)
         study.fail(trial, "out of memory")
-    assert len(study.tuning(pair)[0]) == 2
+    assert len(study.tuning(variant)[0]) == 2
 
 
 # The choice, from folders made by hand
@@ -153,15 +202,15 @@ def test_the_best_point_is_chosen(
 ) -> None:
     sizes = {"compare.step_sizes": [1, 2, 3], "compare.tune.metric": "accuracy"}
     compared = comparison.load(project(tmp_path), {**sizes, "compare.tune.widen": 1})
-    pair = compared.pairs[0]
+    variant = compared.variants[0]
     study = Study(compared, tmp_path / "out", Criterion("accuracy", higher))
-    for trial, value in zip(study.tuning(pair)[0], found, strict=True):
-        assert study.tuning(pair)[1] is None
+    for trial, value in zip(study.tuning(variant)[0], found, strict=True):
+        assert study.tuning(variant)[1] is None
         lost = value == "diverged"
         write_run(study, trial, "diverged" if lost else "finished", None if lost else value)
         study.update(trial)
     again = Study(compared, tmp_path / "out", Criterion("accuracy", higher))  # all from the folders
-    chosen = again.tuning(pair)[1]
+    chosen = again.tuning(variant)[1]
     assert chosen is not None
     assert chosen.step_size == want
     assert [group for _, group, *_ in again.replicates()].count("own") == 1

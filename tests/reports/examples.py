@@ -13,7 +13,8 @@ def run(seed: int, *values: float | None, rounds: int = ROUNDS, **facts: Any) ->
     for record, value in zip(history[rounds - len(values) :], values, strict=True):
         loss = None if value is None else 2 - value
         record.update(accuracy=value, loss=loss, training_loss=loss and loss - 0.25)
-    return {"seed": seed, "folder": f"runs/{seed}", "diverged": False, "history": history, **facts}
+    rest = {"folder": f"runs/{seed}", "diverged": False, "small_decile": {}}
+    return {"seed": seed, **rest, "history": history, **facts}
 
 
 def curve(method: str, *runs: dict[str, Any], **facts: Any) -> dict[str, Any]:
@@ -24,9 +25,11 @@ def curve(method: str, *runs: dict[str, Any], **facts: Any) -> dict[str, Any]:
     return {
         "method": method,
         "label": label,
+        "settings": {},
         "momentum": "none",
         "group": "own",
         "step_size": facts.get("step_size", 0.3),
+        "server_step_size": 1.0,
         "client_step_sizes": [facts.get("step_size", 0.3)] * 2,
         "weight_decay": 0.0,
         "clip": None,
@@ -65,7 +68,8 @@ def results(*curves: dict[str, Any], **facts: Any) -> Any:
 
 
 def trial(step_size: float, value: float | None, diverged: bool = False, **facts: Any) -> Any:
-    facts = {"weight_decay": 0.0, "clip": None, "added": False, **facts}
+    rest = {"server_step_size": 1.0, "weight_decay": 0.0, "clip": None, "added": False}
+    facts = {**rest, **facts}
     return {"step_size": step_size, "value": value, "diverged": diverged, **facts}
 
 

@@ -1,4 +1,4 @@
-"""Comparisons: methods x momentum x seeds from one file, each method at its best step size.
+"""Comparisons: methods x momentum x seeds from one file, each method at its best step sizes.
 
 In short:
 
@@ -7,5 +7,6 @@ In short:
 """
 
 from fedshuffle.comparison.spec import Comparison, GridPoint, Tuning, load
+from fedshuffle.comparison.variants import Variant
 
-__all__ = ["Comparison", "GridPoint", "Tuning", "load"]
+__all__ = ["Comparison", "GridPoint", "Tuning", "Variant", "load"]

@@ -2,15 +2,18 @@
 
 import math
 from collections.abc import Mapping
-from typing import Any, TypedDict, get_args, get_origin, get_type_hints, is_typeddict
+from contextlib import nullcontext
+from typing import Any, NamedTuple, TypedDict, get_args, get_origin, get_type_hints, is_typeddict
 
 import numpy as np
 from torch import nn
 
 from fedshuffle._arrays import IGNORED, expect
 from fedshuffle.auditing import audit
-from fedshuffle.comparison.spec import Comparison, Criterion, Variant
-from fedshuffle.config import Config, ScheduleSpec, imports, loader
+from fedshuffle.comparison.small_clients import training_sizes
+from fedshuffle.comparison.spec import Comparison, Criterion
+from fedshuffle.comparison.variants import Variant
+from fedshuffle.config import Config, imports, loader
 from fedshuffle.config import runner as config_runner
 from fedshuffle.config.runner import RunInputs
 from fedshuffle.config.schema import at
@@ -40,6 +43,10 @@ class RunRecord(TypedDict):
     folder: str
     diverged: bool
     history: list[dict[str, Any]]
+    small_decile: dict[str, float | None]
+    """After the last round, the mean of each metric over the tenth of clients with the fewest
+    training examples; empty if clients were not measured.
+    """
 
 
 class AuditRecord(TypedDict):
@@ -56,6 +63,7 @@ class Curve(TypedDict):
     method: str
     label: str
     settings: dict[str, str]
+    """Its method and what else sets it apart, if an entry of ``compare.methods`` is a table."""
     momentum: str
     client_step_sizes: list[float]
     audit: AuditRecord
@@ -107,11 +115,17 @@ Facts = dict[str, Any]
 """A part of the results that is known before training."""
 
 
-def collect_facts(comparison: Comparison) -> tuple[Criterion, Facts, dict[Variant, Facts]]:
-    """What ranks tuning runs, the facts of the whole, and those of each variant.
+class KnownFacts(NamedTuple):
+    """What is known before training."""
 
-    Everything is loaded once, so that mistakes are reported before the first run.
-    """
+    judge: Criterion  # ranks tuning runs
+    common: Facts
+    variants: dict[Variant, Facts]
+    training_sizes: dict[str, int]  # of the clients that are evaluated
+
+
+def collect_facts(comparison: Comparison) -> KnownFacts:
+    """Load everything once, so that mistakes are reported before the first run."""
     base = comparison.base
     with base.importable():
         methods = {one: config_runner.method(comparison.config(one)) for one in comparison.variants}
@@ -146,22 +160,26 @@ def collect_facts(comparison: Comparison) -> tuple[Criterion, Facts, dict[Varian
         "settings": _settings(comparison, judge, parameters),
         "versions": versions(),
     }
-    return judge, common, found
+    measured = (part.data for part in _parts(evaluate) if part.per_client)
+    known = training_sizes(inputs.federation, next(measured, inputs.federation))
+    return KnownFacts(judge, common, found, known)
 
 
 def _variant_facts(config: Config, variant: Variant, method: Method, inputs: RunInputs) -> Facts:
     """What is known of a variant before training."""
-    sampling = config_runner.sampling(config, inputs.federation)
+    with at(variant.place) if variant.named else nullcontext():
+        sampling = config_runner.sampling(config, inputs.federation)
     given = inputs.federation, method, sampling, config.work
     on_the_way = config_runner.on_the_way(config)
-    with at("compare.methods"):  # some do not go with privacy or a channel
+    with at(variant.place):  # some do not go with privacy or a channel
         run = Run(*given, rounds=config.rounds, **on_the_way)
     with imports.running(f"the audit of {method.name!r}", config.folder):
         found, scales = audit(*given, **on_the_way), run.step_scales()
+    own = {"method": method.name, **dict(variant.changes)} if variant.named else {}
     return {
         "method": variant.named or method.name,
         "label": variant.named or label(method),
-        "settings": {key: _words(value) for key, value in variant.changes},
+        "settings": {key: _words(value) for key, value in own.items()},
         "momentum": method.momentum,
         "client_step_sizes": scales,  # the smallest and the largest, for a step size of 1
         "audit": {key: getattr(found, key) for key in AuditRecord.__annotations__},
@@ -170,13 +188,13 @@ def _variant_facts(config: Config, variant: Variant, method: Method, inputs: Run
 
 def _check_names(methods: Mapping[Variant, Method]) -> None:
     """Refuse two methods of one name, which identifies a method in the results."""
-    seen: dict[tuple[str, str], str] = {}
+    seen: dict[tuple[str, str], Variant] = {}
     for variant, method in methods.items():
         name = variant.named or method.name
-        first = seen.setdefault((name, method.momentum), variant.name)
-        if first != variant.name or list(methods).count(variant) > 1:
+        first = seen.setdefault((name, method.momentum), variant)
+        if first != variant:
             raise FedShuffleError(
-                f"compare.methods: both {first!r} and {variant.name!r} are called {name!r}."
+                f"compare.methods: both {first.name!r} and {variant.name!r} are called {name!r}."
                 " Give one another name."
             )
 
@@ -196,13 +214,16 @@ def _criterion(evaluate: Evaluation | Evaluations, metric: str) -> Criterion:
     return Criterion(metric, known[metric])
 
 
+def _parts(evaluate: Evaluation | Evaluations) -> tuple[Evaluation, ...]:
+    return evaluate.parts if isinstance(evaluate, Evaluations) else (evaluate,)
+
+
 def majority(evaluate: Evaluation | Evaluations, metric: str) -> dict[str, float] | None:
     """The accuracy of always predicting the most common class, and its standard error.
 
     Clients count as in the evaluation: by weight, and every target of a client equally.
     """
-    parts = evaluate.parts if isinstance(evaluate, Evaluations) else (evaluate,)
-    part = next(part for part in parts if metric in part.names)
+    part = next(part for part in _parts(evaluate) if metric in part.names)
     if metric.removeprefix(part.prefix) not in ("accuracy", "top-1"):
         return None
     data = part.data
@@ -217,17 +238,20 @@ def majority(evaluate: Evaluation | Evaluations, metric: str) -> dict[str, float
 
 
 def _settings(comparison: Comparison, judge: Criterion, parameters: int) -> dict[str, Any]:
-    base, short, tables = comparison.base, comparison.short, loader.plain(comparison.base)
+    short, tables = comparison.short, loader.plain(comparison.base)
     names = ["sampling", "work", "engine", "model", "loss", "data", "evaluation"]
-    names += [] if comparison.server_step_sizes else ["server_step_size"]
     found: dict[str, Any] = {name: _words(tables[name]) for name in names}
+    for name in ("step_size", "server_step_size"):
+        size = tables[name]
+        if name == "step_size" or comparison.server_step_sizes:  # tuned, but for its schedule
+            size = size if isinstance(size, dict) else {}
+            size = {key: value for key, value in size.items() if key != "step_size"}
+        if size:
+            found[name] = _words(size)
     for name in ("transforms", "channel", "down_channel", "privacy"):
         if tables.get(name, "none") != "none":
             found[name] = _words(tables[name])
     found |= {"parameters": parameters, "seeds": list(comparison.seeds)}
-    if isinstance(base.step_size, ScheduleSpec):
-        schedule = {k: v for k, v in tables["step_size"].items() if k != "step_size"}
-        found["step_size"] = _words(schedule)
     if any(map(comparison.tuned, comparison.variants)) and short.evaluation is not None:
         data, clients = short.evaluation.data, short.evaluation.clients
         found["tuning"] = (

@@ -23,7 +23,9 @@ from fedshuffle._arrays import jsonable
 from fedshuffle._files import one_writer, write_file
 from fedshuffle._terminal import Console, interrupted_once, progress_bar
 from fedshuffle.comparison.results import Facts, Results, collect_facts
-from fedshuffle.comparison.spec import Comparison, Criterion, GridPoint, Trial, Variant
+from fedshuffle.comparison.small_clients import small_decile
+from fedshuffle.comparison.spec import Comparison, Criterion, GridPoint, Trial
+from fedshuffle.comparison.variants import Variant
 from fedshuffle.comparison.workers import OUTCOME, Answer, WorkerPool, write_outcome
 from fedshuffle.config import loader
 from fedshuffle.errors import FedShuffleError
@@ -52,7 +54,7 @@ def run(
         """Write ``results.json``."""
         seconds = (before.get("seconds") or 0.0) + time.monotonic() - start
         repeat = command or before.get("command") or resuming(folder)
-        found = study.results(common, facts, repeat, seconds)
+        found = study.results(facts.common, facts.variants, repeat, seconds)
         if annotate is not None:
             annotate(found)
         write_file(folder / "results.json", json.dumps(found, allow_nan=False))
@@ -64,8 +66,8 @@ def run(
         try:
             if not (folder / "compare.toml").exists():
                 _save(comparison, folder)  # Ctrl-C may come while the data are loaded
-            judge, common, facts = collect_facts(comparison)
-            study = Study(comparison, folder, judge)
+            facts = collect_facts(comparison)
+            study = Study(comparison, folder, facts.judge, facts.training_sizes)
             _save(comparison, folder)  # its runs have been checked to be those of this comparison
             return _work(study, jobs, progress, update)
         except KeyboardInterrupt:
@@ -95,10 +97,22 @@ def _save(comparison: Comparison, folder: Path) -> None:
 
 
 class Study:
-    """The runs of a comparison in a folder, as far as they are known; ``judge`` ranks tuning."""
+    """The runs of a comparison in a folder, as far as they are known.
 
-    def __init__(self, comparison: Comparison, out: Path, judge: Criterion) -> None:
+    Args:
+        judge: what ranks tuning runs.
+        training_sizes: the training examples of the clients that are evaluated.
+    """
+
+    def __init__(
+        self,
+        comparison: Comparison,
+        out: Path,
+        judge: Criterion,
+        training_sizes: Mapping[str, int] | None = None,
+    ) -> None:
         self.comparison, self.out, self._judge = comparison, out, judge
+        self._training_sizes = training_sizes or {}
         self._trial = functools.cache(comparison.trial)
         seen: set[Trial] = set()
         while new := [trial for trial in self.trials() if trial not in seen]:
@@ -144,6 +158,8 @@ class Study:
                 raise ValueError(f"its last evaluation is that of round {last}")
             trial.outcome, trial.reason = found["outcome"], found["reason"]
             trial.history = history
+            if tail(folder)[0] == trial.config.rounds:  # else its clients.csv is that of later ones
+                trial.small = small_decile(folder / "clients.csv", self._training_sizes)
         except (OSError, ValueError, KeyError) as error:
             raise FedShuffleError(
                 f"{str(folder)!r} is damaged ({error}). Delete that folder, to repeat the run."
@@ -228,7 +244,7 @@ class Study:
     def _curve(
         self, facts: Facts, variant: Variant, group: str, point: GridPoint, trials: list[Trial]
     ) -> dict[str, Any]:
-        scales = facts["client_step_sizes"]
+        scales, given = facts["client_step_sizes"], self.comparison.given(variant)
         return {
             **facts,
             "group": group,
@@ -237,7 +253,7 @@ class Study:
             "tuning": [
                 {
                     **vars(trial.point),
-                    "added": trial.point not in self.comparison.grid(variant),
+                    "added": trial.point not in given,
                     "value": self.score(trial),
                     "diverged": trial.outcome == "diverged",
                 }
@@ -249,6 +265,7 @@ class Study:
                     "folder": f"runs/{trial.name}",
                     "diverged": trial.outcome == "diverged",
                     "history": trial.history,
+                    "small_decile": trial.small,
                 }
                 for trial in trials
                 if trial.outcome in _ENDED

@@ -3,15 +3,14 @@
 import functools
 import itertools
 import math
-import re
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import nullcontext
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
 from fedshuffle._arrays import count, number
 from fedshuffle._files import results_folder
+from fedshuffle.comparison.variants import SHORT, Entry, Variant, check_distinct, check_names
 from fedshuffle.config import Config, EvaluationSpec, ScheduleSpec, loader
 from fedshuffle.config.schema import Count, DataSpec, StepSize, at
 from fedshuffle.errors import FedShuffleError, check_known
@@ -22,75 +21,9 @@ from fedshuffle.tuning.search import Axis, Choices, Lattice
 if TYPE_CHECKING:
     from fedshuffle.comparison.results import Results
 
-SHORT = "tune_"  # the prefix of the names of tuning runs
 CLIENTS = 100  # on which tuning evaluates the training loss
 
 Clip = Annotated[float, lambda x, key: math.inf if x == "none" else loader.read_number(x, key)]
-
-_RUN_KEYS = ("method", "sampling", "work", "channel", "down_channel")
-_GRID_KEYS = ("step_sizes", "server_step_sizes")
-
-
-@dataclass(frozen=True)
-class Variant:
-    """A method of the comparison with a momentum, and with settings of its own.
-
-    >>> Variant("fedshuffle").name, Variant("fedavg-rr", named="two epochs").name
-    ('fedshuffle', 'two epochs')
-    """
-
-    method: str
-    momentum: str | None = None
-    """None is the method's own."""
-    named: str | None = None
-    changes: tuple[tuple[str, Any], ...] = ()
-    """Values that differ from those of the comparison's run, by dotted key."""
-    grid: tuple[tuple[str, tuple[float, ...]], ...] = ()
-    """The step sizes that its search starts from, where they differ from the comparison's."""
-
-    @property
-    def name(self) -> str:
-        """What identifies it, together with its momentum."""
-        return self.named or self.method
-
-
-def _read_method(value: Any, key: str) -> "str | Variant":
-    """An entry of ``compare.methods``: a method, or a table with settings of its own."""
-    if not isinstance(value, Mapping):
-        return str(loader.read_text(value, key))
-    for name in value:
-        with at(key):
-            check_known("key", name, ("name", *_RUN_KEYS, *_GRID_KEYS))
-    for name in ("name", "method"):
-        if name not in value:
-            raise FedShuffleError(
-                f"{key}: a table of settings needs a name and a method, such as"
-                ' { name = "by size", method = "fedshuffle", sampling = "importance:10" }.'
-            )
-    grid = {name: _read_sizes(value[name], key) for name in _GRID_KEYS if name in value}
-    rest = {name: value[name] for name in _RUN_KEYS[1:] if name in value}
-    return Variant(
-        loader.read_text(value["method"], f"{key}.method"),
-        named=loader.read_text(value["name"], f"{key}.name"),
-        changes=tuple(_dotted(rest)),
-        grid=tuple(grid.items()),
-    )
-
-
-def _read_sizes(value: Any, key: str) -> tuple[float, ...]:
-    sizes = value if isinstance(value, list | tuple) else [value]
-    return tuple(float(loader.read_number(size, key)) for size in sizes)
-
-
-def _dotted(table: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, Any]]:
-    for name, value in table.items():
-        if isinstance(value, Mapping):
-            yield from _dotted(value, f"{before}{name}.")
-        else:
-            yield before + name, tuple(value) if isinstance(value, list) else value
-
-
-MethodEntry = Annotated[str | Variant, _read_method]
 
 
 class Criterion(NamedTuple):
@@ -158,6 +91,7 @@ class Trial:
     outcome: str = ""  # `finished`, `diverged` or `failed` once it has ended
     reason: str = ""
     history: list[dict[str, Any]] = field(default_factory=list)  # its evaluations
+    small: dict[str, float] = field(default_factory=dict)  # metrics of the smallest clients
 
 
 @dataclass(frozen=True)
@@ -176,7 +110,7 @@ class Comparison:
 
     base: Config = field(metadata={"key": False})
     """The run that all others are variations of."""
-    methods: tuple[MethodEntry, ...] = field(
+    methods: tuple[Entry, ...] = field(
         metadata={"add": 'the methods to compare, such as ["fedavg-rr", "fedshuffle"]'}
     )
     """The methods to compare, by name or import path. An entry may also be a table with a ``name``,
@@ -213,21 +147,20 @@ class Comparison:
                 "evaluation is missing: add a section [evaluation] with a metric to compare."
             )
         for name, values in vars(self).items():
-            if isinstance(values, tuple) and len(set(values)) < len(values):
-                twice = next(value for value in values if values.count(value) > 1)
-                raise FedShuffleError(f"compare.{name} has {twice!r} twice: drop one of them.")
+            if isinstance(values, tuple) and name != "methods":
+                check_distinct(values, f"compare.{name}")
         for key, name in {"momentum": "momentum", "seeds": "seed"}.items():
             for value in getattr(self, key):
                 with at(f"compare.{key}"):
                     replace(self.base, **{name: value})
         if not self.step_sizes and not self.common_step_sizes:
             raise FedShuffleError("there is no step size to run: give compare.step_sizes.")
+        check_names(self.variants)
         for variant in self.variants:
-            with at("compare.methods"):
-                self.config(variant)
-        for point in self._points(self.variants[0]):
-            with at("compare"):
-                self.trial(self.variants[0], point, None)
+            points = self._points(variant)
+            with at(variant.place if variant.grid else "compare"):
+                for point in points:
+                    self.trial(variant, point, None)
 
     def check_work(self, variant: Variant, method: Method) -> None:
         """Refuse a method that fixes a part of the local work which this comparison sets otherwise.
@@ -237,8 +170,8 @@ class Comparison:
         with at("compare.methods"):
             for point in self._points(variant):
                 method.local_work(self.trial(variant, point, None).config.work)
-            for name in method.work.keys() & {"weight_decay", "clip"}:
-                if set(getattr(self, name)) - {method.work[name]}:  # the default too, if listed
+            for name in method.work.keys() & set(_WORK):
+                if set(self._varied(variant, name)) - {method.work[name]}:  # also the default
                     raise FedShuffleError(
                         f"{method.name} needs {name} = {method.work[name]!r}, so it cannot vary."
                         f" Leave compare.{name} out, or choose another method."
@@ -255,48 +188,58 @@ class Comparison:
 
     @functools.cached_property
     def _configs(self) -> dict[Variant, Config]:
-        return {}
+        found = {}
+        for variant in self.variants:
+            with at(variant.place):
+                run = replace(self.base, method=variant.method, momentum=variant.momentum, out=None)
+                found[variant] = run.override(dict(variant.changes)) if variant.changes else run
+        return found
 
     def config(self, variant: Variant) -> Config:
         """The run of a variant, but for its step sizes and its seed."""
-        if variant not in self._configs:
-            with at(variant.name) if variant.named else nullcontext():
-                run = replace(self.base, method=variant.method, momentum=variant.momentum, out=None)
-                changed = run.override(dict(variant.changes)) if variant.changes else run
-            self._configs[variant] = changed
         return self._configs[variant]
+
+    def _varied(self, variant: Variant, name: str) -> tuple[float, ...]:
+        """The values of a setting that the search of a variant tries; none if it is as in its run.
+
+        What a variant sets itself comes before what the comparison varies.
+        """
+        own = dict(variant.grid).get(name, ())
+        fixed = f"work.{name}" in dict(variant.changes)
+        return tuple(map(float, () if fixed else own or getattr(self, name)))
 
     def lattice(self, variant: Variant) -> Lattice:
         """Where the settings of a variant are searched; what is not varied is as in its run."""
-        config, own, open_ = self.config(variant), dict(variant.grid), self.tune.search == "descent"
+        config, descends = self.config(variant), self.tune.search == "descent"
+        axes: list[Axis | Choices] = []
+        for name in ("step_size", "server_step_size"):
+            sizes = self._varied(variant, f"{name}s")
+            grows = len(sizes) > 1 or (sizes and descends)  # one value alone is meant
+            fixed = Choices(sizes or (_number(getattr(config, name)),))
+            axes.append(Axis(sizes, self.tune.widen) if grows else fixed)
+        work = [self._varied(variant, name) or (getattr(config.work, name),) for name in _WORK]
+        return Lattice((*axes, *map(Choices, work)))
 
-        def sizes(name: str) -> Axis | Choices:
-            given = own.get(f"{name}s") or getattr(self, f"{name}s")
-            if len(given) > 1 or (given and open_):
-                return Axis(tuple(map(float, given)), self.tune.widen)
-            return Choices(given or (_number(getattr(config, name)),))
-
-        others = {name: getattr(self, name) or (getattr(config.work, name),) for name in _WORK}
-        return Lattice(
-            (sizes("step_size"), sizes("server_step_size"), *map(Choices, others.values()))
-        )
+    def given(self, variant: Variant) -> list[GridPoint]:
+        """The points that the file gives; none if it gives only common step sizes."""
+        if not (self.step_sizes or variant.grid):
+            return []
+        return [GridPoint(*point) for point in self.lattice(variant).given]
 
     def grid(self, variant: Variant) -> list[GridPoint]:
-        """The points that tuning tries first; none if there are only common step sizes."""
-        if not (self.step_sizes or dict(variant.grid).get("step_sizes")):
-            return []
-        lattice = self.lattice(variant)
+        """The points that tuning tries first: those given, or the one in the middle of them."""
+        given = self.given(variant)
         descends = self.tune.search == "descent"
-        return [GridPoint(*p) for p in ([lattice.middle] if descends else lattice.given)]
+        return [GridPoint(*self.lattice(variant).middle)] if given and descends else given
 
     def tuned(self, variant: Variant) -> bool:
         """Whether there is more than one point to choose from."""
-        descends = self.tune.search == "descent" and bool(self.grid(variant))
-        return descends or len(self.grid(variant)) > 1
+        axes = self.lattice(variant).axes
+        return bool(self.given(variant)) and any(axis.neighbours(axis.middle) for axis in axes)
 
     def _points(self, variant: Variant) -> list[GridPoint]:
-        common = [self.common_point(variant, size) for size in self.common_step_sizes]
-        return [*self.grid(variant), *common]
+        common = (self.common_point(variant, size) for size in self.common_step_sizes)
+        return [*self.given(variant), *common]
 
     def common_point(self, variant: Variant, step_size: float) -> GridPoint:
         """The variant's other settings, at a step size common to all methods."""
@@ -333,16 +276,15 @@ class Comparison:
             seed=seed if seed is not None else short.seed,
             evaluation=own.evaluation if seed is not None else short.evaluation,
         )
-        words = [variant.name, variant.momentum or "", f"step{point.step_size!r}"]
+        words = [variant.folder, f"step{point.step_size!r}"]
         if point.server_step_size != _number(own.server_step_size):
             words.append(f"server{point.server_step_size!r}")
         if point.weight_decay != own.work.weight_decay:
             words.append(f"decay{float(point.weight_decay)!r}")
         if point.clip != own.work.clip:
             words.append(f"clip{float(point.clip)!r}")
-        words.append("" if seed is None else f"seed{seed}")
-        name = "_".join(re.sub(r"[^\w.+-]+", "-", word) for word in words if word)
-        return Trial((SHORT if seed is None else "") + name, config, point)
+        name = "_".join(words)
+        return Trial(SHORT + name if seed is None else f"{name}_seed{seed}", config, point)
 
     def run(
         self,

@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 from fedshuffle._files import write_file
-from fedshuffle.comparison.spec import SHORT
+from fedshuffle.comparison.variants import SHORT
 from fedshuffle.config import Config, load
 from fedshuffle.config import runner as config_runner
 from fedshuffle.config.runner import RunInputs

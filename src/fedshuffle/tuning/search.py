@@ -80,7 +80,7 @@ class Choices:
 
 @dataclass(frozen=True)
 class Lattice:
-    """The points of several axes. The first axis is the one to lower where training diverges.
+    """The points of several axes. Where training diverges, the first axis is lowered first.
 
     >>> lattice = Lattice((Axis((0.1, 1.0, 10.0)), Axis((1.0,))))
     >>> [lattice.best({(0.1, 1.0): 3.0, (1.0, 1.0): 2.0}), lattice.middle]
@@ -104,19 +104,19 @@ class Lattice:
     def best(self, losses: Mapping[Point, float | None]) -> Point:
         """The point with the lowest loss, the first of equal ones.
 
-        None stands for a run that diverged; if all did, it is the one with the smallest value on
-        the first axis.
+        None stands for a run that diverged; if all did, it is the one with the smallest values, the
+        first axis first.
         """
         finite = {point: loss for point, loss in losses.items() if loss is not None}
-        return min(finite, key=lambda p: finite[p]) if finite else min(losses, key=lambda p: p[0])
+        return min(finite, key=lambda point: finite[point]) if finite else min(losses)
 
     def untried(self, losses: Mapping[Point, float | None]) -> list[Point]:
         """The neighbours of the best point that were not tried yet; none ends the search."""
         best = self.best(losses)
+        untried = [point for point in self._neighbours(best) if point not in losses]
         if losses[best] is None:  # all diverged: only downwards
-            lower = self.axes[0].neighbours(best[0])[:1]
-            return [(value, *best[1:]) for value in lower if value < best[0]]
-        return [point for point in self._neighbours(best) if point not in losses]
+            return [point for point in untried if point < best][:1]
+        return untried
 
     def _neighbours(self, point: Point) -> Iterable[Point]:
         for k, axis in enumerate(self.axes):
