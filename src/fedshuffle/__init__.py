@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from fedshuffle.training import Simulation as Simulation
     from fedshuffle.training import callbacks as callbacks
     from fedshuffle.training import train as train
+    from fedshuffle.tuning import tune as tune
 
     __all__: list[str]
     __version__: str

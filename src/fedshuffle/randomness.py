@@ -39,6 +39,7 @@ class Purpose(enum.IntEnum):
     SERVER_TRANSFORM = 13
     DOWN_LINK = 14
     PRIVACY = 15
+    TUNING = 16
 
 
 def generator(

@@ -13,6 +13,8 @@ import inspect
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 from fedshuffle._arrays import count, number
@@ -145,18 +147,57 @@ def parameters(name: str) -> Mapping[str, inspect.Parameter]:
     return inspect.signature(_split(name)[1]).parameters
 
 
-def make(name: str, arguments: Mapping[str, Any], rounds: int) -> Callable[[int], float]:
+@dataclass(frozen=True)
+class NamedSchedule:
+    """The schedule of a name over a number of rounds.
+
+    >>> NamedSchedule("cosine", {"step_size": 0.1}, rounds=100)(0)
+    0.1
+    """
+
+    name: str
+    arguments: Mapping[str, Any]
+    rounds: int
+
+    @cached_property
+    def at(self) -> Callable[[int], float]:
+        """The function of the round; the arguments may set another number of rounds."""
+        warmup, schedule = _split(self.name)
+        known = parameters(self.name)
+        given = {"rounds": self.rounds} if "rounds" in known else {}
+        given |= self.arguments
+        for key in given:
+            check_known(f"argument of schedule {self.name!r}", key, known)
+        for key, parameter in known.items():
+            if parameter.default is parameter.empty and key not in given:
+                raise FedShuffleError(f"schedule {self.name!r} needs {key!r}: add it.")
+        made = schedule(**given)
+        return made if warmup is None else warmed_up(made, warmup)
+
+    def __call__(self, round: int) -> float:
+        return self.at(round)
+
+
+def make(name: str, arguments: Mapping[str, Any], rounds: int) -> NamedSchedule:
     """The schedule of that name, over this number of rounds unless the arguments set another."""
-    warmup, schedule = _split(name)
-    known = parameters(name)
-    given = {"rounds": rounds, **arguments} if "rounds" in known else dict(arguments)
-    for key in given:
-        check_known(f"argument of schedule {name!r}", key, known)
-    for key, parameter in known.items():
-        if parameter.default is parameter.empty and key not in given:
-            raise FedShuffleError(f"schedule {name!r} needs {key!r}: add it.")
-    made = schedule(**given)
-    return made if warmup is None else warmed_up(made, warmup)
+    made = NamedSchedule(name, arguments, rounds)
+    made(0)  # an error for arguments that do not fit
+    return made
+
+
+def text(name: str, arguments: Mapping[str, Any]) -> str | None:
+    """The text that :func:`parse` reads as this schedule; None if there is none.
+
+    >>> text("warmup:10+cosine", {"step_size": 0.32}), text("drops", {"step_size": 1, "factor": 0})
+    ('warmup:10+cosine:0.32', None)
+    """
+    numbers = [f"{v:.12g}" for v in arguments.values() if isinstance(v, int | float)]
+    written = ":".join([name, *numbers])
+    try:
+        same = parse(written) == (name, dict(arguments))
+    except FedShuffleError:
+        return None
+    return written if same else None
 
 
 def resolve(schedule: Schedule | str, rounds: int) -> Schedule:
@@ -166,6 +207,44 @@ def resolve(schedule: Schedule | str, rounds: int) -> Schedule:
     (True, 0.3)
     """
     return make(*parse(schedule), rounds) if isinstance(schedule, str) else schedule
+
+
+def size(schedule: Schedule) -> float:
+    """The step size of a schedule by name, or else the one of the first round.
+
+    >>> size(resolve("warmup:10+cosine:0.3", rounds=100)), size(lambda round: 1 / (round + 2))
+    (0.3, 0.5)
+    """
+    if isinstance(schedule, NamedSchedule):
+        schedule = float(schedule.arguments["step_size"])
+    return value(schedule, 0, "step size")
+
+
+def resized(schedule: Schedule, to: float) -> Schedule:
+    """The same schedule with another :func:`size`.
+
+    >>> resized(0.1, to=0.3), resized(resolve("cosine:0.1", rounds=10), to=0.3)(0)
+    (0.3, 0.3)
+    """
+    if isinstance(schedule, NamedSchedule):
+        return replace(schedule, arguments={**schedule.arguments, "step_size": to})
+    if not callable(schedule):
+        return to
+    times, given = to / size(schedule), schedule
+    return lambda round: times * given(round)
+
+
+def compressed(schedule: Schedule, rounds: int, to: int) -> Schedule:
+    """A schedule over the rounds of a run in fewer rounds: each stands for the middle of a part.
+
+    >>> short = compressed(resolve("warmup:30+drops:1.0", rounds=100), rounds=100, to=4)
+    >>> [round(short(r), 3) for r in range(4)]
+    [0.433, 1.0, 0.1, 0.01]
+    """
+    if not callable(schedule):
+        return schedule
+    given = schedule
+    return lambda round: given(int((round + 0.5) * rounds / to))
 
 
 def _split(name: str) -> tuple[int | None, Callable[..., Callable[[int], float]]]:

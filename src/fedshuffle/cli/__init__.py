@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from fedshuffle import __version__
-from fedshuffle.cli import advise, audit, compare, data, experiments, flower, methods, run
+from fedshuffle.cli import advise, audit, compare, data, experiments, flower, methods, run, tune
 from fedshuffle.cli.shared import Command, Group, say
 from fedshuffle.errors import FedShuffleError
 
@@ -18,7 +18,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 about_methods = (audit.audit, methods.methods, methods.conformance, advise.advise)
-training = (run.run, compare.compare, experiments.reproduce, experiments.demo, run.new)
+training = (run.run, tune.tune, compare.compare, experiments.reproduce, experiments.demo, run.new)
 for command in (*about_methods, *training):
     app.command(cls=Command)(command)
 app.add_typer(data.app, name="data")

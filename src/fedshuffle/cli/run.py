@@ -2,6 +2,7 @@
 
 import shlex
 import sys
+from collections.abc import Callable
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -26,9 +27,11 @@ from fedshuffle.cli.shared import (
     emit,
     overrides,
 )
+from fedshuffle.cli.tune import SHARE, in_words, say_interrupted
 from fedshuffle.errors import FedShuffleError, missing_package
 
 if TYPE_CHECKING:
+    from fedshuffle.config.schema import Config
     from fedshuffle.training import Result
 
 _ENGINES = (
@@ -49,6 +52,8 @@ def run(
     device: Annotated[Text, Option(help="Where to train: cpu, cuda or mps.")] = None,
     address: Annotated[Text, Option(help="HOST:PORT of a Ray cluster; else one starts.")] = None,
     seed: Annotated[Count, Option(help="Seed of everything random.")] = None,
+    tune: Annotated[bool, Option("--tune", help="Find the step sizes first.")] = False,
+    share: Annotated[float | None, Option(help=f"{SHARE} [default: 0.5]")] = None,
     settings: Settings = None,
     as_json: AsJson = False,
 ) -> None:
@@ -64,13 +69,18 @@ def run(
     given["channel"] = channel
     changes: dict[str, Any] = {key: value for key, value in given.items() if value is not None}
     changes |= overrides(settings)
+    extra = dict[str, Any]()
     check_one(config, resume)
+    if share is not None and not tune:
+        raise FedShuffleError("--share is the cost of tuning: add --tune, or leave it out.")
     if config is not None:
         chosen = configs.load(config, changes)
         folder = check_out(out or chosen.out, config)
-        start = partial(chosen.run, folder)
+        start: Callable[..., Result] = partial(chosen.run, folder)
+        if tune:
+            start = partial(_tuned_run, chosen, folder, 0.5 if share is None else share, extra)
     elif resume is not None:
-        if out is not None or changes.keys() - {"rounds"}:
+        if out is not None or tune or changes.keys() - {"rounds"}:
             raise FedShuffleError(
                 "a run keeps its settings: --resume takes only --rounds and --address."
             )
@@ -79,13 +89,34 @@ def run(
         with alone(as_json):
             result = start(progress=not as_json, address=address)
     except KeyboardInterrupt:  # a run that has begun says itself how to resume it
-        if not RunFolder(folder).begun:
+        if tune and not RunFolder(folder).begun:
+            say_interrupted(folder)
+        elif not RunFolder(folder).begun:
             print("Interrupted before the first round: nothing was saved.", file=sys.stderr)
         raise
-    found = _summary(result)
+    found = _summary(result) | extra
     emit(as_json, found, partial(_print_run, result, found, address))
     if result.diverged:
         raise typer.Exit(1)
+
+
+def _tuned_run(
+    config: "Config", folder: Path, share: float, extra: dict[str, Any], **options: Any
+) -> "Result":
+    """Find the step sizes of a config, add what was found to the output, and train with them."""
+    from fedshuffle.config.runner import check_free
+    from fedshuffle.training.run_folder import RunFolder
+    from fedshuffle.tuning.step_sizes import check
+
+    check(share, config.privacy)
+    check_free(RunFolder(folder))
+    with config.importable():
+        options["inputs"] = config.inputs()
+        found = config.tune(folder, share=share, **options)
+        extra["tuning"] = found.to_dict()
+        if options["progress"]:
+            console.print(in_words(found), soft_wrap=True)
+        return config.tuned(found).run(folder, **options)
 
 
 def _summary(result: "Result") -> dict[str, Any]:

@@ -24,7 +24,7 @@ from torch import nn
 from torch.nn.utils import vector_to_parameters
 
 import fedshuffle
-from fedshuffle import _files, devices, engines, fingerprint, losses
+from fedshuffle import _files, devices, engines, fingerprint, losses, tuning
 from fedshuffle import sampling as samplings
 from fedshuffle._arrays import expect
 from fedshuffle.config import imports, loader
@@ -38,6 +38,7 @@ from fedshuffle.sampling import Sampling
 from fedshuffle.training import Evaluate, Result, train
 from fedshuffle.training.run_folder import RunFolder
 from fedshuffle.transforms import Transform
+from fedshuffle.tuning.step_sizes import check as check_tuning
 
 
 @dataclass(frozen=True)
@@ -62,13 +63,18 @@ def run(
     config = config.pinned().override({})  # exactly as it will be read again
     notes = [f"A run of fedshuffle {fedshuffle.__version__}.", *config.origin]
     folder = _folder(config, Path(out), address, notes)
+    check_free(folder)
+    return _train(config, folder, progress, inputs, address)
+
+
+def check_free(folder: RunFolder) -> None:
+    """Refuse a folder in which a run cannot start."""
     folder.check(resume=False)
     if (folder.path / "config.toml").exists():
         raise FedShuffleError(
             f"{str(folder.path)!r} holds a config.toml, but no run. Choose another folder, or start"
             f" the run of that config: {command(folder.path)}."
         )
-    return _train(config, folder, progress, inputs, address)
 
 
 def resume(
@@ -96,6 +102,42 @@ def resume(
     if folder.begun:
         folder.check_rounds(config.rounds)  # before data are loaded
     return _train(config, folder, progress, inputs, address)
+
+
+def tune(
+    config: Config,
+    out: Path | str | None,
+    share: float,
+    progress: bool,
+    shared: RunInputs | None,
+    address: str | None,
+) -> tuning.TunedStepSizes:
+    """Find step sizes for a config; the arguments are those of :meth:`Config.tune`."""
+    check_tuning(share, config.privacy)
+    with at("engine"):
+        engine = engines.at_address(config.engine, address)
+    with config.importable():
+        parts = inputs(replace(config, evaluation=None)) if shared is None else shared
+        server = step_size_by_round(config.server_step_size, config.rounds)
+        return tuning.tune(
+            initial_model(config),
+            parts.federation,
+            loss=parts.loss,
+            rounds=config.rounds,
+            method=method(config),
+            sampling=sampling(config, parts.federation),
+            work=config.work,
+            step_size=step_size_by_round(config.step_size, config.rounds),
+            server_step_size=None if server == 1.0 else server,  # from what is usual for the method
+            down_channel=config.down_channel,
+            **on_the_way(config),
+            seed=config.seed,
+            engine=engine,
+            device=config.device,
+            share=share,
+            out=out,
+            progress=progress,
+        )
 
 
 def _folder(config: Config, out: Path, address: str | None, notes: list[str]) -> RunFolder:

@@ -28,6 +28,7 @@ from fedshuffle.transforms import channels
 if TYPE_CHECKING:
     from fedshuffle.config.runner import RunInputs
     from fedshuffle.training import Result
+    from fedshuffle.tuning import TunedStepSizes
 
 
 at = partial(error_context, catch=FedShuffleError)
@@ -260,6 +261,49 @@ class Config:
         from fedshuffle.config import runner
 
         return runner.run(self, out or self.out, progress, inputs, address)
+
+    def tune(
+        self,
+        out: Path | str | None = None,
+        *,
+        share: float = 0.5,
+        progress: bool = False,
+        inputs: "RunInputs | None" = None,
+        address: str | None = None,
+    ) -> "TunedStepSizes":
+        """Find step sizes for this run by short runs: see :func:`fedshuffle.tune`.
+
+        Args:
+            out: a folder in which finished short runs are noted, such as that of the run; by
+                default that of the config.
+            share: the largest cost, as a share of the rounds of this run.
+            progress: whether to show a bar.
+            inputs: the result of :meth:`inputs`, to share it between runs.
+            address: the Ray cluster, if the engine works on one.
+        """
+        from fedshuffle.config import runner
+
+        return runner.tune(self, out or self.out, share, progress, inputs, address)
+
+    def tuned(self, found: "TunedStepSizes") -> "Config":
+        """This config with the step sizes that were found, in its own schedules."""
+        note = (
+            f"Tuned: step_size {found.step_size:g} and server_step_size"
+            f" {found.server_step_size:g} cost {found.rounds_spent} rounds."
+        )
+        return replace(
+            self,
+            step_size=_resized(self.step_size, found.step_size),
+            server_step_size=_resized(self.server_step_size, found.server_step_size),
+            origin=(*self.origin, note),
+        )
+
+
+def _resized(size: StepSize, to: float) -> StepSize:
+    """Another step size, or the same schedule from there."""
+    if not isinstance(size, ScheduleSpec):
+        return to
+    return replace(size, arguments={**size.arguments, "step_size": to})
 
 
 def keys(kind: Any) -> dict[str, Any]:

@@ -21,6 +21,9 @@ ServerState = Mapping[str, "Tensor"]
 class ServerOptimiser(abc.ABC):
     """Turns the aggregated update into the next model."""
 
+    usual_step_size = 1.0
+    """From where to look for its step size."""
+
     @abc.abstractmethod
     def step(
         self, x: "Tensor", update: "Tensor", step_size: float, state: ServerState
@@ -68,6 +71,7 @@ class Momentum(FromTorch):
     r"""SGD with momentum: :math:`m \leftarrow b m + \Delta, \; x \leftarrow x + \eta_g m`."""
 
     b: float = 0.9
+    usual_step_size = 0.1
 
     def __post_init__(self) -> None:
         number(self.b, "the server's b", within="[0, 1)")
@@ -83,6 +87,7 @@ class Adagrad(FromTorch):
     """
 
     epsilon: float = 1e-3
+    usual_step_size = 0.01
 
     def __post_init__(self) -> None:
         number(self.epsilon, "the server's epsilon", within="(0, inf)")
@@ -98,6 +103,7 @@ class _TwoMoments:
     b1: float = 0.9
     b2: float = 0.99
     epsilon: float = 1e-3
+    usual_step_size = 0.01
 
     def __post_init__(self) -> None:
         number(self.b1, "the server's b1", within="[0, 1)")

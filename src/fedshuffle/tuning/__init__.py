@@ -1,1 +1,13 @@
-"""Step sizes that suit a run: the search for them."""
+"""Step sizes that suit a run: the search for them, by short runs."""
+
+from typing import TYPE_CHECKING
+
+from fedshuffle._lazy import attach
+
+if TYPE_CHECKING:
+    from fedshuffle.tuning.short_runs import Trial
+    from fedshuffle.tuning.step_sizes import TunedStepSizes, tune
+
+__all__ = ["Trial", "TunedStepSizes", "tune"]
+
+__getattr__ = attach(__name__)  # only the runs need torch

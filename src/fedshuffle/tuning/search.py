@@ -16,6 +16,9 @@ Point = tuple[float, ...]
 SPACING = math.sqrt(10)
 """The ratio of neighbours where a single value is given."""
 
+EQUAL = 0.01
+"""Losses that differ by no more than this share of the largest decrease count as equal."""
+
 
 @dataclass(frozen=True)
 class Axis:
@@ -82,14 +85,26 @@ class Choices:
 class Lattice:
     """The points of several axes. Where training diverges, the first axis is lowered first.
 
+    Args:
+        axes: the values of each setting.
+        trade: whether a step along the second axis takes one back along the first. If these are the
+            server's and the local step size, it keeps their product, and so about the distance that
+            a round moves: else a search would stop in the narrow valley along which it is constant.
+        start: the loss before training. If given, losses that differ by at most 1% of the largest
+            decrease count as equal.
+
     >>> lattice = Lattice((Axis((0.1, 1.0, 10.0)), Axis((1.0,))))
     >>> [lattice.best({(0.1, 1.0): 3.0, (1.0, 1.0): 2.0}), lattice.middle]
     [(1.0, 1.0), (1.0, 1.0)]
     >>> lattice.untried({(0.1, 1.0): 3.0, (1.0, 1.0): 2.0, (10.0, 1.0): None})
     [(1.0, 0.32), (1.0, 3.2)]
+    >>> Lattice(lattice.axes, trade=True).untried({(1.0, 1.0): 2.0})
+    [(0.1, 1.0), (10.0, 1.0), (10.0, 0.32), (0.1, 3.2)]
     """
 
     axes: Sequence[Axis | Choices]
+    trade: bool = False
+    start: float | None = None
 
     @property
     def middle(self) -> Point:
@@ -107,8 +122,15 @@ class Lattice:
         None stands for a run that diverged; if all did, it is the one with the smallest values, the
         first axis first.
         """
+        equal = self.nearly_best(losses)
+        return equal[0] if equal else min(losses)
+
+    def nearly_best(self, losses: Mapping[Point, float | None]) -> list[Point]:
+        """The points with the lowest loss, in the order in which they were tried."""
         finite = {point: loss for point, loss in losses.items() if loss is not None}
-        return min(finite, key=lambda point: finite[point]) if finite else min(losses)
+        lowest = min(finite.values(), default=0.0)
+        slack = 0.0 if self.start is None else EQUAL * max(0.0, self.start - lowest)
+        return [point for point, loss in finite.items() if loss <= lowest + slack]
 
     def untried(self, losses: Mapping[Point, float | None]) -> list[Point]:
         """The neighbours of the best point that were not tried yet; none ends the search."""
@@ -121,7 +143,12 @@ class Lattice:
     def _neighbours(self, point: Point) -> Iterable[Point]:
         for k, axis in enumerate(self.axes):
             for value in axis.neighbours(point[k]):
-                yield (*point[:k], value, *point[k + 1 :])
+                if not (self.trade and k == 1):
+                    yield (*point[:k], value, *point[k + 1 :])
+                    continue
+                for other in self.axes[0].neighbours(point[0]):
+                    if (other < point[0]) == (value > point[1]):
+                        yield (other, value, *point[2:])
 
 
 def descend(

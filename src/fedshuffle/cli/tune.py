@@ -1,0 +1,99 @@
+"""The command that finds the step sizes of a run."""
+
+import shlex
+import sys
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+from rich.markup import escape
+from typer import Argument, Option
+
+from fedshuffle._terminal import plain_table
+from fedshuffle.cli.shared import AsJson, ConfigOut, Settings, alone, console, emit, overrides
+
+if TYPE_CHECKING:
+    from fedshuffle.config.schema import Config
+    from fedshuffle.tuning import TunedStepSizes
+
+SHARE = "Largest cost of tuning, as a share of the rounds of the run."
+
+
+def tune(
+    config: Annotated[Path, Argument(help="A TOML file that describes a run.")],
+    share: Annotated[float, Option(help=SHARE)] = 0.5,
+    out: ConfigOut = None,
+    settings: Settings = None,
+    as_json: AsJson = False,
+) -> None:
+    """Find the step sizes of a run by short runs, at a bounded cost.
+
+    Finished short runs are noted in tuning.jsonl, in the folder of the run: the same command
+    repeats none of them.
+    """
+    from fedshuffle import config as configs
+
+    chosen = configs.load(config, overrides(settings))
+    folder = out or chosen.out
+    try:
+        with alone(as_json):
+            found = chosen.tune(folder, share=share, progress=not as_json)
+    except KeyboardInterrupt:
+        say_interrupted(folder)
+        raise
+    lines = config_lines(chosen.tuned(found))
+    changes = [word for text in settings or [] for word in ("--set", text)]
+    changes += [word for key, value in lines.items() for word in ("--set", f"{key}={value}")]
+    changes += ["--out", str(out)] if out else []
+    command = shlex.join(["fedshuffle", "run", str(config), *changes])
+    data = {**found.to_dict(), "config": lines, "command": command}
+    emit(as_json, data, partial(_print_found, found, lines, command))
+
+
+def say_interrupted(folder: Path | None) -> None:
+    """Say what an interruption while tuning leaves behind."""
+    from fedshuffle.tuning.journal import NAME
+
+    kept = folder is not None and (folder / NAME).exists()
+    what = "finished short runs are kept, repeat the command to resume" if kept else "nothing kept"
+    print(f"Interrupted while tuning: {what}.", file=sys.stderr)
+
+
+def config_lines(config: "Config") -> dict[str, str]:
+    """The step sizes of a config, as they are written into its file."""
+    return {name: _written(getattr(config, name)) for name in ("step_size", "server_step_size")}
+
+
+def in_words(found: "TunedStepSizes") -> str:
+    """What was found and what it cost, in one line."""
+    partly = "" if found.complete else " The budget was spent before all neighbours were tried."
+    return (
+        f"Found step_size {found.step_size:g} and server_step_size {found.server_step_size:g} in"
+        f" {len(found.tried)} short runs, which cost {found.share:.0%} of a run.{partly}"
+    )
+
+
+def _print_found(found: "TunedStepSizes", lines: dict[str, str], command: str) -> None:
+    table = plain_table("step_size", "server_step_size", "rounds", "training loss", align="rrrr")
+    for trial in found.tried:
+        loss = "diverged" if trial.loss is None else f"{trial.loss:.4g}"
+        sizes = f"{trial.step_size:g}", f"{trial.server_step_size:g}"
+        table.add_row(*sizes, str(trial.rounds), loss)
+    console.print(table)
+    written = "\n".join(f"  {name} = {value}" for name, value in lines.items())
+    text = f"The loss was {found.start:.4g} before training. {in_words(found)}\nIn the config:\n"
+    console.print(escape(f"{text}{written}\nTo train with them:\n  {command}"), soft_wrap=True)
+
+
+def _written(size: Any) -> str:
+    """A step size as the value of a key in a TOML file."""
+    from fedshuffle import schedules
+    from fedshuffle.config.loader import plain, toml
+    from fedshuffle.config.schema import ScheduleSpec
+
+    if not isinstance(size, ScheduleSpec):
+        return repr(float(size))
+    if text := schedules.text(size.name, size.arguments):
+        return f'"{text}"'
+    pairs = [" ".join(toml({key: value}).split()) for key, value in plain(size).items()]
+    return "{" + ", ".join(pairs) + "}"

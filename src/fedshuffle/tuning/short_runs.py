@@ -1,0 +1,95 @@
+"""Short runs that try step sizes."""
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from fedshuffle import schedules
+from fedshuffle.errors import DivergedError, error_context
+from fedshuffle.evaluation import Evaluation
+from fedshuffle.federation import Federation
+from fedshuffle.randomness import Purpose, generator
+from fedshuffle.state import State
+from fedshuffle.training import Simulation
+from fedshuffle.training.monitoring import has_diverged
+from fedshuffle.training.rounds import simulate
+from fedshuffle.training.simulation import reduced
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One short run, and the loss after it."""
+
+    step_size: float
+    server_step_size: float
+    rounds: int
+    """The rounds that were planned."""
+    repeat: int
+    """Which of the seeds for tuning it has."""
+    loss: float | None
+    """The training loss after the last round; None if it diverged."""
+    rounds_done: int
+    """The rounds that it cost: fewer than planned if it diverged before."""
+    local_steps: int
+
+
+class ShortRuns:
+    """Runs of a simulation with other step sizes and fewer rounds.
+
+    They share the model, the engine and, for the same ``repeat``, everything random, so that their
+    losses differ by the step sizes alone. A schedule of the full run is compressed: the short run
+    goes through all of it.
+
+    Args:
+        simulation: the full run.
+        rounds: its number of rounds.
+        data: the training data of some clients, on which the loss is evaluated.
+        on_round: is called after every round.
+    """
+
+    def __init__(
+        self,
+        simulation: Simulation,
+        rounds: int,
+        data: Federation,
+        on_round: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._sim, self._rounds, self._on_round = simulation, rounds, on_round
+        loss = simulation.problem.loss
+        self._evaluate = Evaluation(data, ["loss"], loss=loss, per_client=False)
+        with error_context("evaluation before training"):
+            self.start = self._loss(simulation.init())
+            """The loss before training."""
+
+    def try_out(
+        self, step_size: float, server_step_size: float, rounds: int, repeat: int = 0
+    ) -> Trial:
+        """Train for some rounds with these step sizes; stop as soon as it diverges."""
+        run = copy.copy(self._sim.run)
+        sizes = {"step_size": step_size, "server_step_size": server_step_size}
+        for name, size in sizes.items():
+            schedule = schedules.resized(getattr(run, name), size)
+            setattr(run, name, schedules.compressed(schedule, self._rounds, rounds))
+        draw = generator(run.seed, Purpose.TUNING, part=repeat)
+        run.seed = int(draw.integers(2**63))
+        done = steps = 0
+        loss: float | None = self.start
+        try:
+            for (state,) in simulate(self._sim.engine, [run], rounds):
+                cohort = run.cohort(done)
+                done, steps = done + 1, steps + int(cohort.done.sum())
+                self._on_round()
+                # Evaluating after every round may cost more than training.
+                seen = reduced(state.metrics, cohort).get("train_loss", self.start)
+                if done == rounds or has_diverged(seen, self.start):
+                    loss = self._loss(state)
+                    if has_diverged(loss, self.start):
+                        loss = None
+                        break
+        except DivergedError:
+            done, loss = done + 1, None
+            self._on_round()
+        return Trial(step_size, server_step_size, rounds, repeat, loss, done, steps)
+
+    def _loss(self, state: State) -> float:
+        return self._evaluate(self._sim.model(state))["loss"]

@@ -1,0 +1,315 @@
+"""Find the step sizes of a run by short runs, for a bounded share of its cost."""
+
+import dataclasses
+import hashlib
+import json
+import math
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from rich.progress import TimeElapsedColumn
+from torch import nn
+
+from fedshuffle import fingerprint, methods, schedules
+from fedshuffle._arrays import count, jsonable, number
+from fedshuffle._terminal import progress_bar
+from fedshuffle.engines import Loss, Ray
+from fedshuffle.errors import FedShuffleError
+from fedshuffle.federation import Federation
+from fedshuffle.local_work import LocalWork
+from fedshuffle.methods import Method
+from fedshuffle.privacy import Privacy
+from fedshuffle.sampling import Sampling
+from fedshuffle.schedules import NamedSchedule, Schedule
+from fedshuffle.training import Simulation
+from fedshuffle.transforms import Channel, DownLink, Transform
+from fedshuffle.tuning.journal import Journal, Key, opened
+from fedshuffle.tuning.search import SPACING, Axis, Choices, Lattice, Point, descend
+from fedshuffle.tuning.short_runs import ShortRuns, Trial
+
+EXPECTED_TRIALS = 12
+"""Short runs have so many rounds that about this many of them use up the budget."""
+MIN_ROUNDS = 3
+"""The rounds of the shortest run that tries step sizes."""
+MIN_TRIALS = 5
+"""The number of trials that are made even if they cost more than the budget."""
+WIDEN = 1000.0
+"""The search ends this factor above and below the first step sizes."""
+
+
+@dataclass(frozen=True)
+class TunedStepSizes:
+    """Step sizes that short runs found, and what that cost.
+
+    >>> found = TunedStepSizes(0.3, 1.0, 2.3, 0.5, (), 45, 0.45, 900, True, {"step_size": 0.3})
+    >>> found.to_dict()["share"]
+    0.45
+    """
+
+    step_size: float
+    server_step_size: float
+    start: float
+    """The training loss before training."""
+    loss: float
+    """The training loss after the short run that decided."""
+    tried: tuple[Trial, ...]
+    """All short runs, in order."""
+    rounds_spent: int
+    """The rounds of all of them together."""
+    share: float
+    """The same as a share of the rounds of the full run."""
+    local_steps: int
+    """The local steps of all of them together."""
+    complete: bool
+    """Whether every neighbour of the best point was tried before the budget was spent."""
+    settings: Mapping[str, Any] = field(repr=False)
+    """The arguments ``step_size`` and ``server_step_size`` of :func:`fedshuffle.train`, with the
+    schedules that were given.
+    """
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data, ready for JSON."""
+        plain = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        del plain["settings"]
+        tried = [dataclasses.asdict(trial) for trial in self.tried]
+        return dict(jsonable({**plain, "tried": tried}))
+
+
+def tune(
+    model: nn.Module,
+    federation: Federation,
+    *,
+    loss: Loss,
+    rounds: int,
+    method: str | Method = "fedshuffle",
+    sampling: str | Sampling = "full",
+    work: LocalWork | None = None,
+    step_size: Schedule | str = 0.1,
+    server_step_size: Schedule | str | None = None,
+    transforms: Sequence[Transform] = (),
+    channel: str | Channel | None = None,
+    down_channel: str | DownLink | None = None,
+    privacy: Privacy | None = None,
+    seed: int = 0,
+    engine: str | Ray = "sequential",
+    device: str | torch.device | None = None,
+    share: float = 0.5,
+    clients: int = 100,
+    out: str | os.PathLike[str] | None = None,
+    progress: bool = False,
+) -> TunedStepSizes:
+    r"""Find the step size and the server step size for a run of :func:`fedshuffle.train`.
+
+    Short runs try step sizes a factor of :math:`\sqrt{10}` apart. The loss on training data judges
+    them, never on held-out data. The search
+
+    1. looks for the step size alone, in runs as short as possible;
+    2. goes on from there in both step sizes, from neighbour to neighbour, until none is better by
+       more than 1% of the decrease of the loss. A larger server step size is tried together with a
+       smaller step size, as their product says how far a round moves;
+    3. repeats the two best with another seed for as many rounds as the budget still allows.
+
+    Of points that differ by at most 1% the one that moves least wins, because a long run may
+    diverge where a short one does not. A point that diverged is never returned.
+
+    All short runs together take at most ``share`` of the rounds of the full run, with two
+    exceptions for short full runs: there are at least 5 trials of 3 rounds; and while all diverge,
+    the step size is lowered until one does not, at most by a factor of 1000. The result says what
+    was really spent. The same arguments give the same result.
+
+    Args:
+        model: as for ``train``, like all arguments that are not explained here.
+        federation: the clients and their examples.
+        loss: ``loss(model, *fields)``, the mean over a minibatch.
+        rounds: the number of rounds of the full run.
+        method: a name or a :class:`~fedshuffle.methods.Method`.
+        sampling: a text or a :class:`~fedshuffle.sampling.Sampling`.
+        work: the local work of a sampled client.
+        step_size: where to start. Schedules keep their shape, compressed to the short runs, and are
+            scaled as a whole.
+        server_step_size: where to start; by default what is usual for the method.
+        transforms: what happens to updates on their way.
+        channel: how updates are compressed.
+        down_channel: how the model is compressed.
+        privacy: must be None: short runs on private data would cost privacy, too.
+        seed: that of the full run. Short runs use others, which follow from it.
+        engine: the name of an engine.
+        device: ``"cpu"``, ``"cuda"`` or ``"mps"``.
+        share: the largest cost, as a share of the rounds of the full run.
+        clients: evaluate the loss on at most this many clients, drawn once.
+        out: a folder for ``tuning.jsonl``, where every finished short run is noted. The same call
+            after an interruption repeats none of them.
+        progress: whether to show a progress bar on the error stream.
+
+    >>> import torch
+    >>> from fedshuffle import Federation, losses, train
+    >>> data = Federation.from_arrays(torch.ones(6, 1), torch.eye(6), sizes=[1, 2, 3])
+    >>> model = torch.nn.Linear(1, 6, bias=False)
+    >>> found = tune(model, data, loss=losses.squared_error, rounds=100)
+    >>> found.share <= 0.5, len(found.tried) >= 5
+    (True, True)
+    >>> result = train(model, data, loss=losses.squared_error, rounds=100, **found.settings)
+    """
+    rounds, clients = count(rounds, "rounds"), count(clients, "clients")
+    check(share, privacy)
+    method = methods.get(method)
+    if server_step_size is None:
+        server_step_size = method.server.usual_step_size
+    given = {"step_size": step_size, "server_step_size": server_step_size}
+    sizes = {name: schedules.resolve(size, rounds) for name, size in given.items()}
+    first = schedules.size(sizes["step_size"]), schedules.size(sizes["server_step_size"])
+    short = min(rounds, max(MIN_ROUNDS, math.floor(share * rounds / EXPECTED_TRIALS)))
+    budget = max(math.floor(share * rounds), MIN_TRIALS * short)
+    simulation = Simulation(
+        model,
+        federation,
+        loss=loss,
+        method=method,
+        sampling=sampling,
+        work=work,
+        step_size=sizes["step_size"],
+        server_step_size=sizes["server_step_size"],
+        transforms=transforms,
+        channel=channel,
+        down_channel=down_channel,
+        seed=seed,
+        engine=engine,
+        device=device,
+    )
+    texts = "{task.completed:.0f} of at most {task.total:.0f} rounds", "{task.fields[note]}"
+    bar = progress_bar(progress, *texts, TimeElapsedColumn(), transient=True)
+    with simulation, opened(out, _settings(simulation, rounds, clients)) as journal, bar:
+        task = bar.add_task("tuning", total=budget, note="")
+        sample = federation.sample(clients, simulation.run.seed)
+        runs = ShortRuns(simulation, rounds, sample, partial(bar.advance, task))
+        search = _Search(runs, journal, budget)
+        point, found = search.search(first, short, rounds)
+        tried = tuple(search.tried.values())
+    kinds = zip(given.items(), point, strict=True)
+    return TunedStepSizes(
+        step_size=point[0],
+        server_step_size=point[1],
+        start=runs.start,
+        loss=found,
+        tried=tried,
+        rounds_spent=search.spent,
+        share=search.spent / rounds,
+        local_steps=sum(trial.local_steps for trial in tried),
+        complete=search.complete,
+        settings={name: _like(size, sizes[name], to) for (name, size), to in kinds},
+    )
+
+
+def check(share: float, privacy: Privacy | None) -> None:
+    """Refuse what cannot be tuned, before data are loaded."""
+    number(share, "share", "(0, inf)")
+    if privacy is not None:
+        raise FedShuffleError(
+            "step sizes cannot be tuned for a private run: short runs on private data cost privacy,"
+            " which no budget would count. Tune without privacy on public data of the same kind,"
+            " and give the step sizes that were found."
+        )
+
+
+def _like(given: Schedule | str, schedule: Schedule, to: float) -> Schedule | str:
+    """A step size in the form in which it was given."""
+    found = schedules.resized(schedule, to)
+    if isinstance(given, str) and isinstance(found, NamedSchedule):
+        return schedules.text(found.name, found.arguments) or found
+    return found
+
+
+def _settings(simulation: Simulation, rounds: int, clients: int) -> str:
+    """A digest of all that the loss of a short run depends on, but for its step sizes."""
+    facts = simulation.settings(rounds) | {
+        "start_sha256": fingerprint.tensor(simulation.problem.start),
+        "rounds": rounds,
+        "evaluated_clients": clients,
+    }
+    return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
+
+
+class _BudgetSpent(Exception):  # noqa: N818
+    """The next trial would cost more than the budget."""
+
+
+class _Search:
+    """Trials within a budget of rounds; what the journal knows is not done again."""
+
+    def __init__(self, runs: ShortRuns, journal: Journal, budget: int) -> None:
+        self._runs, self._journal, self._budget = runs, journal, budget
+        self.tried: dict[Key, Trial] = {}
+        self.spent = 0
+        self.complete = False
+
+    def search(self, first: Point, short: int, rounds: int) -> tuple[Point, float]:
+        """The best point and the loss of the run that decided."""
+        start = self._runs.start
+        step, server = (Axis((size,), WIDEN) for size in first)
+        line = Lattice((step, Choices(server.given)), start=start)
+        plane = Lattice((step, server), trade=True, start=start)
+        look = min(short, max(MIN_ROUNDS, short // 4))
+        try:
+            found = descend(line, partial(self._loss, look))
+            descend(plane, partial(self._loss, short), [line.best(found)])
+            self.complete = bool(self._stable())
+            longer = min(rounds, (self._budget - self.spent) // 2)
+            if self.complete and longer >= 2 * short:
+                losses = self._losses()
+                best = _choice(plane, losses)
+                others = sorted(losses.keys() - {best}, key=losses.__getitem__)
+                for point in [best, *others][:2]:
+                    self._loss(longer, point, repeat=1)
+        except _BudgetSpent:
+            pass
+        if not (losses := self._losses()):
+            sizes = ", ".join(f"{size:g}" for size in sorted({key[0] for key in self.tried}))
+            raise FedShuffleError(
+                f"training diverges at every step size that was tried ({sizes}): give a smaller"
+                " step_size, or scale the inputs of the model."
+            )
+        chosen = _choice(plane, losses)
+        return chosen, losses[chosen]
+
+    def _loss(self, rounds: int, point: Point, repeat: int = 0) -> float | None:
+        key = (point[0], point[1], rounds, repeat)
+        if key not in self.tried:
+            if self.spent + rounds > self._budget and self._stable():
+                raise _BudgetSpent
+            trial = self._journal.trials.get(key)
+            if trial is None:
+                trial = self._journal.add(self._runs.try_out(*key))
+            self.tried[key] = trial
+            self.spent += trial.rounds_done
+        return self.tried[key].loss
+
+    def _stable(self) -> set[Point]:
+        """The points that never diverged."""
+        tried: set[Point] = {key[:2] for key in self.tried}
+        return tried - {key[:2] for key, trial in self.tried.items() if trial.loss is None}
+
+    def _losses(self) -> dict[Point, float]:
+        """The losses of the longest trials, of points that never diverged."""
+        stable = self._stable()
+        ended = [trial for key, trial in self.tried.items() if key[:2] in stable]
+        longest = max((trial.rounds for trial in ended), default=0)
+        return {
+            (t.step_size, t.server_step_size): t.loss
+            for t in ended
+            if t.rounds == longest and t.loss is not None
+        }
+
+
+def _choice(lattice: Lattice, losses: Mapping[Point, float]) -> Point:
+    """Of the points that are nearly the best, the one that moves least in a round."""
+    equal = lattice.nearly_best(losses)
+
+    def moves(point: Point) -> int:
+        """How far a round moves, in steps of the lattice."""
+        return round(math.log(math.prod(point) / math.prod(equal[0]), SPACING))
+
+    return min(equal, key=moves)
