@@ -225,3 +225,13 @@ def test_a_damaged_folder(tmp_path: Path) -> None:
     (study.folder(trial) / "outcome.json").write_text("{")
     with pytest.raises(FedShuffleError, match="is damaged"):
         Study(compared, tmp_path / "out", Criterion("loss", False))
+
+
+def test_a_search_uses_runs_that_another_one_left(tmp_path: Path) -> None:
+    """Such as those of a search from another point, which this one meets only later."""
+    tuned(tmp_path, [0.32], **BOTH)
+    stamps = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("outcome.json")}
+    results = tuned(tmp_path, [0.032], **BOTH)
+    met = {(t["step_size"], t["server_step_size"]) for t in results["curves"][0]["tuning"]}
+    assert (1.0, 1.0) in met
+    assert all(path.stat().st_mtime_ns == stamp for path, stamp in stamps.items())

@@ -113,12 +113,14 @@ class Study:
     ) -> None:
         self.comparison, self.out, self._judge = comparison, out, judge
         self._training_sizes = training_sizes or {}
-        self._trial = functools.cache(comparison.trial)
-        seen: set[Trial] = set()
-        while new := [trial for trial in self.trials() if trial not in seen]:
-            for trial in new:  # their results decide which runs follow
-                self.update(trial)
-            seen.update(new)
+        self._trial = functools.cache(self._known)
+        self.trials()  # refuses runs with other settings
+
+    def _known(self, variant: Variant, point: GridPoint, seed: int | None) -> Trial:
+        """A run with its result, if it has ended: in a search the results decide what follows."""
+        trial = self.comparison.trial(variant, point, seed)
+        self.update(trial)
+        return trial
 
     def folder(self, trial: Trial) -> Path:
         return self.out / "runs" / trial.name
