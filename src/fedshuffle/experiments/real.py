@@ -67,3 +67,8 @@ def plays(part: str = "train", features: int = 1024, folder: str | None = None) 
 def resnet(width: int = 64, blocks: Sequence[int] = (2, 2, 2, 2), padding: int = 4) -> nn.Module:
     """ResNet-18 with group normalisation, which sees images cropped and mirrored at random."""
     return nn.Sequential(datasets.Augment(padding), ResNet(100, width, blocks))
+
+
+def small_resnet(width: int = 16, blocks: Sequence[int] = (1, 1)) -> nn.Module:
+    """A narrow and short ResNet, which sees images at half their resolution."""
+    return nn.Sequential(nn.AvgPool2d(2), ResNet(100, width, blocks))
