@@ -1,0 +1,300 @@
+"""The study of step sizes: what `fedshuffle tune` reaches, and the tables and pictures of the docs.
+
+    fedshuffle reproduce steps-shakespeare --out DIR/shakespeare    likewise cifar100 and plays
+    fedshuffle reproduce steps-default --out DIR/default
+    python -m fedshuffle.experiments.step_sizes DIR docs
+
+The last command writes the CSV files in docs/research, docs/images/step-sizes.png, and the tables
+of docs/research/step-sizes.md.
+"""
+
+import csv
+import io
+import json
+import re
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+import numpy as np
+from matplotlib.figure import Figure
+from PIL import Image
+
+from fedshuffle._files import results_folder, write_file
+from fedshuffle._terminal import Console
+from fedshuffle.comparison.results import Curve, Results
+from fedshuffle.config import Config, ScheduleSpec
+from fedshuffle.experiments import real
+from fedshuffle.reports.comparison.model import Compared, Line
+from fedshuffle.reports.rendering import LIGHT, clean, encoded
+
+DATA_SETS = {"shakespeare": "Shakespeare", "cifar100": "CIFAR-100", "plays": "Plays"}
+DEFAULT_METHODS = ("fedavg-rr", "fedshuffle-capped:rho=2")
+"""What is tuned and trained without any choice of step sizes."""
+SEEDS = (0, 1, 2)
+SHOWN = {
+    "shakespeare": ("FedAvg", "rho = 1", "rho = 2", "FedShuffle (rho = inf)"),
+    "cifar100": ("FedAvg", "rho = 1", "FedShuffle (rho = inf)"),
+    "plays": ("FedAvg", "rho = 1", "rho = 2", "FedShuffle (rho = inf)"),
+}
+"""The curves of the picture."""
+
+
+# A default that needs no tuning -------------------------------------------------------------------
+
+
+def reproduce_default(
+    out: Path, data: Path | None = None, data_sets: Sequence[str] = tuple(DATA_SETS)
+) -> list[dict[str, Any]]:
+    """Tune, then train, from step sizes that know nothing of the data; finished runs are kept."""
+    console, rows = Console(stderr=True, highlight=False, soft_wrap=True), []
+    for name in data_sets:
+        base = real.load(f"steps-{name}", "laptop", out / name, data).base
+        inputs = base.inputs()
+        for method in DEFAULT_METHODS:
+            for seed in SEEDS:
+                folder = out / name / f"{re.sub('[^a-z0-9]+', '-', method)}-seed{seed}"
+                row = _tuned_run(replace(base, method=method, seed=seed), folder, inputs)
+                console.print(f"{name} {method} seed {seed}: {row}", markup=False)
+                rows.append({"data": name, "method": method, "seed": seed, **row})
+        write_file(out / "default.csv", csv_of(rows))
+    return rows
+
+
+def _tuned_run(config: Config, folder: Path, inputs: Any) -> dict[str, Any]:
+    """What a run reaches at the step sizes that tuning found, and what that cost."""
+    found = folder / "default.json"
+    if found.exists():
+        known: dict[str, Any] = json.loads(found.read_text(encoding="utf-8"))
+        return known
+    assert isinstance(config.step_size, ScheduleSpec)
+    start = {**config.step_size.arguments, "step_size": 0.1}  # that of a config that says nothing
+    config = replace(config, step_size=replace(config.step_size, arguments=start), out=None)
+    tuned = config.tune(folder, inputs=inputs)
+    result = config.tuned(tuned).run(folder / "run", inputs=inputs)
+    row = {
+        "step_size": tuned.step_size,
+        "server_step_size": tuned.server_step_size,
+        "share": tuned.share,
+        "diverged": result.diverged is not None,
+        "accuracy": result.history[-1]["accuracy"],
+        "training_loss": result.history[-1]["training_loss"],
+    }
+    write_file(found, json.dumps(row))
+    return row
+
+
+# Tables -------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Row:
+    """A method at its own best step sizes."""
+
+    name: str
+    curve: Curve
+    wrong: float
+    """The share of the objective in the wrong place, by the audit."""
+
+    def values(self, metric: str) -> list[float]:
+        """The last value of each run that did not diverge."""
+        runs = [run for run in self.curve["runs"] if not run["diverged"]]
+        if metric.endswith("_small_decile"):
+            found = [run["small_decile"].get(metric.removesuffix("_small_decile")) for run in runs]
+        else:
+            found = [run["history"][-1].get(metric) for run in runs]
+        return [value for value in found if value is not None]
+
+
+def rows_of(results: Results) -> list[Row]:
+    """The methods of a comparison at their own best step sizes, in order."""
+    rows = []
+    for curve in results["curves"]:
+        if curve["group"] == "own":
+            audit = curve["audit"]
+            gap = np.abs(np.subtract(audit["effective_weights"], audit["objective_weights"])).sum()
+            rows.append(Row(curve["label"], curve, 0.5 * float(gap)))
+    return rows
+
+
+COLUMNS = {
+    "accuracy": "accuracy",
+    "accuracy_mean": "mean of clients",
+    "accuracy_small_decile": "small clients",
+    "loss_worst_decile": "loss, worst tenth",
+    "training_loss": "training loss",
+}
+
+
+def table(results: Results) -> str:
+    """The table of a data set in Markdown."""
+    rows = rows_of(results)
+    used = {name: title for name, title in COLUMNS.items() if any(r.values(name) for r in rows)}
+    lines = [
+        "| " + " | ".join(["method", "wrong", "step sizes", *used.values(), "local steps"]) + " |",
+        "|---|" + "---:|" * (len(used) + 3),
+    ]
+    for row in rows:
+        steps = [f"{row.curve['step_size']:g}, {row.curve['server_step_size']:g}"]
+        cells = [_cell(row, name) for name in used]
+        local = np.mean(row.values("total_steps") or [np.nan])
+        wrong = f"{row.wrong:.1%}" if row.wrong > 5e-4 else "0"
+        lines.append("| " + " | ".join([row.name, wrong, *steps, *cells, f"{local:,.0f}"]) + " |")
+    return "\n".join(lines)
+
+
+def _cell(row: Row, metric: str) -> str:
+    values = row.values(metric)
+    lost = len(row.curve["runs"]) - len(values)
+    if not values:
+        return "diverged"
+    scale, digits = (100, 2) if metric.startswith("accuracy") else (1, 3)
+    spread = f" ± {scale * np.std(values, ddof=1):.{digits}f}" if len(values) > 1 else ""
+    note = f" ({lost} diverged)" if lost and metric == "accuracy" else ""
+    return f"{scale * np.mean(values):.{digits}f}{spread}{note}"
+
+
+def summary(name: str, results: Results) -> Iterable[dict[str, Any]]:
+    """One line per run: what the tables are made of."""
+    for row in rows_of(results):
+        for run in row.curve["runs"]:
+            last = run["history"][-1] if run["history"] else {}
+            small = run["small_decile"]
+            yield {
+                "data": name,
+                "method": row.name,
+                **{f"own_{key}": value for key, value in row.curve["settings"].items()},
+                "step_size": row.curve["step_size"],
+                "server_step_size": row.curve["server_step_size"],
+                "seed": run["seed"],
+                "diverged": run["diverged"],
+                **{key: value for key, value in last.items() if not key.startswith("total_bytes")},
+                **{f"{key}_small_decile": value for key, value in small.items()},
+            }
+
+
+def tuning(name: str, results: Results) -> Iterable[dict[str, Any]]:
+    """One line per short run: what the step sizes were chosen by."""
+    for row in rows_of(results):
+        for trial in row.curve["tuning"]:
+            chosen = all(row.curve[k] == trial[k] for k in ("step_size", "server_step_size"))  # type: ignore[literal-required]
+            yield {
+                "data": name,
+                "method": row.name,
+                "step_size": trial["step_size"],
+                "server_step_size": trial["server_step_size"],
+                "training_loss": trial["value"],
+                "diverged": trial["diverged"],
+                "chosen": chosen,
+            }
+
+
+def csv_of(rows: Iterable[Mapping[str, Any]]) -> str:
+    """Rows as CSV; a key that a row does not have is empty."""
+    found = list(rows)
+    written = io.StringIO()
+    names = list(dict.fromkeys(key for row in found for key in row))
+    writer = csv.DictWriter(written, names, lineterminator="\n")
+    writer.writeheader()
+    for row in found:
+        writer.writerow({k: f"{v:.6g}" if isinstance(v, float) else v for k, v in row.items()})
+    return written.getvalue()
+
+
+def default_table(rows: Sequence[Mapping[str, str]], found: Mapping[str, Results]) -> str:
+    """What tuning reaches beside the best of the study, for each data set and method."""
+    lines = [
+        "| data | method | found by `tune` | accuracy | at the study's best | difference |",
+        "|---|---|---|---:|---:|---:|",
+    ]
+    names = {"fedavg-rr": "FedAvg", "fedshuffle-capped:rho=2": "rho = 2"}
+    for data, title in DATA_SETS.items():
+        best = {row.name: row for row in rows_of(found[data])}
+        best.setdefault("rho = 2", best.get("FedShuffle (rho = inf)", next(iter(best.values()))))
+        for method, name in names.items():
+            own = [row for row in rows if (row["data"], row["method"]) == (data, method)]
+            if not own:
+                continue
+            reached = 100 * np.mean([float(row["accuracy"]) for row in own])
+            wanted = 100 * np.mean(best[name].values("accuracy"))
+            pairs = (f"{float(r['step_size']):g}, {float(r['server_step_size']):g}" for r in own)
+            steps = "; ".join(dict.fromkeys(pairs))
+            cells = [title, name, steps, f"{reached:.2f}", f"{wanted:.2f}"]
+            lines.append("| " + " | ".join([*cells, f"{reached - wanted:+.2f}"]) + " |")
+    return "\n".join(lines)
+
+
+# Pictures -----------------------------------------------------------------------------------------
+
+
+def draw(found: Mapping[str, Results]) -> Figure:
+    """Accuracy over rounds and over local steps, a column per data set."""
+    with matplotlib.rc_context(LIGHT.parameters | {"font.size": 11}):
+        figure = Figure(figsize=(4.2 * len(found), 6.4), layout="constrained")
+        grid = figure.subplots(2, len(found), squeeze=False)
+        for column, (name, results) in zip(grid.T, found.items(), strict=True):
+            lines = {line.method.label: line for line in Compared(results).of("own")}
+            for axes, x in zip(column, ("round", "total_steps"), strict=True):
+                for k, label in enumerate(SHOWN[name]):
+                    if label in lines:
+                        _curve(axes, lines[label], x, k)
+                clean(axes)
+                axes.set_xlabel("round" if x == "round" else "local steps so far")
+            column[0].set_title(DATA_SETS[name], fontsize=13)
+            column[1].legend(fontsize=9, frameon=False)
+        for axes in grid[:, 0]:
+            axes.set_ylabel("test accuracy (%)")
+    return figure
+
+
+def _curve(axes: Any, line: Line, x: str, k: int) -> None:
+    runs = [run["history"] for run in line.curve["runs"] if not run["diverged"]]
+    if runs:
+        over = np.mean([[record[x] for record in history] for history in runs], axis=0)
+        values = 100 * np.array([[r["accuracy"] for r in history] for history in runs])
+        dash = ("-", "--", ":", "-.")[k % 4]
+        (drawn,) = axes.plot(
+            over, values.mean(axis=0), dash, label=line.method.label, linewidth=1.6
+        )
+        ends = values.min(axis=0), values.max(axis=0)
+        axes.fill_between(over, *ends, color=drawn.get_color(), alpha=0.12, linewidth=0)
+
+
+_BLOCK = re.compile(r"(<!-- generated: ([\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
+
+
+def write(study: Path, docs: Path) -> None:
+    """Write all that the docs show of the study in a folder."""
+    found: dict[str, Results] = {}
+    for name in DATA_SETS:
+        file = study / name / "results.json"
+        if file.exists():
+            found[name] = json.loads(file.read_text(encoding="utf-8"))
+    research, blocks = docs / "research", {name: table(results) for name, results in found.items()}
+    for name, results in found.items():
+        write_file(research / f"step-sizes-{name}.csv", csv_of(summary(name, results)))
+        write_file(research / f"step-sizes-{name}-tuning.csv", csv_of(tuning(name, results)))
+        curves = (study / name / "curves.csv").read_text(encoding="utf-8")
+        write_file(research / f"step-sizes-{name}-curves.csv", curves)
+    default = study / "default" / "default.csv"
+    if default.exists():
+        text = default.read_text(encoding="utf-8")
+        write_file(research / "step-sizes-default.csv", text)
+        blocks["default"] = default_table(list(csv.DictReader(io.StringIO(text))), found)
+    path = results_folder(docs / "images") / "step-sizes.png"
+    with Image.open(io.BytesIO(encoded(draw(found), "png", dpi=110))) as image:
+        image.convert("RGB").quantize(256).save(path, optimize=True)
+    page = research / "step-sizes.md"
+
+    def block(match: re.Match[str]) -> str:
+        begin, name, end = match.groups()
+        return f"{begin}{blocks[name]}\n{end}" if name in blocks else match[0]
+
+    write_file(page, _BLOCK.sub(block, page.read_text(encoding="utf-8")))
+
+
+if __name__ == "__main__":
+    write(Path(sys.argv[1]), Path(sys.argv[2]))
