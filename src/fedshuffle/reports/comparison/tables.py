@@ -205,7 +205,8 @@ def print_results(console: Console, results: Results, out: Path) -> None:
         say(f"{what}, {group_title(group)}", "italic")
         table = Table()
         for column in columns:
-            table.add_column(column, justify="left" if column == "method" else "right")
+            side: Any = "left" if column == "method" else "right"
+            table.add_column(column, justify=side, overflow="fold")  # names stay whole
         for row in rows:
             table.add_row(*row)
         console.print(table)
