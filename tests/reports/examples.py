@@ -9,7 +9,9 @@ NASTY = f"""A & B | 50% of $x$ _{{i}}_ "'`*~^#\\ {EVIL}"""
 
 def run(seed: int, *values: float | None, rounds: int = ROUNDS, **facts: Any) -> dict[str, Any]:
     """A run evaluated in its last rounds, with these accuracies."""
-    history: list[dict[str, Any]] = [{"round": k} for k in range(1, rounds + 1)]
+    history: list[dict[str, Any]] = [
+        {"round": k, "total_steps": 5 * k * seed} for k in range(1, rounds + 1)
+    ]
     for record, value in zip(history[rounds - len(values) :], values, strict=True):
         loss = None if value is None else 2 - value
         record.update(accuracy=value, loss=loss, training_loss=loss and loss - 0.25)
@@ -98,6 +100,7 @@ def whole() -> Any:
                         *(base * (1 - 0.8**r) + 0.01 * seed for r in range(1, rounds + 1)),
                         rounds=rounds,
                         folder=f"runs/{EVIL}",
+                        small_decile={"accuracy": base - 0.01 * seed},
                     )
                     for seed in (1, 2)
                 ]
@@ -105,8 +108,10 @@ def whole() -> Any:
                     runs[1] = run(2, 0.2, 0.1, None, rounds=10, diverged=True)
                 label = NASTY if k == 2 else ("FedAvg", "_FedShuffle$")[k]
                 tried = [trial(0.1, 0.2), trial(0.3, 0.3, clip=5.0), trial(1.0, None, True)]
+                tried += [trial(0.3, 0.25, server_step_size=size) for size in (0.5, 2.0)]
                 facts = {"momentum": momentum, "group": group, "label": label, "tuning": tried}
-                curves.append(curve(method, *runs, **facts))
+                own = {"method": "fedavg", EVIL: EVIL} if k == 2 else {}
+                curves.append(curve(method, *runs, settings=own, **facts))
     return results(
         *curves,
         title=f"Everything {EVIL}",

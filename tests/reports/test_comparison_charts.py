@@ -102,6 +102,30 @@ def test_labels_of_many_step_sizes_do_not_overlap_and_name_the_best() -> None:
     assert all(after - before > 30 for (before, _), (after, _) in pairwise(chart.xticks))
 
 
+def test_each_step_size_that_was_tuned_has_a_chart(tmp_path: Path) -> None:
+    tried = [trial(0.3, v, server_step_size=s) for s, v in ((0.5, 2.0), (1.0, 1.0), (2.0, 0.5))]
+    server = curve("fedavg", run(1, 0.5), server_step_size=2.0, tuning=tried)
+    more = [trial(0.1, 3.0, server_step_size=2.0), trial(1.0, None, True, server_step_size=2.0)]
+    both = curve("fednova", run(1, 0.5), server_step_size=2.0, tuning=[*tried, *more])
+    compared = Compared(results(server, both, **LOSS))
+    (by_step,) = charts.search(compared, "own", "none", "step_size")
+    assert by_step.line.method.name == "fednova"
+    assert (len(by_step.dots), by_step.notes) == (2, ["1 diverged"])
+    by_server = charts.search(compared, "own", "none", "server_step_size")
+    assert [chart.line.method.name for chart in by_server] == ["fedavg", "fednova"]
+    assert [chart.notes for chart in by_server] == [[WIDEN], [WIDEN]]
+    assert by_server[0].text.endswith(
+        "by server step size. 0.5: 2.000; 1: 1.000; 2: 0.5000, the best."
+    )
+    figure = figures.step_sizes(compared)
+    assert figure is not None
+    assert [axes.get_xlabel() for axes in figure.axes] == ["step size", "server step size"]
+    assert [len(axes.texts) for axes in figure.axes] == [0, 2]
+    text = write(compared.results, tmp_path)[-1].read_text()
+    assert "fednova: loss by step size (columns)" in text.replace("FedNova", "fednova")
+    assert "FedAvg: loss by step size (columns)" not in text
+
+
 def test_without_a_search_there_is_no_chart_of_it(tmp_path: Path) -> None:
     found = Compared(results(curve("fedavg", run(1, 0.5))))
     assert charts.search(found, "own", "none") == []

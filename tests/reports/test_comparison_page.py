@@ -105,7 +105,7 @@ def test_the_page_works_by_keyboard(opened: Browser) -> None:
         reached.append(opened.run("document.activeElement.id || document.activeElement.name"))
         if reached[-1] == "chart":
             break
-    assert reached == ["group", "momentum", "metric", "scale", "chart"]
+    assert reached == ["group", "momentum", "metric", "x", "scale", "chart"]
     opened.key("Home")
     assert opened.run("document.getElementById('round').textContent") == "at round 1"
     opened.key("ArrowRight")
@@ -132,6 +132,30 @@ def test_pointing_shows_the_values_of_a_round(opened: Browser) -> None:
     assert opened.run("document.querySelectorAll('#chart .pointer .marker').length") == 3
     opened.mouse("mouseMoved", 2, 2)
     assert opened.run("document.getElementById('round').textContent") == "at round 20"
+
+
+def test_curves_over_local_steps(browser: Browser, page: Path) -> None:
+    """Five steps per round with seed 1, ten with seed 2: 7.5 on average, 8 when rounded."""
+    browser.call("Emulation.setScriptExecutionDisabled", value=False)
+    browser.window(1200, 900)
+    browser.open(page, "#x=steps&metric=training_loss")
+    assert browser.complaints() == []
+    drawing = "document.getElementById('chart')"
+    assert "local steps of all clients" in browser.run(f"{drawing}.textContent")
+    assert browser.run("document.getElementById('round').textContent") == "at the end"
+    browser.run(f"{drawing}.focus()")
+    browser.key("Home")
+    assert browser.run("document.getElementById('round').textContent") == "at 8 local steps"
+    spoken = browser.run(f"{drawing}.getAttribute('aria-valuetext')")
+    assert spoken.startswith("8 local steps: FedAvg ")
+    assert browser.run("document.querySelectorAll('#chart .pointer .marker').length") == 3
+    assert "x=steps" in browser.run("location.hash")
+    browser.run("document.querySelector('input[name=x][value=rounds]').click()")
+    assert "x=steps" not in browser.run("location.hash")
+    assert browser.run("document.getElementById('round').textContent") in (
+        "at round 20",
+        "at round 8",
+    )
 
 
 @pytest.mark.parametrize("dark", [False, True])

@@ -15,8 +15,9 @@ from hypothesis import strategies as st
 from fedshuffle import FedShuffleError
 from fedshuffle.methods import colour
 from fedshuffle.reports.comparison import write
-from fedshuffle.reports.comparison.figures import audits, histogram
+from fedshuffle.reports.comparison.figures import audits, curves, histogram
 from fedshuffle.reports.comparison.model import Compared
+from fedshuffle.reports.comparison.warnings import headlines
 from tests.reports.examples import EVIL, NASTY, curve, results, run, trial
 
 pytestmark = pytest.mark.xdist_group("comparison report")  # what they share is made once
@@ -66,16 +67,64 @@ def test_the_search_shows_the_winner() -> None:
     found = results(curve("fedavg", run(1, 0.5), step_size=1.0, tuning=tried))
     [line] = Compared(found).lines
     lost = {3.0: "diverged", 10.0: "unfinished"}
-    assert line.tried == {0.1: 0.4, 1.0: 0.5, **lost}
-    assert line.edge == ""
+    assert line.searches["step_size"].tried == {0.1: 0.4, 1.0: 0.5, **lost}
+    assert line.searches["step_size"].edge == ""
+    assert not line.searches["server_step_size"].varied
 
 
 def test_the_search_may_be_judged_by_another_metric() -> None:
     tried = [trial(0.1, 2.0), trial(0.3, 1.5), trial(0.3, 1.0, clip=5.0)]
     only = curve("fedavg", run(1, 0.5), step_size=0.3, tuning=tried)
     [line] = Compared(results(only, judge={"metric": "loss", "higher_is_better": False})).lines
-    assert line.tried == {0.1: 2.0, 0.3: 1.0}
-    assert line.edge == "largest"
+    search = line.searches["step_size"]
+    assert search.tried == {0.1: 2.0, 0.3: 1.0}
+    assert search.edge == line.edge == "largest"
+
+
+def test_both_step_sizes_are_searched() -> None:
+    tried = [
+        *(trial(0.1, 0.4), trial(0.3, 0.5), trial(1.0, None, diverged=True)),
+        *(trial(0.3, 0.2, server_step_size=0.5), trial(0.3, 0.6, server_step_size=2.0)),
+        trial(0.3, 0.55, server_step_size=2.0, clip=5.0),
+    ]
+    only = curve("fedavg", run(1, 0.5), step_size=0.3, server_step_size=2.0, tuning=tried)
+    [line] = Compared(results(only)).lines
+    assert line.searches["step_size"].tried == {0.1: 0.4, 0.3: 0.6, 1.0: "diverged"}
+    assert line.searches["server_step_size"].tried == {0.5: 0.2, 1.0: 0.5, 2.0: 0.6}
+    assert line.tried == {
+        (0.1, 1.0): 0.4,
+        (0.3, 0.5): 0.2,
+        (0.3, 1.0): 0.5,
+        (0.3, 2.0): 0.6,
+        (1.0, 1.0): "diverged",
+    }
+    assert (line.edge, line.server_edge) == ("", "largest")
+    [(_, [text])] = headlines(Compared(results(only)))
+    assert "its best server step size, 2, is the largest tried" in text
+    assert "its best step size" not in text
+
+
+def test_steps_are_an_axis_and_no_metric() -> None:
+    """Five steps per round with seed 1, ten with seed 2."""
+    both = curve("fedavg", run(1, 0.1, 0.2, 0.3, 0.4), run(2, 0.2, 0.3, diverged=True, rounds=2))
+    compared = Compared(results(both))
+    [line] = compared.lines
+    assert line.local_steps([0, 1, 2, 3, 4]).tolist() == [0, 7.5, 15, 15, 20]
+    assert compared.last_step("own") == 20
+    assert "total_steps" not in compared.metrics
+    assert compared.title("total_steps") == "local steps so far"
+    for record in both["runs"][0]["history"] + both["runs"][1]["history"]:
+        del record["total_steps"]
+    assert not Compared(results(both)).counts_steps
+
+
+def test_curves_may_be_drawn_over_local_steps() -> None:
+    compared = Compared(results(curve("fedavg", run(1, 0.1, 0.2, 0.3, 0.4))))
+    for by_steps, label, xs in ((False, "round", [1, 2, 3, 4]), (True, "steps", [5, 10, 15, 20])):
+        axes = curves(compared, "own", by_steps).axes[0]
+        assert label in axes.get_xlabel()
+        assert np.asarray(axes.lines[0].get_xdata()).tolist() == xs
+        assert axes.get_xlim()[1] == pytest.approx(1.012 * xs[-1])
 
 
 @given(st.lists(st.integers(1, 10**6), min_size=1, max_size=50))
@@ -141,7 +190,8 @@ def test_a_file_in_place_of_the_folder_is_an_error(tmp_path: Path) -> None:
 
 def test_every_file_is_written(written: list[Path], folder: Path) -> None:
     names = [path.name for path in written]
-    figures = ["figure-own", "figure-common-0.1", "weights", "step-sizes"]
+    figures = ["figure-own", "figure-common-0.1", "weights"]
+    figures += ["figure-own-steps", "figure-common-0.1-steps", "step-sizes"]
     pictures = [f"{name}.{kind}" for name in figures for kind in ("png", "pdf")]
     assert names == [*pictures, "table.md", "table.tex", "curves.csv", "report.html"]
     assert sorted(path.name for path in folder.iterdir()) == sorted(names)
@@ -193,6 +243,9 @@ def test_the_page_is_self_contained_and_escaped(page: Path) -> None:
     assert len(sources) == 3
     assert all(source.startswith("data:image/png;base64,") for source in sources)
     data = json.loads(found.data[0])
+    assert data["steps"] == {"own": 150.0, "common:0.1": 150.0}
+    drawn = data["curves"][0]["metrics"]["accuracy"]
+    assert (drawn["rounds"][-1], drawn["steps"][-1]) == (20, 150)
     assert [method["label"] for method in data["methods"]] == ["FedAvg", "_FedShuffle$", NASTY]
     assert "default-src 'none'" in text
 
@@ -208,11 +261,11 @@ def test_tables_escape_all_text(written: list[Path]) -> None:
     text = next(path for path in written if path.name == "table.md").read_text(encoding="utf-8")
     assert "<script>" not in re.sub(r"\\.", "", text)
     rows = [line for line in text.splitlines() if line.startswith("|")]
-    assert {len(re.findall(r"(?<!\\)\|", line)) for line in rows} == {6}
+    assert {len(re.findall(r"(?<!\\)\|", line)) for line in rows} == {8}
     latex = next(path for path in written if path.name == "table.tex").read_text(encoding="utf-8")
     line = next(line for line in latex.splitlines() if line.startswith("A \\&"))
     assert "50\\% of \\$x\\$ \\_\\{i\\}\\_" in line
-    assert len(re.findall(r"(?<!\\)&", line)) == 4
+    assert len(re.findall(r"(?<!\\)&", line)) == 6
 
 
 @pytest.mark.parametrize(

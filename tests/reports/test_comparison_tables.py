@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fedshuffle.reports.comparison import answers, tables, write
+from fedshuffle.reports.comparison import answers, clients, tables, write
 from fedshuffle.reports.comparison.model import Compared
 from fedshuffle.reports.comparison.warnings import headlines, warnings
 from tests.reports.examples import ROUNDS, curve, misleading, results, run, trial
@@ -159,6 +159,56 @@ def test_a_table_has_a_column_for_each_momentum() -> None:
     assert row(text, "FedShuffle") == ["**40.00**", "0.3", "20.00", "1"]
     common = text[text.index("## Common step size 0.1") :]
     assert row(common, "FedShuffle") == ["**10.00**", "0.1"]
+
+
+def test_a_server_step_size_is_shown_if_it_tells_anything() -> None:
+    plain = curve("fedavg", run(1, 0.3))
+    tuned = [trial(0.3, 0.2, server_step_size=0.5), trial(0.3, 0.3), trial(0.3, 0.1)]
+    for other in ({"server_step_size": 2.0}, {"tuning": tuned}):
+        compared = Compared(results(plain, curve("fedshuffle", run(1, 0.4), **other)))
+        text = tables.markdown(compared)
+        assert "| method | no momentum | step size | server |" in text
+        assert row(text, "FedAvg") == ["30.00", "0.3", "1"]
+        size = f"{other.get('server_step_size', 1.0):g}"
+        assert row(text, "FedShuffle")[:3] == [row(text, "FedShuffle")[0], "0.3", size]
+        assert f"& 0.3 & {size} \\\\" in tables.latex(compared)
+    assert "server" not in tables.markdown(Compared(results(plain)))
+    assert tables.summary(compared.results, Path())["results"][0]["server_step_size"] == 1.0
+
+
+def test_the_settings_of_a_variant_are_told() -> None:
+    own = {"method": "fedavg", "sampling": "importance:10", "work.clip": "inf"}
+    found = results(
+        curve("by size", run(1, 0.4), settings=own),
+        curve("again", run(1, 0.3), settings={"method": "fedavg"}),
+        curve("fedavg", run(1, 0.3)),
+    )
+    text = tables.markdown(Compared(found))
+    assert "- by size is fedavg with sampling importance:10, work.clip inf." in text
+    assert "- again is fedavg." in text
+    assert text.count(" is fedavg") == 2
+
+
+def test_groups_of_clients(tmp_path: Path) -> None:
+    """By hand: mean and deviation over the runs that ended."""
+    runs = []
+    for seed, mean, worst, small in ((1, 0.5, 0.1, 0.2), (2, 0.6, 0.2, 0.4), (3, 0.9, 0.9, 0.9)):
+        one = run(seed, 0.5, diverged=seed == 3, small_decile={"accuracy": small, "auc": None})
+        one["history"][-1].update(accuracy_mean=mean, accuracy_worst_decile=worst)
+        runs.append(one)
+    compared = Compared(results(curve("fedavg", *runs), curve("fednova", run(1, 0.5))))
+    first, second = compared.lines
+    wanted = ["55.00 ± 7.07", "15.00 ± 7.07", "30.00 ± 14.14"]
+    assert clients.group_values(first, "accuracy") == wanted
+    assert clients.group_values(second, "accuracy") == ["", "", ""]
+    page = write(compared.results, tmp_path)[-1].read_text(encoding="utf-8")
+    assert page.index("Groups of clients") < page.index("30.00 ± 14.14")
+    lines = list(csv.DictReader(io.StringIO(tables.csv_text(compared))))
+    assert [line["accuracy_small_decile"] for line in lines[:4]] == ["", "", "", "0.2"]
+    assert lines[0]["server_step_size"] == "1.0"
+    assert [line["total_steps"] for line in lines[4:8]] == ["10", "20", "30", "40"]
+    without = write(results(curve("fedavg", run(1, 0.5))), tmp_path / "other")[-1]
+    assert "Groups of clients" not in without.read_text(encoding="utf-8")
 
 
 def test_warnings_come_before_the_ranking(tmp_path: Path) -> None:

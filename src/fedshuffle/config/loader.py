@@ -311,7 +311,7 @@ def form(kind: Any) -> str:
     if get_origin(kind) is Literal:
         return " or ".join(f'`"{text}"`' for text in get_args(kind))
     if isinstance(kind, UnionType):
-        return " or ".join(map(form, get_args(kind)))
+        return " or ".join("table" if is_dataclass(x) else form(x) for x in get_args(kind))
     return "section"
 
 

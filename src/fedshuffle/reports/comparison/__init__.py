@@ -12,11 +12,13 @@ from typing import Any
 import numpy as np
 from markupsafe import Markup
 
+from fedshuffle._arrays import IntArray
 from fedshuffle._files import results_folder, write_file
 from fedshuffle.comparison.results import Results
 from fedshuffle.reports.comparison import charts, clients, figures, model, tables, warnings
 from fedshuffle.reports.comparison.figures import Audited
 from fedshuffle.reports.comparison.model import Compared, Line, group_title, momentum_title
+from fedshuffle.reports.comparison.searches import SIZES
 from fedshuffle.reports.rendering import DARK, data_uri, encoded, joined, render, save, spread
 
 __all__ = ["write"]
@@ -42,7 +44,11 @@ def write(results: Results, out: Path) -> list[Path]:
     if (weights := figures.weights(comparison, audits)) is not None:
         drawn["weights"], paths["weights"] = weights, out / "weights"
     pictures = {k: data_uri("image/png", encoded(x, "png", 120)) for k, x in drawn.items()}
-    if (search := figures.step_sizes(comparison)) is not None:  # the page draws it itself
+    # The page draws the others itself.
+    for group in comparison.groups if comparison.counts_steps else ():
+        drawn[f"{group} by steps"] = figures.curves(comparison, group, by_steps=True)
+        paths[f"{group} by steps"] = paths[group].with_name(f"{paths[group].name}-steps")
+    if (search := figures.step_sizes(comparison)) is not None:
         drawn["step sizes"], paths["step sizes"] = search, out / "step-sizes"
     written = [path for name in drawn for path in save(drawn[name], paths[name])]
     texts = {
@@ -51,7 +57,7 @@ def write(results: Results, out: Path) -> list[Path]:
         "curves.csv": tables.csv_text(comparison),
     }
     script = files("fedshuffle.reports.comparison").joinpath("page.js").read_text(encoding="utf-8")
-    trials = [trial for line in comparison.lines for trial in line.curve["tuning"]]
+    searches = [line.curve["tuning"] for line in comparison.lines]
     texts["report.html"] = render(
         "reports/comparison",
         "page.html",
@@ -63,7 +69,13 @@ def write(results: Results, out: Path) -> list[Path]:
         model=model,
         tables=tables,
         warnings=warnings,
-        searched=[k for k in ("weight_decay", "clip") if len({trial[k] for trial in trials}) > 1],
+        sizes_of=SIZES,
+        searched=[
+            key
+            for key in ("weight_decay", "clip")
+            if any(len({trial[key] for trial in trials}) > 1 for trials in searches)
+        ],
+        clients=clients,
         night=DARK.page,
         pictures=pictures,
         audits=audits,
@@ -116,6 +128,7 @@ def _data(comparison: Compared, found: list[Audited]) -> dict[str, Any]:
     metrics = comparison.metrics
     return {
         "rounds": comparison.rounds,
+        "steps": {x: comparison.last_step(x) for x in comparison.groups * comparison.counts_steps},
         "seeds": len(comparison.seeds),
         "methods": [
             {"name": method.name, "label": method.label, "path": method.path}
@@ -155,19 +168,30 @@ def _data(comparison: Compared, found: list[Audited]) -> dict[str, Any]:
 def _curve(comparison: Compared, line: Line, metric: str) -> dict[str, Any]:
     band, limits = line.band(metric), comparison.limits(line.group, metric)
     some = spread(len(band.rounds), _POINTS)
+    stops = []
+    for rounds, values in line.stopped(metric):
+        few = spread(len(rounds), _POINTS)
+        end, value = figures.where_lost(rounds, values, limits)
+        cross = {"rounds": end, "steps": float(line.local_steps(end)), "value": value}
+        stops.append(
+            {
+                **_axis(comparison, line, rounds[few]),
+                "values": _short(values[few]),
+                "cross": dict(zip(cross, _short(cross.values()), strict=True)),
+            }
+        )
     return {
-        "rounds": band.rounds[some].tolist(),
+        **_axis(comparison, line, band.rounds[some]),
         **{name: _short(getattr(band, name)[some]) for name in ("mean", "low", "high")},
         "runs": band.runs[some].tolist(),
-        "stops": [
-            {
-                "rounds": rounds[spread(len(rounds), _POINTS)].tolist(),
-                "values": _short(values[spread(len(rounds), _POINTS)]),
-                "cross": _short(figures.where_lost(rounds, values, limits)),
-            }
-            for rounds, values in line.stopped(metric)
-        ],
+        "stops": stops,
     }
+
+
+def _axis(comparison: Compared, line: Line, rounds: IntArray) -> dict[str, list[float]]:
+    """Rounds, and the local steps until then if they are known."""
+    steps = line.local_steps(rounds).round().tolist() if comparison.counts_steps else []
+    return {"rounds": rounds.tolist(), "steps": steps}
 
 
 def _short(values: Any) -> list[float]:

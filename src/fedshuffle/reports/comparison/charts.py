@@ -13,6 +13,7 @@ from matplotlib.ticker import MaxNLocator
 from fedshuffle._arrays import FloatArray
 from fedshuffle.reports.comparison.clients import ClientRow, Column
 from fedshuffle.reports.comparison.model import Compared, Line, is_share, value_text
+from fedshuffle.reports.comparison.searches import Search
 from fedshuffle.reports.comparison.warnings import WIDEN
 from fedshuffle.reports.rendering import round_numbers, spread
 
@@ -60,9 +61,10 @@ def _padded(values: Sequence[float], share: float = 0.08) -> tuple[float, float]
 
 @dataclass(frozen=True)
 class SearchChart:
-    """What a method reached at each step size that was tried."""
+    """What a method reached at each value of a step size that was tried."""
 
     line: Line
+    search: Search
     xticks: list[Tick]
     yticks: list[Tick]
     dots: list[tuple[float, float]]
@@ -76,13 +78,17 @@ class SearchChart:
     text: str  # all of it in words
 
     @property
+    def urgent(self) -> bool:
+        """Whether the search did not end well."""
+        return bool(self.line.hopeless or self.search.edge)
+
+    @property
     def notes(self) -> list[str]:
         """What the reader must know."""
         found = []
-        if self.line.hopeless:
-            found.append("even the smallest diverged: try smaller ones")
-        elif self.line.edge:
-            found.append(WIDEN)
+        if self.urgent:
+            smaller = "even the smallest diverged: try smaller ones"
+            found.append(smaller if self.line.hopeless else WIDEN)
         if lost := len(self.diverged):
             found.append(f"{lost} diverged")
         if self.unfinished:
@@ -90,15 +96,20 @@ class SearchChart:
         return found
 
 
-def search(comparison: Compared, group: str, momentum: str) -> list[SearchChart]:
-    """A chart for each method of a column that was tuned, with the same axes for all."""
-    lines = [line for line in comparison.of(group, momentum) if len(line.tried) > 1]
-    sizes = sorted({size for line in lines for size in line.tried})
+def search(
+    comparison: Compared, group: str, momentum: str, key: str = "step_size"
+) -> list[SearchChart]:
+    """A chart for each method of a column whose step size of this key was tuned, with the same
+    axes for all.
+    """
+    lines = [line for line in comparison.of(group, momentum) if line.searches[key].varied]
     if not lines:
         return []
+    tried = [line.searches[key].tried for line in lines]
+    sizes = sorted({size for values in tried for size in values})
     judge = comparison.results["judge"]
-    every = [v for line in lines for v in line.tried.values() if not isinstance(v, str)]
-    lost = any(isinstance(v, str) for line in lines for v in line.tried.values())
+    every = [v for values in tried for v in values.values() if not isinstance(v, str)]
+    lost = any(isinstance(v, str) for values in tried for v in values.values())
     top, bottom, strip = TOP, BOTTOM, None
     if lost and judge["higher_is_better"]:
         bottom, strip = BOTTOM - _STRIP, BOTTOM - _STRIP / 2
@@ -111,11 +122,13 @@ def search(comparison: Compared, group: str, momentum: str) -> list[SearchChart]
     place = Scale(*ends, bottom, top, log)
     across = Scale(0, max(1, len(sizes) - 1), LEFT + 26, RIGHT - 26)
     yticks = [(place(v), _plain(v, judge["metric"])) for v in _ticks(place)] if every else []
-    return [_search(line, sizes, across, place, yticks, strip, judge["metric"]) for line in lines]
+    rest = sizes, across, place, yticks, strip, judge["metric"]
+    return [_search(line, line.searches[key], *rest) for line in lines]
 
 
 def _search(
     line: Line,
+    search: Search,
     sizes: list[float],
     across: Scale,
     place: Scale,
@@ -124,25 +137,26 @@ def _search(
     metric: str,
 ) -> SearchChart:
     at = {size: across(k) for k, size in enumerate(sizes)}
-    dots = {s: (at[s], place(v)) for s, v in line.tried.items() if not isinstance(v, str)}
+    dots = {s: (at[s], place(v)) for s, v in search.tried.items() if not isinstance(v, str)}
     step = math.ceil(len(sizes) * _LABEL / (RIGHT - LEFT))
-    won = sizes.index(line.step_size) if line.step_size in at else 0  # its label is always there
+    won = sizes.index(search.won) if search.won in at else 0  # its label is always there
     words = []
-    for size, value in line.tried.items():
+    for size, value in search.tried.items():
         told = value if isinstance(value, str) else value_text(value, metric)
-        won_it = ", the best" if size == line.step_size and size in dots else ""
+        won_it = ", the best" if size == search.won and size in dots else ""
         words.append(f"{size:g}: {told}{won_it}")
     return SearchChart(
         line=line,
+        search=search,
         xticks=[(x, f"{s:g}") for k, (s, x) in enumerate(at.items()) if (k - won) % step == 0],
         yticks=yticks,
         dots=list(dots.values()),
-        best=dots.get(line.step_size),
-        beyond={"smallest": -1, "largest": 1}.get(line.edge, 0),
-        diverged=[at[size] for size, value in line.tried.items() if value == "diverged"],
-        unfinished=[at[size] for size, value in line.tried.items() if value == "unfinished"],
-        strip=strip if len(dots) < len(line.tried) else None,
-        text=f"{line.title}, {metric} by step size. {'; '.join(words)}.",
+        best=dots.get(search.won),
+        beyond={"smallest": -1, "largest": 1}.get(search.edge, 0),
+        diverged=[at[size] for size, value in search.tried.items() if value == "diverged"],
+        unfinished=[at[size] for size, value in search.tried.items() if value == "unfinished"],
+        strip=strip if len(dots) < len(search.tried) else None,
+        text=f"{line.title}, {metric} by {search.name}. {'; '.join(words)}.",
     )
 
 

@@ -13,7 +13,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedshuffle._arrays import FloatArray
-from fedshuffle.reports.comparison.model import Compared, Line, value_text
+from fedshuffle.reports.comparison.model import (
+    Compared,
+    Line,
+    final_value,
+    spread_of,
+    spread_text,
+    value_text,
+)
 
 
 @dataclass(frozen=True, eq=False)
@@ -56,9 +63,31 @@ class Column:
         return self.rows[0]
 
 
+GROUPS = {"mean of clients": "_mean", "worst tenth": "_worst_decile", "smallest tenth": ""}
+"""Groups of clients, and the ends of the names of their metrics."""
+
+
+def client_metric(comparison: Compared) -> str:
+    """The metric of a client that is nearest to the one to rank by."""
+    return comparison.metric.removesuffix("_mean").removesuffix("_worst_decile")
+
+
+def group_values(line: Line | None, metric: str) -> list[str]:
+    """The metric over each group of clients after the last round, mean and deviation over runs."""
+    found = []
+    for end in GROUPS.values():
+        values = [
+            final_value(run, metric + end) if end else run["small_decile"].get(metric)
+            for run in (line.ended if line else [])
+        ]
+        mean, std = spread_of(values)
+        found.append("" if mean is None else spread_text(mean, std, metric))
+    return found
+
+
 def columns(comparison: Compared, out: Path) -> list[Column]:
     """All groups and momenta in which at least two methods measured the same clients."""
-    metric = comparison.metric.removesuffix("_mean").removesuffix("_worst_decile")
+    metric = client_metric(comparison)
     sign = 1 if comparison.results["higher_is_better"] else -1
     found = []
     for group in comparison.groups:
@@ -122,7 +151,7 @@ def _measured(
     line: Line, metric: str, out: Path
 ) -> tuple[list[str], FloatArray, FloatArray] | None:
     """Names and sizes of the clients, and the metric of each run (row) and client."""
-    folders = [out / run["folder"] for run in line.curve["runs"] if not line.lost(run)]
+    folders = [out / run["folder"] for run in line.ended]
     tables = [_read(folder / "clients.csv", metric) for folder in folders]
     if not tables or not tables[0] or any(t.keys() != tables[0].keys() for t in tables):
         return None

@@ -17,13 +17,16 @@ from fedshuffle._arrays import FloatArray, IntArray
 from fedshuffle._arrays import histogram as histogram
 from fedshuffle.reports.comparison import model
 from fedshuffle.reports.comparison.model import Compared, ComparedMethod, Line
+from fedshuffle.reports.comparison.searches import SIZES, Search
 from fedshuffle.reports.rendering import LIGHT, clean, round_numbers, set_ticks, spread
 
 _POINTS = 600  # the largest number of dots per method; more cannot be told apart
 
 
-def curves(comparison: Compared, group: str) -> Figure:
-    """Metric and training loss over the rounds; a row per momentum, plain training first."""
+def curves(comparison: Compared, group: str, by_steps: bool = False) -> Figure:
+    """Metric and training loss over the rounds, or over the local steps of all clients; a row per
+    momentum, plain training first.
+    """
     momenta, metrics = comparison.momenta_of(group), comparison.pair
     figure = Figure(figsize=(5.4 * len(metrics), 3.3 * len(momenta) + 1.0), layout="constrained")
     title = f"{comparison.results['title']}: {model.group_title(group)}"
@@ -31,15 +34,15 @@ def curves(comparison: Compared, group: str) -> Figure:
     grid = figure.subplots(len(momenta), len(metrics), sharex=True, sharey="col", squeeze=False)
     for k, metric in enumerate(metrics):
         for momentum, axes in zip(momenta, grid[:, k], strict=True):
-            _panel(axes, comparison, group, momentum, metric)
+            _panel(axes, comparison, group, momentum, metric, by_steps)
             axes.set_title(_plain(model.momentum_title(momentum)), loc="left", fontsize=10.5)
             axes.set_ylabel(_plain(comparison.title(metric)))
-        grid[-1, k].set_xlabel("round")
+        grid[-1, k].set_xlabel("local steps of all clients" if by_steps else "round")
     seeds = len(comparison.seeds)
     text = f"mean over {seeds} seeds; band: lowest to highest run" if seeds > 1 else "one run each"
     if any(line.diverged for line in comparison.of(group)):
         text += "; thin with a cross: a run that diverged"
-    edges = [line.title for line in comparison.of(group) if line.edge]
+    edges = [line.title for line in comparison.of(group) if line.edges]
     if edges:
         edge = f"best step size at the edge of those tried: {'; '.join(edges)}"
         text = "\n".join([text, *textwrap.wrap(edge, int(14 * figure.get_figwidth()))])
@@ -47,23 +50,26 @@ def curves(comparison: Compared, group: str) -> Figure:
     return figure
 
 
-def _panel(axes: Axes, comparison: Compared, group: str, momentum: str, metric: str) -> None:
+def _panel(
+    axes: Axes, comparison: Compared, group: str, momentum: str, metric: str, by_steps: bool
+) -> None:
     low, high = comparison.limits(group, metric)
     for line in comparison.of(group, momentum):
         method = line.method
         front = 3 if method.name.startswith("fedshuffle") else 2
         paint: dict[str, Any] = {"color": method.colour, "zorder": front}
-        found = line.band(metric)
-        axes.fill_between(found.rounds, found.low, found.high, alpha=0.2, lw=0, **paint)
+        found, x = line.band(metric), line.local_steps if by_steps else np.asarray
+        axes.fill_between(x(found.rounds), found.low, found.high, alpha=0.2, lw=0, **paint)
         every = _every(len(found.rounds), method.index, len(comparison.methods))
-        axes.plot(found.rounds, found.mean, markevery=every, **method.style, zorder=front)
+        axes.plot(x(found.rounds), found.mean, markevery=every, **method.style, zorder=front)
         for rounds, values in line.stopped(metric):
-            axes.plot(rounds, values, linewidth=0.9, alpha=0.8, **paint)
+            axes.plot(x(rounds), values, linewidth=0.9, alpha=0.8, **paint)
             end, value = where_lost(rounds, values, (low, high))
-            axes.plot([end], [value], "x", ms=7, mew=2, clip_on=False, **paint)
+            axes.plot(x([end]), [value], "x", ms=7, mew=2, clip_on=False, **paint)
     if not any(np.size(drawn.get_xdata()) for drawn in axes.lines):
         axes.text(0.5, 0.5, "nothing evaluated yet", ha="center", transform=axes.transAxes)
-    axes.set(xlim=(0, 1.012 * comparison.rounds), ylim=(low, high))
+    end = comparison.last_step(group) if by_steps else comparison.rounds
+    axes.set(xlim=(0, 1.012 * end), ylim=(low, high))
     axes.xaxis.set_major_locator(MaxNLocator(6, steps=[1, 2, 5, 10], integer=True))
     axes.tick_params(labelbottom=True)
     if model.is_share(metric):
@@ -92,56 +98,70 @@ def where_lost(
 
 
 def step_sizes(comparison: Compared) -> Figure | None:
-    """What each method reached at the step sizes tried, a panel per momentum; None if not tuned."""
-    found: dict[str, list[Line]] = {}
+    """What each method reached at the step sizes tried; None if not tuned.
+
+    A column per momentum, and a row for each of the two step sizes if both were tuned.
+    """
+    columns: dict[str, list[Line]] = {}
     for line in comparison.lines:
-        if len(line.tried) > 1:
+        if any(search.varied for search in line.searches.values()):
             title = f"{model.group_title(line.group)}, {model.momentum_title(line.momentum)}"
-            found.setdefault(title, []).append(line)
-    if not found:
+            columns.setdefault(title, []).append(line)
+    if not columns:
         return None
-    figure = Figure(figsize=(max(5.4 * len(found), 7.2), 4.6), layout="constrained")
+    tuned = [line for lines in columns.values() for line in lines]
+    keys = [key for key in SIZES if any(line.searches[key].varied for line in tuned)]
+    size = max(5.4 * len(columns), 7.2), 3.6 * len(keys) + 1.0
+    figure = Figure(figsize=size, layout="constrained")
     _headline(figure, f"{comparison.results['title']}: the step sizes tried")
+    grid = figure.subplots(len(keys), len(columns), sharey=True, squeeze=False)
+    for key, row in zip(keys, grid, strict=True):
+        for (title, lines), axes in zip(columns.items(), row, strict=True):
+            found = {x.method: x.searches[key] for x in lines if x.searches[key].varied}
+            _searches(axes, title, found, SIZES[key])
     judge = comparison.results["judge"]["metric"]
-    row = figure.subplots(1, len(found), sharey=True, squeeze=False)[0]
-    for (title, lines), axes in zip(found.items(), row, strict=True):
-        lost = [line for line in lines if "diverged" in line.tried.values()]
-        for line in lines:
-            _trials(axes, line, lost)
-        above = "\n" * (1 + len(lost) // 2) if lost else ""  # crosses stand above the panel
-        axes.set_title(_plain(title) + above, loc="left", fontsize=10.5)
-        values = [v for line in lines for v in line.tried.values() if not isinstance(v, str)]
-        wide = bool(values) and min(values) > 0 and max(values) > 20 * min(values)
-        axes.set(xscale="log", xlabel="step size", yscale="log" if wide else "linear")
-        _calm(axes)
-        sizes = sorted({size for line in lines for size in line.tried})
-        set_ticks(axes.xaxis, sizes[:: 1 + len(sizes) // 8])
-    row[0].set_ylabel(_plain(f"{judge} of the tuning run"))
+    for axes in grid[:, 0]:
+        axes.set_ylabel(_plain(f"{judge} of the tuning run"))
     text = "ring: the best one; cross: diverged; § at the edge of those tried: widen the grid"
-    _legend(figure, list({line.method: None for x in found.values() for line in x}), "-", text)
+    _legend(figure, list(dict.fromkeys(line.method for line in tuned)), "-", text)
     return figure
 
 
-def _trials(axes: Axes, line: Line, lost: list[Line]) -> None:
+def _searches(axes: Axes, title: str, found: dict[ComparedMethod, Search], name: str) -> None:
+    """The searches of all methods of a panel, along one step size."""
+    lost = [method for method, search in found.items() if "diverged" in search.tried.values()]
+    for method, search in found.items():
+        _trials(axes, method, search, 1.03 + 0.045 * lost.index(method) if method in lost else 0)
+    above = "\n" * (1 + len(lost) // 2) if lost else ""  # crosses stand above the panel
+    axes.set_title(_plain(title) + above, loc="left", fontsize=10.5)
+    tried = [search.tried for search in found.values()]
+    values = [v for some in tried for v in some.values() if not isinstance(v, str)]
+    wide = bool(values) and min(values) > 0 and max(values) > 20 * min(values)
+    axes.set(xscale="log", xlabel=name, yscale="log" if wide else "linear")
+    _calm(axes)
+    sizes = sorted({size for some in tried for size in some})
+    set_ticks(axes.xaxis, sizes[:: 1 + len(sizes) // 8])
+
+
+def _trials(axes: Axes, method: ComparedMethod, search: Search, height: float) -> None:
     """The trials of a method: its values, the best one, the edge, and crosses for the diverged."""
-    dots = {size: v for size, v in line.tried.items() if not isinstance(v, str)}
-    axes.plot(list(dots), list(dots.values()), **line.method.style)
-    if (best := dots.get(line.step_size)) is not None:
-        place = [line.step_size], [best]
+    dots = {size: v for size, v in search.tried.items() if not isinstance(v, str)}
+    axes.plot(list(dots), list(dots.values()), **method.style)
+    if (best := dots.get(search.won)) is not None:
+        place = [search.won], [best]
         axes.plot(*place, "o", mfc="none", mec=LIGHT.ink, ms=13, mew=1.4, zorder=4)
-        if line.edge:
-            shift, side = (13, "left") if line.edge == "largest" else (-13, "right")
+        if search.edge:
+            shift, side = (13, "left") if search.edge == "largest" else (-13, "right")
             axes.annotate(
-                *("§", (line.step_size, best), (shift, -4)),
+                *("§", (search.won, best), (shift, -4)),
                 textcoords="offset points",
                 ha=side,
-                color=line.method.colour,
+                color=method.colour,
                 size=13,
             )
-    if gone := [size for size, value in line.tried.items() if value == "diverged"]:
-        heights = [1.03 + 0.045 * lost.index(line)] * len(gone)
-        above = axes.get_xaxis_transform()
-        paint = line.method.colour
+    if gone := [size for size, value in search.tried.items() if value == "diverged"]:
+        above, paint = axes.get_xaxis_transform(), method.colour
+        heights = [height] * len(gone)
         axes.plot(gone, heights, "x", transform=above, clip_on=False, ms=6, mew=2, color=paint)
 
 

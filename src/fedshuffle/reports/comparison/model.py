@@ -8,7 +8,7 @@ run has none.
 import itertools
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, NamedTuple
@@ -16,8 +16,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from fedshuffle._arrays import FloatArray, IntArray
-from fedshuffle.comparison.results import Curve, Results, RunRecord, TrialRecord, check_results
+from fedshuffle.comparison.results import Curve, Results, RunRecord, check_results
 from fedshuffle.methods import colour
+from fedshuffle.reports.comparison.searches import SIZES, Search, tried_at
 
 # The first is nearest to the colour of the FedNova variants.
 _PALETTE = (
@@ -81,25 +82,30 @@ class Line:
         self.group, self.momentum = curve["group"], curve["momentum"]
         self.title = f"{method.label}, {momentum_title(self.momentum)}"
         self.step_size, self.client_steps = curve["step_size"], curve["client_step_sizes"]
-        ends = [final_value(run, self.metric) for run in curve["runs"] if not run["diverged"]]
-        values = np.array([value for value in ends if value is not None])
+        self.server_step_size = curve["server_step_size"]
+        self.ended = [run for run in curve["runs"] if not self.lost(run)]
         self.planned = len(results["settings"]["seeds"])
-        self.finished, self.diverged = len(values), len(curve["runs"]) - len(values)
+        self.finished, self.diverged = len(self.ended), len(curve["runs"]) - len(self.ended)
         self.missing = self.planned - len(curve["runs"])
-        self.mean = float(values.mean()) if len(values) else None
-        self.std = float(values.std(ddof=1)) if len(values) > 1 else None
+        self.mean, self.std = spread_of(final_value(run, self.metric) for run in self.ended)
         self.best = self.near = False
         """Near is not the best, but at most a standard deviation, its own or the best one's, away
         from it."""
-        self.tried = _tried(curve["tuning"], results["judge"]["higher_is_better"])
-        """The best value of the trials at each step size, or in words why there is none."""
-        sizes = list(self.tried)
-        edges = {sizes[0]: "smallest", sizes[-1]: "largest"} if len(sizes) > 1 else {}
-        numbers = [size for size in sizes if not isinstance(self.tried[size], str)]
-        self.edge = edges.get(self.step_size, "") if self.step_size in numbers else ""
-        """``smallest`` or ``largest`` where the best step size is at that end of those tried."""
-        self.hopeless = bool(sizes) and not numbers and self.tried[sizes[0]] == "diverged"
+        trials, higher = curve["tuning"], results["judge"]["higher_is_better"]
+        self.searches = {
+            key: Search(key, curve[key], tried_at(trials, [key], higher))  # type: ignore[literal-required]
+            for key in SIZES
+        }
+        self.tried = tried_at(trials, list(SIZES), higher)
+        """The best value of the trials at each pair of step sizes."""
+        self.edge, self.server_edge = (search.edge for search in self.searches.values())
+        self.edges = [search for search in self.searches.values() if search.edge]
+        lowest = next(iter(self.searches["step_size"].tried.values()), None)
+        none = all(isinstance(value, str) for value in self.tried.values())
+        self.hopeless = lowest == "diverged" and none
         """Whether even the smallest step size that was tried diverged, and no other ended well."""
+        self.shows_server = self.server_step_size != 1 or self.searches["server_step_size"].varied
+        """Whether its server step size tells anything."""
         self.majority = results["majority"]
         # Less than a standard error above the class's share cannot be told from chance.
         limit = sum(self.majority.values()) if self.majority else -math.inf
@@ -128,12 +134,21 @@ class Line:
     def band(self, metric: str) -> Band:
         """Mean, lowest and highest over the runs that did not diverge, round by round."""
         values: dict[int, list[float]] = {}
-        for run in self.curve["runs"]:
-            for round, value in _values(run, metric) if not self.lost(run) else ():
+        for run in self.ended:
+            for round, value in _values(run, metric):
                 values.setdefault(round, []).append(value)
         found = dict(sorted(values.items())).values()
         mean, low, high = (np.array([f(x) for x in found]) for f in (np.mean, min, max))
         return Band(np.array(sorted(values)), mean, low, high, np.array([len(x) for x in found]))
+
+    def local_steps(self, rounds: Any) -> FloatArray:
+        """The local steps of all clients until some rounds, mean over the runs."""
+        known: dict[int, list[float]] = {0: [0.0]}
+        for run in self.curve["runs"]:
+            for round, steps in _values(run, STEPS):
+                known.setdefault(round, []).append(steps)
+        at = sorted(known)
+        return np.asarray(np.interp(rounds, at, [np.mean(known[round]) for round in at]))
 
     def stopped(self, metric: str) -> list[tuple[IntArray, FloatArray]]:
         """Rounds and values of the runs that diverged, as far as each had a value."""
@@ -158,7 +173,9 @@ class Compared:
         seen = dict.fromkeys(k for record in records for k, v in record.items() if v is not None)
         losses = [name for name in ("training_loss", "loss") if name in seen]
         self.pair = list(dict.fromkeys([self.metric, *losses[:1]]))  # of the paper's figure
-        seen.pop("round", None)
+        self.counts_steps = STEPS in seen
+        """Whether the curves can be drawn over local steps."""
+        seen = {name: None for name in seen if name not in ("round", STEPS)}
         self.metrics = list(dict.fromkeys([self.metric, *losses, *seen]))
         self.lines: list[Line] = []
         for group, momentum in itertools.product(self.groups, self.momenta):
@@ -171,6 +188,14 @@ class Compared:
     def of(self, group: str, momentum: str | None = None) -> list[Line]:
         """The lines of a group, or of one momentum in it."""
         return [x for x in self.lines if x.group == group and momentum in (None, x.momentum)]
+
+    def last_step(self, group: str) -> float:
+        """The largest number of local steps of a method of the group."""
+        return max(float(line.local_steps(self.rounds)) for line in self.of(group)) or 1.0
+
+    def shows_server(self, group: str) -> bool:
+        """Whether a table of the group has server step sizes."""
+        return any(line.shows_server for line in self.of(group))
 
     def momenta_of(self, group: str) -> list[str]:
         """The momenta for which the group has a curve."""
@@ -214,16 +239,11 @@ class Compared:
                 line.near = 0 < gap <= max(first.std or 0.0, line.std or 0.0)
 
 
-def _tried(trials: Sequence[TrialRecord], higher_is_better: bool) -> dict[float, float | str]:
-    found: dict[float, float | str] = {}
-    for size in sorted({trial["step_size"] for trial in trials}):
-        own = [trial for trial in trials if trial["step_size"] == size]
-        values = [trial["value"] for trial in own if trial["value"] is not None]
-        if values:
-            found[size] = max(values) if higher_is_better else min(values)
-        else:
-            found[size] = "diverged" if all(trial["diverged"] for trial in own) else "unfinished"
-    return found
+def spread_of(values: Iterable[float | None]) -> tuple[float | None, float | None]:
+    """Mean and sample standard deviation of the values that are known, as far as there are any."""
+    known = np.array([value for value in values if value is not None])
+    std = float(known.std(ddof=1)) if len(known) > 1 else None
+    return (float(known.mean()) if len(known) else None), std
 
 
 def final_value(run: RunRecord, metric: str) -> float | None:
@@ -276,7 +296,11 @@ def group_title(group: str) -> str:
     return "own best step size" if kind == "own" else f"common step size {size}"
 
 
+STEPS = "total_steps"
+"""The local steps of all clients so far: an axis, not a metric."""
+
 _TITLES = {
+    STEPS: "local steps so far",
     "train_loss": "loss along the local steps",
     "update_norm": "norm of updates, mean of clients",
     "update_norm_max": "largest norm of an update",

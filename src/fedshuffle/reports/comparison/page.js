@@ -1,5 +1,5 @@
 // The interactive part of the page of a comparison. The address stores the state, so that a view can be shared:
-// #methods=fedshuffle&methods=fedavg&metric=accuracy&momentum=none&group=own&scale=log
+// #methods=fedshuffle&methods=fedavg&metric=accuracy&momentum=none&group=own&x=steps&scale=log
 "use strict";
 (() => {
   const data = JSON.parse(document.getElementById("data").textContent);
@@ -8,7 +8,7 @@
   const form = document.getElementById("controls");
   const boxes = [...document.querySelectorAll("input[name=method]")];
   const index = new Map(data.methods.map((method, k) => [method.name, k]));
-  let at = null; // the round pointed at; null is the last
+  let at = null; // the round, or number of local steps, pointed at; null is the last
   if (!data.curves.length) return;
 
   document.documentElement.classList.add("js");
@@ -23,16 +23,20 @@
       metric: data.metrics.find((metric) => metric.name === chosen("metric")),
       momentum: chosen("momentum"),
       group: chosen("group"),
+      x: chosen("x"),
       log: form.elements.scale.checked,
     };
   }
 
   function read() {
     const asked = new URLSearchParams(location.hash.slice(1));
-    for (const name of ["metric", "momentum", "group"]) {
-      const options = name === "metric" ? data.metrics.map((m) => m.name) : data[name === "group" ? "groups" : "momenta"];
-      if (options.includes(asked.get(name))) form.elements[name].value = asked.get(name);
-    }
+    const options = {
+      metric: data.metrics.map((metric) => metric.name),
+      momentum: data.momenta,
+      group: data.groups,
+      x: Object.keys(data.steps).length ? ["rounds", "steps"] : ["rounds"],
+    };
+    for (const [name, known] of Object.entries(options)) if (known.includes(asked.get(name))) form.elements[name].value = asked.get(name);
     form.elements.scale.checked = asked.get("scale") === "log";
     const methods = asked.getAll("methods").flatMap((text) => (index.has(text) ? [text] : text.split(",")));
     for (const box of boxes) box.checked = !asked.has("methods") || methods.includes(box.value);
@@ -45,6 +49,7 @@
     words.set("metric", now.metric.name);
     words.set("momentum", now.momentum);
     words.set("group", now.group);
+    if (now.x === "steps") words.set("x", "steps");
     if (now.log) words.set("scale", "log");
     history.replaceState(null, "", "#" + words);
   }
@@ -108,7 +113,7 @@
     }
     let last = -Infinity;
     for (const tick of ticks(x.low, x.high, x.log)) {
-      if (place.x(tick) < last + 34) continue;
+      if (place.x(tick) < last + Math.max(34, 9 * plain(tick).length)) continue;
       last = place.x(tick);
       add(grid, "text", { x: last, y: box.bottom + 18, "text-anchor": "middle" }, plain(tick));
       add(grid, "line", { x1: last, x2: last, y1: box.bottom, y2: box.bottom + 4, class: "tick" });
@@ -136,9 +141,9 @@
     if (log && low <= 0) low = Math.min(...positive) / 1.1;
     const place = axes(
       chart,
-      { low: 0, high: data.rounds, log: false },
+      { low: 0, high: now.x === "steps" ? data.steps[now.group] : data.rounds, log: false },
       { low, high: limits[1], log },
-      { x: "round", y: now.metric.title, ytick: (value) => tickText(value, now.metric) },
+      { x: now.x === "steps" ? "local steps of all clients" : "round", y: now.metric.title, ytick: (value) => tickText(value, now.metric) },
     );
     const clip = add(chart, "clipPath", { id: "inside" });
     add(clip, "rect", { x: place.left - 6, y: place.top - 6, width: place.right - place.left + 14, height: place.bottom - place.top + 6 });
@@ -150,7 +155,7 @@
       const k = index.get(curve.method);
       const line = curve.metrics[now.metric.name];
       const group = add(layer, "g", { class: `curve m${k}`, "data-method": curve.method });
-      const xs = line.rounds.map(place.x);
+      const xs = line[now.x].map(place.x);
       if (xs.length) {
         const high = line.high.map(clamp);
         const low = line.low.map(clamp);
@@ -162,11 +167,11 @@
         marker(group, k, xs.at(-1), mean.at(-1), 4);
       }
       for (const stop of line.stops) {
-        const ends = stop.rounds.map(place.x);
+        const ends = stop[now.x].map(place.x);
         const values = stop.values.map(clamp);
         add(group, "path", { class: "lost", d: path(ends, values) });
-        const y = Math.min(Math.max(clamp(stop.cross[1]), place.top), place.bottom);
-        add(group, "path", { class: "cross", d: "M-5,-5L5,5M-5,5L5,-5", transform: `translate(${place.x(stop.cross[0])} ${y})` });
+        const y = Math.min(Math.max(clamp(stop.cross.value), place.top), place.bottom);
+        add(group, "path", { class: "cross", d: "M-5,-5L5,5M-5,5L5,-5", transform: `translate(${place.x(stop.cross[now.x])} ${y})` });
       }
     }
     if (!shown.some((curve) => curve.metrics[now.metric.name].rounds.length + curve.metrics[now.metric.name].stops.length)) {
@@ -174,24 +179,33 @@
       add(layer, "text", { x: (place.left + place.right) / 2, y: (place.top + place.bottom) / 2, "text-anchor": "middle", class: "empty" }, why);
     }
     const pointer = add(chart, "g", { class: "pointer", "aria-hidden": "true" });
-    const rounds = [...new Set(shown.flatMap((curve) => curve.metrics[now.metric.name].rounds))].sort((a, b) => a - b);
-    view = { now, place, curves: shown, pointer, rounds, clamp };
+    const places = [...new Set(shown.flatMap((curve) => curve.metrics[now.metric.name][now.x]))].sort((a, b) => a - b);
+    view = { now, place, curves: shown, pointer, places, clamp };
     point();
   }
 
-  // Shows the values at the round pointed at, in the list of methods and on the curves.
+  // Which value of a curve is shown: the one at the round, or the last one within these local steps.
+  function shownAt(line, now, here) {
+    if (now.x === "rounds") return line.rounds.indexOf(here);
+    if (at === null) return line.steps.length - 1;
+    return here > line.steps.at(-1) ? -1 : line.steps.findLastIndex((steps) => steps <= here);
+  }
+
+  // Shows the values at the place pointed at, in the list of methods and on the curves.
   function point() {
-    const { now, place, curves, pointer, rounds, clamp } = view;
-    const round = at === null ? rounds.at(-1) : at;
+    const { now, place, curves, pointer, places, clamp } = view;
+    const here = at === null ? places.at(-1) : at;
+    const last = at === null ? "the end" : `${here} local steps`;
+    const where = here === undefined ? "" : now.x === "steps" ? last : `round ${here}`;
     pointer.replaceChildren();
-    document.getElementById("round").textContent = round === undefined ? "" : `at round ${round}`;
-    if (at !== null) add(pointer, "line", { x1: place.x(round), x2: place.x(round), y1: place.top, y2: place.bottom });
+    document.getElementById("round").textContent = where && `at ${where}`;
+    if (at !== null) add(pointer, "line", { x1: place.x(here), x2: place.x(here), y1: place.top, y2: place.bottom });
     const spoken = [];
     for (const box of boxes) {
       const out = box.closest("label").querySelector("output");
       const curve = curves.find((one) => one.method === box.value);
       const line = curve && curve.metrics[now.metric.name];
-      const k = line ? line.rounds.indexOf(round) : -1;
+      const k = line ? shownAt(line, now, here) : -1;
       out.replaceChildren();
       if (k < 0) {
         out.textContent = !line ? "" : line.stops.length && !line.rounds.length ? "diverged" : "–";
@@ -208,14 +222,14 @@
       spoken.push(`${data.methods[index.get(box.value)].label} ${value}`);
       const y = clamp(line.mean[k]);
       if (at !== null && y >= place.top - 4 && y <= place.bottom + 4) {
-        const dot = marker(pointer, index.get(box.value), place.x(round), y, 5.5);
+        const dot = marker(pointer, index.get(box.value), place.x(line[now.x][k]), y, 5.5);
         dot.classList.add(`m${index.get(box.value)}`);
       }
     }
-    chart.setAttribute("aria-valuemin", rounds[0] ?? 0);
-    chart.setAttribute("aria-valuemax", rounds.at(-1) ?? 0);
-    chart.setAttribute("aria-valuenow", round ?? 0);
-    chart.setAttribute("aria-valuetext", round === undefined ? "no values" : `round ${round}: ${spoken.join(", ")}`);
+    chart.setAttribute("aria-valuemin", places[0] ?? 0);
+    chart.setAttribute("aria-valuemax", places.at(-1) ?? 0);
+    chart.setAttribute("aria-valuenow", here ?? 0);
+    chart.setAttribute("aria-valuetext", where ? `${where}: ${spoken.join(", ")}` : "no values");
   }
 
   function drawWeights(now) {
@@ -253,10 +267,10 @@
   }
 
   function follow(event) {
-    const { place, rounds } = view;
-    if (!rounds.length) return;
+    const { place, places } = view;
+    if (!places.length) return;
     const x = event.clientX - chart.getBoundingClientRect().left;
-    const near = rounds.reduce((best, round) => (Math.abs(place.x(round) - x) < Math.abs(place.x(best) - x) ? round : best));
+    const near = places.reduce((best, one) => (Math.abs(place.x(one) - x) < Math.abs(place.x(best) - x) ? one : best));
     move(near);
   }
 
@@ -265,21 +279,22 @@
   chart.addEventListener("pointerleave", (event) => event.pointerType === "touch" || move(null));
   chart.addEventListener("blur", () => move(null));
   chart.addEventListener("keydown", (event) => {
-    const { rounds } = view;
-    if (!rounds.length) return;
-    const here = at === null ? rounds.length - 1 : Math.max(0, rounds.indexOf(at));
-    const far = Math.max(1, Math.round(rounds.length / 10));
+    const { places } = view;
+    if (!places.length) return;
+    const here = at === null ? places.length - 1 : Math.max(0, places.indexOf(at));
+    const far = Math.max(1, Math.round(places.length / 10));
     const to = {
       ArrowLeft: here - 1, ArrowDown: here - 1, ArrowRight: here + 1, ArrowUp: here + 1,
-      PageDown: here - far, PageUp: here + far, Home: 0, End: rounds.length - 1,
+      PageDown: here - far, PageUp: here + far, Home: 0, End: places.length - 1,
     }[event.key];
     if (event.key === "Escape") move(null);
     if (to === undefined) return;
     event.preventDefault();
-    move(rounds[Math.min(Math.max(to, 0), rounds.length - 1)]);
+    move(places[Math.min(Math.max(to, 0), places.length - 1)]);
   });
 
   form.addEventListener("change", () => {
+    at = null;
     remember();
     draw();
   });
@@ -291,6 +306,7 @@
     });
   form.addEventListener("submit", (event) => event.preventDefault());
   window.addEventListener("hashchange", () => {
+    at = null;
     read();
     draw();
   });

@@ -13,7 +13,14 @@ from rich.text import Text
 
 from fedshuffle._terminal import Console
 from fedshuffle.comparison.results import Results
-from fedshuffle.reports.comparison.model import Compared, group_title, is_share, momentum_title
+from fedshuffle.reports.comparison.model import (
+    STEPS,
+    Compared,
+    group_title,
+    is_share,
+    momentum_title,
+)
+from fedshuffle.reports.comparison.searches import SIZES
 from fedshuffle.reports.comparison.warnings import headlines, line_warnings, marks, notes
 
 _LATEX = {
@@ -61,18 +68,20 @@ def _table(
     comparison: Compared, group: str, escape: Callable[[str], str], best: str, near: str, gap: str
 ) -> tuple[list[str], list[list[str]]]:
     """The table of a group: its columns, and per method its label, and values and step sizes."""
+    sizes = ["step size", "server"][: 1 + comparison.shows_server(group)]
     columns, rows = ["method"], []
     for momentum in comparison.momenta_of(group):
-        columns += [escape(momentum_title(momentum)), "step size"]
+        columns += [escape(momentum_title(momentum)), *sizes]
     for method, lines in comparison.rows(group):
         rows.append([escape(method.label)])
         for line in lines:
             if line is None:
-                rows[-1] += ["", ""]
+                rows[-1] += ["", *("" for _ in sizes)]
                 continue
             around = best if line.best else near if line.near else "%s"
             signs = "".join(gap + escape(mark) for mark in marks(line))
-            rows[-1] += [around % escape(line.value) + signs, line.steps]
+            own = [line.steps, f"{line.server_step_size:g}"][: len(sizes)]
+            rows[-1] += [around % escape(line.value) + signs, *own]
     return columns, rows
 
 
@@ -131,20 +140,27 @@ def _tex(text: str) -> str:
 
 
 def csv_text(comparison: Compared) -> str:
-    """One line per evaluation of each run; a metric is empty where it is not finite."""
+    """One line per evaluation of each run; a metric is empty where it is not finite.
+
+    The smallest clients (``small_decile``) are measured after the last round only.
+    """
     written = io.StringIO()
     writer = csv.writer(written, lineterminator="\n")
-    facts = ("group", "momentum", "method", "label", "step_size", "warnings", "seed", "diverged")
-    names = ["round", *comparison.metrics]
-    writer.writerow([*facts, *names])
+    facts = ("group", "momentum", "method", "label", *SIZES, "warnings", "seed", "diverged")
+    names = ["round", *[STEPS] * comparison.counts_steps, *comparison.metrics]
+    runs = [run for line in comparison.lines for run in line.curve["runs"]]
+    small = list(dict.fromkeys(name for run in runs for name in run["small_decile"]))
+    writer.writerow([*facts, *names, *(f"{name}_small_decile" for name in small)])
     for line in comparison.lines:
-        what = [line.group, line.momentum, line.method.name, line.method.label]
-        kinds = " ".join(line_warnings(line))
+        what: list[Any] = [line.group, line.momentum, line.method.name, line.method.label]
+        what += [line.step_size, line.server_step_size, " ".join(line_warnings(line))]
         for run in line.curve["runs"]:
             lost = "true" if line.lost(run) else "false"
             for record in run["history"]:
                 values = [record.get(name) for name in names]
-                writer.writerow([*what, line.step_size, kinds, run["seed"], lost, *values])
+                last = run["small_decile"] if record is run["history"][-1] else {}
+                values += [last.get(name) for name in small]
+                writer.writerow([*what, run["seed"], lost, *values])
     return written.getvalue()
 
 
@@ -155,8 +171,8 @@ def summary(results: Results, out: Path) -> dict[str, Any]:
     """The table as plain data."""
     comparison = Compared(results)
     keys = [
-        *("momentum", "group", "step_size", "finished", "diverged", "planned", "mean", "std"),
-        *("best", "near", "client_steps", "edge", "hopeless", "trivial"),
+        *("momentum", "group", *SIZES, "finished", "diverged", "planned", "mean", "std"),
+        *("best", "near", "client_steps", "edge", "server_edge", "hopeless", "trivial"),
     ]
     return {
         "complete": results["complete"],
@@ -189,7 +205,8 @@ def print_results(console: Console, results: Results, out: Path) -> None:
         say(f"{what}, {group_title(group)}", "italic")
         table = Table()
         for column in columns:
-            table.add_column(column, justify="left" if column == "method" else "right")
+            side: Any = "left" if column == "method" else "right"
+            table.add_column(column, justify=side, overflow="fold")  # names stay whole
         for row in rows:
             table.add_row(*row)
         console.print(table)

@@ -1,7 +1,8 @@
 """Warnings that come before the ranking, on page and terminal, and explain the marks in tables.
 
-Three things make a ranking misleading: a best step size at an end of those tried (the method was
-not really tuned), runs that diverged, and a model no better than the most common class.
+Three things make a ranking misleading: a best step size at an end of those tried (the search met a
+limit, so the method was not really tuned), runs that diverged, and a model no better than the most
+common class.
 """
 
 from fedshuffle.comparison.results import Results
@@ -12,7 +13,7 @@ WIDEN = "at the edge: widen the grid"
 
 _TITLES = {
     "diverged": "Runs diverged",
-    "edge": "The best step size is at an edge of those tried: the ranking is not settled",
+    "edge": "A best step size is at an edge of those tried: the ranking is not settled",
     "majority": "No better than the most common class: scale the inputs, or train for more rounds",
 }
 _MARKS = {"diverged": "†", "edge": "§", "majority": "¶", "missing": "‡"}
@@ -26,10 +27,13 @@ def line_warnings(line: Line) -> dict[str, str]:
         found["diverged"] = f"{lost}, so it is not ranked"
     elif line.hopeless:
         found["diverged"] = "even the smallest step size that was tried diverged"
-    if line.edge:
-        best = f"its best step size, {line.step_size:g}, is the {line.edge} tried"
-        beyond = {"smallest": "smaller", "largest": "larger"}[line.edge]
-        found["edge"] = f"{best}; a {beyond} one may be better still"
+    beyond = {"smallest": "smaller", "largest": "larger"}
+    if line.edges:
+        found["edge"] = "; ".join(
+            f"its best {search.name}, {search.won:g}, is the {search.edge} tried, and a"
+            f" {beyond[search.edge]} one may be better still"
+            for search in line.edges
+        )
     if line.trivial and line.mean is not None and line.majority is not None:
         reached, share = (value_text(x, line.metric) for x in (line.mean, line.majority["share"]))
         always = "no better than always predicting the most common class"
@@ -81,4 +85,10 @@ def notes(comparison: Compared, group: str) -> list[str]:
     lines = comparison.of(group)
     steps = "step sizes is that of the clients: those with fewer local steps take larger ones."
     found = [f"A range of {steps}"] if any("to" in line.steps for line in lines) else []
+    if comparison.shows_server(group):
+        found.append("The column server has the server step sizes.")
+    own = {line.method.label: line.curve["settings"] for line in lines if line.curve["settings"]}
+    for name, settings in own.items():
+        rest = ", ".join(f"{key} {value}" for key, value in settings.items() if key != "method")
+        found.append(f"{name} is {settings['method']}{f' with {rest}' if rest else ''}.")
     return found + [f"{mark} {text}." for line in lines for mark, text in marks(line).items()]
