@@ -33,6 +33,7 @@ _UNUSED = {
     "steps-shakespeare": ["rounds"],
     "steps-cifar100": ["rounds"],
     "steps-plays": ["rounds"],
+    "steps-default": ["rounds", "scale", "jobs"],
 }
 """The experiments, and the options that change nothing in each."""
 
@@ -43,7 +44,8 @@ def reproduce(
         str,
         Argument(
             help="quadratic (the toy figures), compression, theory, shakespeare, cifar100;"
-            " steps-shakespeare, steps-cifar100, steps-plays (both step sizes tuned)."
+            " steps-shakespeare, steps-cifar100, steps-plays (both step sizes tuned), steps-default"
+            " (what fedshuffle tune finds on the same data)."
         ),
     ],
     out: Out,
@@ -61,12 +63,18 @@ def reproduce(
     if experiment not in _UNUSED:
         raise unknown("experiment", experiment, _UNUSED)
     refuse_unused(context, _UNUSED[experiment], experiment)
-    if "rounds" in _UNUSED[experiment] and experiment != "theory":
+    if _UNUSED[experiment] == ["rounds"]:  # a comparison
         from fedshuffle.experiments import real
 
         words = ["reproduce", experiment, "--scale", scale, "--out", str(out)]
         words += ["--data", str(data)] if data else []
         run_comparison(real.load(experiment, scale, out, data), out, jobs, words, as_json)
+        return
+    if experiment == "steps-default":
+        from fedshuffle.experiments import step_sizes
+
+        rows = step_sizes.reproduce_default(out, data)
+        emit(as_json, rows, partial(print, step_sizes.csv_of(rows), end=""))
         return
     given = {} if rounds is None else {"rounds": rounds}
     if experiment == "quadratic":

@@ -180,7 +180,7 @@ def tuning(name: str, results: Results) -> Iterable[dict[str, Any]]:
     """One line per short run: what the step sizes were chosen by."""
     for row in rows_of(results):
         for trial in row.curve["tuning"]:
-            chosen = all(row.curve[k] == trial[k] for k in ("step_size", "server_step_size"))  # type: ignore[literal-required]
+            chosen = all(row.curve[k] == trial[k] for k in ("step_size", "server_step_size"))
             yield {
                 "data": name,
                 "method": row.name,
