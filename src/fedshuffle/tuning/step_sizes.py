@@ -182,9 +182,10 @@ def tune(
         engine=engine,
         device=device,
     )
+    facts = {"engine": str(engine), "rounds": rounds, "evaluated_clients": clients}
     text = "{task.completed:.0f} of at most {task.total:.0f} rounds"
     bar = progress_bar(progress, text, TimeElapsedColumn(), transient=True)
-    with simulation, opened(out, _settings(simulation, rounds, clients)) as journal, bar:
+    with simulation, opened(out, _settings(simulation, facts)) as journal, bar:
         task = bar.add_task("tuning", total=budget)
         sample = federation.sample(clients, simulation.run.seed)
         runs = ShortRuns(simulation, rounds, sample, partial(bar.advance, task))
@@ -225,14 +226,11 @@ def _like(given: Schedule | str, schedule: Schedule, to: float) -> Schedule | st
     return found
 
 
-def _settings(simulation: Simulation, rounds: int, clients: int) -> str:
+def _settings(simulation: Simulation, facts: Mapping[str, Any]) -> str:
     """A digest of all that the loss of a short run depends on, but for its step sizes."""
-    facts = simulation.settings(rounds) | {
-        "start_sha256": fingerprint.tensor(simulation.problem.start),
-        "rounds": rounds,
-        "evaluated_clients": clients,
-    }
-    return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
+    start = fingerprint.tensor(simulation.problem.start)
+    settings = {**simulation.settings(facts["rounds"]), "start_sha256": start, **facts}
+    return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()
 
 
 class _BudgetSpent(Exception):  # noqa: N818
@@ -297,14 +295,14 @@ class _Search:
         return self.tried[key].loss
 
     def _losses(self) -> dict[Point, float]:
-        """The losses of the longest trials, of points that never diverged."""
+        """The losses after the longest runs, of points that never diverged."""
         diverged = {key[:2] for key, trial in self.tried.items() if trial.loss is None}
         stable = {key: trial for key, trial in self.tried.items() if key[:2] not in diverged}
-        longest = max((trial.rounds for trial in stable.values()), default=0)
+        longest = max((key[2:] for key in stable), default=None)
         return {
             self._swapped(key[:2]): trial.loss
             for key, trial in stable.items()
-            if trial.rounds == longest and trial.loss is not None
+            if key[2:] == longest and trial.loss is not None
         }
 
     def _swapped(self, point: Point) -> Point:
