@@ -43,12 +43,7 @@ WIDEN = 1000.0
 
 @dataclass(frozen=True)
 class TunedStepSizes:
-    """Step sizes that short runs found, and what that cost.
-
-    >>> found = TunedStepSizes(0.3, 1.0, 2.3, 0.5, (), 45, 0.45, 900, True, {"step_size": 0.3})
-    >>> found.to_dict()["share"]
-    0.45
-    """
+    """Step sizes that short runs found, and what that cost."""
 
     step_size: float
     server_step_size: float
