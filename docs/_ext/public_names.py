@@ -47,6 +47,7 @@ MODULES = (
     "fedshuffle.training",
     "fedshuffle.training.callbacks",
     "fedshuffle.transforms",
+    "fedshuffle.tuning",
 )
 """The public modules: each lists its names in ``__all__``."""
 

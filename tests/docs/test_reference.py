@@ -32,7 +32,7 @@ NO_EXAMPLE = {
         transforms.ServerContext privacy.Mechanism engines.Choice testing.CheckResult
         testing.ConformanceError theory.Advice theory.StepAdvice theory.SamplingAdvice
         theory.EstimatedConstants theory.Validity theory.StepLimit data.Store
-        theory.exact.ConstantsOptions
+        theory.exact.ConstantsOptions tuning.Trial tuning.TunedStepSizes
     """,
     "a guide shows how to write one": """
         auditing.adapters.Aggregator methods.Normaliser methods.Direction methods.ServerOptimiser

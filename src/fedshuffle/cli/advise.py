@@ -148,7 +148,7 @@ def _print_search(search: "StepSizeSearch", proven: float | None) -> None:
         f"stable: the loss is no higher than at the start, {search.start:.4g}, on"
         f" {search.clients} clients' training data",
         f"it cost {search.local_steps:,} local steps; over many rounds smaller step sizes may"
-        " do better: compare tries them for longer",
+        " do better: tune tries the best ones for longer",
     ]
     title = "What can be measured: step sizes tried in short runs"
     columns = f"step_size|loss after {search.rounds} rounds|"

@@ -105,11 +105,10 @@ def _tuned_run(
 ) -> "Result":
     """Find the step sizes of a config, add what was found to the output, and train with them."""
     from fedshuffle.config.runner import check_free
-    from fedshuffle.training.run_folder import RunFolder
     from fedshuffle.tuning.step_sizes import check
 
     check(share, config.privacy)
-    check_free(RunFolder(folder))
+    check_free(folder, options["address"])
     with config.importable():
         options["inputs"] = config.inputs()
         found = config.tune(folder, share=share, **options)

@@ -55,8 +55,8 @@ def say_interrupted(folder: Path | None) -> None:
     from fedshuffle.tuning.journal import NAME
 
     kept = folder is not None and (folder / NAME).exists()
-    what = "finished short runs are kept, repeat the command to resume" if kept else "nothing kept"
-    print(f"Interrupted while tuning: {what}.", file=sys.stderr)
+    saved = "finished short runs are saved. To resume, repeat the command"
+    print(f"Interrupted while tuning: {saved if kept else 'nothing was saved'}.", file=sys.stderr)
 
 
 def config_lines(config: "Config") -> dict[str, str]:

@@ -63,17 +63,17 @@ def run(
     config = config.pinned().override({})  # exactly as it will be read again
     notes = [f"A run of fedshuffle {fedshuffle.__version__}.", *config.origin]
     folder = _folder(config, Path(out), address, notes)
-    check_free(folder)
+    check_free(folder.path, address)
     return _train(config, folder, progress, inputs, address)
 
 
-def check_free(folder: RunFolder) -> None:
-    """Refuse a folder in which a run cannot start."""
-    folder.check(resume=False)
-    if (folder.path / "config.toml").exists():
+def check_free(out: Path, address: str | None = None) -> None:
+    """Refuse a folder in which no run can start."""
+    RunFolder(out, resume_hint=f"run: {command(out, address)}").check(resume=False)
+    if (out / "config.toml").exists():
         raise FedShuffleError(
-            f"{str(folder.path)!r} holds a config.toml, but no run. Choose another folder, or start"
-            f" the run of that config: {command(folder.path)}."
+            f"{str(out)!r} holds a config.toml, but no run. Choose another folder, or start"
+            f" the run of that config: {command(out)}."
         )
 
 

@@ -22,7 +22,9 @@ class ServerOptimiser(abc.ABC):
     """Turns the aggregated update into the next model."""
 
     usual_step_size = 1.0
-    """From where to look for its step size."""
+    """Where to start looking for its step size."""
+    adaptive = False
+    """Whether the length of the update hardly changes how far the server moves."""
 
     @abc.abstractmethod
     def step(
@@ -87,7 +89,7 @@ class Adagrad(FromTorch):
     """
 
     epsilon: float = 1e-3
-    usual_step_size = 0.01
+    usual_step_size, adaptive = 0.01, True
 
     def __post_init__(self) -> None:
         number(self.epsilon, "the server's epsilon", within="(0, inf)")
@@ -103,7 +105,7 @@ class _TwoMoments:
     b1: float = 0.9
     b2: float = 0.99
     epsilon: float = 1e-3
-    usual_step_size = 0.01
+    usual_step_size, adaptive = 0.01, True
 
     def __post_init__(self) -> None:
         number(self.b1, "the server's b1", within="[0, 1)")

@@ -1,6 +1,7 @@
 """Advice for a run: what short runs measure, then what is proven. Needs torch."""
 
 import dataclasses
+import itertools
 import math
 from dataclasses import dataclass
 from typing import Any, get_args
@@ -10,9 +11,7 @@ import numpy as np
 from fedshuffle._arrays import count, jsonable, number
 from fedshuffle._links import page
 from fedshuffle.auditing import audit
-from fedshuffle.engines import Problem
-from fedshuffle.errors import DivergedError, FedShuffleError, error_context
-from fedshuffle.evaluation import Evaluation
+from fedshuffle.errors import FedShuffleError, error_context
 from fedshuffle.local_work import EpochRange
 from fedshuffle.methods import MVR, Method
 from fedshuffle.privacy.advice import PrivacyAdvice
@@ -29,8 +28,9 @@ from fedshuffle.theory.method_advice import (
 from fedshuffle.theory.mvr import MVRRate, MVRStep
 from fedshuffle.theory.problem import AdvisedProblem, AdvisedRun, StartingPoint, find_problem
 from fedshuffle.theory.rates import Bound, ConvergenceRate, Regime
-from fedshuffle.training.monitoring import has_diverged
-from fedshuffle.training.rounds import Run, simulate
+from fedshuffle.training.rounds import Run
+from fedshuffle.tuning.search import Axis, Lattice, Point, descend
+from fedshuffle.tuning.short_runs import ShortRuns, Trial
 
 METHODS = ("fedavg-rr", "fednova-rr", "fedshuffle")
 """The methods to advise on for every run, besides FedShuffleMVR."""
@@ -84,9 +84,6 @@ SOURCES = {
 }
 """For each part of the advice the place that derives its numbers, and the statement."""
 
-MAX_STEPS_EACH_WAY = 6
-"""Largest number of step sizes to try above the first one, and below it."""
-
 _AT_OPTIMUM = "training starts at the optimum"
 
 
@@ -105,7 +102,7 @@ class StepSizeSearch:
     start: float
     """The loss before training."""
     tried: tuple[tuple[float, float], ...]
-    """Each step size with the loss after its last round, which is infinite if it diverged."""
+    """Each step size with the loss after its run, which is infinite if it diverged."""
     largest_stable: float | None
     """The largest stable step size below all unstable ones; None if the smallest is unstable."""
     best: float | None
@@ -332,44 +329,36 @@ def _sampling(
 
 
 def search_step_sizes(run: AdvisedRun, *, rounds: int = 10, clients: int = 50) -> StepSizeSearch:
-    """Try step sizes in short runs, up and down from the run's first one.
+    """Try constant step sizes in short runs, from neighbour to neighbour of the run's first one.
 
-    It goes up until one is unstable, and down until one is stable and not the best, by a factor of
-    sqrt(10) at a time. The loss is that on the training data of at most this many clients.
+    Neighbours are a factor of sqrt(10) apart. It goes on until the best is between two others, and
+    then up to the first that is not stable. The loss is that on the training data of at most this
+    many clients.
     """
-    sample = run.federation.sample(clients)
-    evaluate = Evaluation(sample, ["loss"], loss=run.loss, per_client=False)
-    problem = Problem(run.model, run.loss, run.method.clients(run.federation))
-    start, steps = evaluate(problem.load(problem.start))["loss"], 0
-    (first, server_step_size), losses = run.first_step_sizes, dict[float, float]()
+    first, server_step_size = run.first_step_sizes
+    sample, axis, trials = run.federation.sample(clients), Axis((first,)), dict[float, Trial]()
+    with run.simulation(first, server_step_size) as simulation:
+        runs = ShortRuns(simulation, rounds, sample)
 
-    def try_step_size(k: int) -> float:
-        nonlocal steps
-        size = first if k == 0 else float(f"{first * math.sqrt(10) ** k:.2g}")
-        (engine, training), loss = run.training(problem, size, server_step_size), start
-        try:
-            for (state,) in simulate(engine, [training], rounds):
-                steps += int(training.cohort(state.round - 1).done.sum())
-                loss = evaluate(problem.load(state.x))["loss"]
-                if has_diverged(loss, start):
-                    loss = math.inf
-                    break
-        except DivergedError:
-            loss = math.inf
-        losses[size] = loss
-        return loss
+        def loss(point: Point) -> float | None:
+            trials[point[0]] = runs.try_out(point[0], server_step_size, rounds)
+            return trials[point[0]].loss
 
-    for k in range(MAX_STEPS_EACH_WAY + 1):
-        if not try_step_size(k) <= start:
-            break
-    for k in range(1, MAX_STEPS_EACH_WAY + 1):
-        smallest = min(losses)
-        if losses[smallest] <= start and smallest != min(losses, key=losses.__getitem__):
-            break
-        try_step_size(-k)
-    stable = [size for size, loss in losses.items() if loss <= start]
-    unstable = min((size for size in losses if size not in stable), default=math.inf)
-    largest_stable = max((size for size in stable if size < unstable), default=None)
-    best = min(sorted(stable), key=losses.__getitem__, default=None)
-    tried = tuple(sorted(losses.items()))
-    return StepSizeSearch(rounds, len(sample), steps, start, tried, largest_stable, best)
+        def stable(size: float) -> bool:
+            found = trials[size].loss
+            return found is not None and found <= runs.start
+
+        descend(Lattice((axis,)), loss)
+        while stable(largest := max(trials)) and (above := axis.neighbours(largest)[1:]):
+            loss((above[0],))
+    losses = {size: math.inf if (x := trials[size].loss) is None else x for size in sorted(trials)}
+    below = list(itertools.takewhile(stable, losses))
+    return StepSizeSearch(
+        rounds,
+        clients=len(sample),
+        local_steps=sum(trial.local_steps for trial in trials.values()),
+        start=runs.start,
+        tried=tuple(losses.items()),
+        largest_stable=max(below, default=None),
+        best=min(filter(stable, losses), key=losses.__getitem__, default=None),
+    )

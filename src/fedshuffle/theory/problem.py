@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from fedshuffle import losses, schedules
 from fedshuffle._arrays import FloatArray
-from fedshuffle.engines import Loss, Problem, SequentialEngine
+from fedshuffle.engines import Loss, Problem
 from fedshuffle.engines.cpu_tuning import threads_for
 from fedshuffle.engines.problem import GRADIENT_ROWS
 from fedshuffle.errors import DivergedError, FedShuffleError
@@ -26,7 +26,7 @@ from fedshuffle.theory.constants import ConstantEstimate, ExactConstants, Proble
 from fedshuffle.theory.estimation import Derivatives, problem_constants
 from fedshuffle.theory.rates import Regime
 from fedshuffle.theory.regression import linear_regression_constants, logistic_regression_constants
-from fedshuffle.training.rounds import Run, simulate
+from fedshuffle.training import Simulation
 
 _MAX_PARAMETERS, _MAX_CLIENTS = 1000, 2000
 """Largest numbers of parameters and of clients for exact constants."""
@@ -54,13 +54,19 @@ class AdvisedRun:
         local = schedules.value(self.step_size, 0, "step size")
         return local, schedules.value(self.server_step_size, 0, "server step size")
 
-    def training(
-        self, problem: Problem, step_size: Schedule, server_step_size: Schedule
-    ) -> tuple[SequentialEngine, Run]:
-        """An engine and the settings of training with these step sizes."""
-        parts = self.federation, self.method, self.sampling, self.work
-        run = Run(*parts, step_size, server_step_size, self.seed)
-        return SequentialEngine(Problem(problem.replica(), self.loss, run.federation)), run
+    def simulation(self, step_size: Schedule, server_step_size: Schedule) -> Simulation:
+        """Training with these step sizes, and without privacy."""
+        return Simulation(
+            self.model,
+            self.federation,
+            loss=self.loss,
+            method=self.method,
+            sampling=self.sampling,
+            work=self.work,
+            step_size=step_size,
+            server_step_size=server_step_size,
+            seed=self.seed,
+        )
 
 
 @dataclass(frozen=True)
@@ -218,9 +224,11 @@ def _models_on_the_way(run: AdvisedRun, problem: Problem, points: int) -> tuple[
     if points == 1:
         return models, "measured at the start only: elsewhere the constants may be larger"
     between = max(1, min(10, run.rounds // (points - 1)))
-    engine, training = run.training(problem, run.step_size, run.server_step_size)
+    simulation = run.simulation(run.step_size, run.server_step_size)
+    state = simulation.init()
     try:
-        for k, (state,) in enumerate(simulate(engine, [training], between * (points - 1)), 1):
+        for k in range(1, between * (points - 1) + 1):
+            state, _ = simulation.step(state)
             if not torch.isfinite(state.x).all():
                 return models, f"training with the run's step size diverged in round {k}"
             if k % between == 0:

@@ -14,6 +14,8 @@ from fedshuffle.tuning.short_runs import Trial
 NAME = "tuning.jsonl"
 """The file in the folder of a run."""
 
+_NAMES = [field.name for field in fields(Trial)]
+
 Key = tuple[float, float, int, int]
 """Step sizes, rounds and repeat of a trial."""
 
@@ -48,19 +50,21 @@ class Journal:
         return trial
 
     def _read(self, line: str, number: int) -> Trial:
-        found = json.loads(line)
-        if not isinstance(found, dict) or "settings" not in found:
-            raise ValueError(f"line {number} is no trial")
-        if found.pop("settings") != self._settings:
+        try:
+            found = dict(json.loads(line))
+            settings = found.pop("settings")
+            numbers = {name: found[name] for name in _NAMES}
+            kinds = {type(x) for name, x in numbers.items() if (name, x) != ("loss", None)}
+            if not kinds <= {int, float}:
+                raise TypeError
+        except (ValueError, TypeError, KeyError, RecursionError):
+            raise ValueError(f"line {number} is no trial") from None
+        if settings != self._settings:
             raise FedShuffleError(
                 f"{str(self._path)!r} holds trials of another run: its model, data or settings"
                 " differ. Delete the file, or choose another folder."
             )
-        for field in fields(Trial):
-            kinds = (float, int, type(None)) if field.name == "loss" else (float, int)
-            if not isinstance(found.get(field.name, ""), kinds):
-                raise ValueError(f"the {field.name} of line {number} is missing or no number")
-        return Trial(**found)
+        return Trial(**numbers)
 
     def _reading(self, path: Path) -> AbstractContextManager[None]:
         def message(error: Exception) -> FedShuffleError | str:
@@ -69,7 +73,7 @@ class Journal:
             why = one_line(error)
             return f"{str(path)!r} cannot be read: {why}. Delete it, to repeat its trials."
 
-        return error_context(message, (OSError, ValueError, TypeError, RecursionError))
+        return error_context(message, (OSError, ValueError))
 
 
 def _complete_lines(path: Path) -> list[str]:

@@ -125,6 +125,16 @@ class Lattice:
         equal = self.nearly_best(losses)
         return equal[0] if equal else min(losses)
 
+    def least(self, losses: Mapping[Point, float]) -> Point:
+        """Of the points with the lowest loss the one with the smallest product.
+
+        >>> Lattice((Axis((1.0,)), Axis((1.0,))), start=3.0).least({(1.0, 1.0): 2, (0.32, 1.0): 2})
+        (0.32, 1.0)
+        """
+        equal = self.nearly_best(losses)
+        first = math.prod(equal[0])
+        return min(equal, key=lambda point: round(math.log(math.prod(point) / first, SPACING)))
+
     def nearly_best(self, losses: Mapping[Point, float | None]) -> list[Point]:
         """The points with the lowest loss, in the order in which they were tried."""
         finite = {point: loss for point, loss in losses.items() if loss is not None}

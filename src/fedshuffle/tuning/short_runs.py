@@ -1,8 +1,10 @@
 """Short runs that try step sizes."""
 
 import copy
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from statistics import fmean
 
 from fedshuffle import schedules
 from fedshuffle.errors import DivergedError, error_context
@@ -14,6 +16,9 @@ from fedshuffle.training import Simulation
 from fedshuffle.training.monitoring import has_diverged
 from fedshuffle.training.rounds import simulate
 from fedshuffle.training.simulation import reduced
+
+LAST = 3
+"""The loss is the mean after this many rounds: a single one may be lucky."""
 
 
 @dataclass(frozen=True)
@@ -27,7 +32,7 @@ class Trial:
     repeat: int
     """Which of the seeds for tuning it has."""
     loss: float | None
-    """The training loss after the last round; None if it diverged."""
+    """The mean training loss after each of the last three rounds; None if it diverged."""
     rounds_done: int
     """The rounds that it cost: fewer than planned if it diverged before."""
     local_steps: int
@@ -72,8 +77,7 @@ class ShortRuns:
             setattr(run, name, schedules.compressed(schedule, self._rounds, rounds))
         draw = generator(run.seed, Purpose.TUNING, part=repeat)
         run.seed = int(draw.integers(2**63))
-        done = steps = 0
-        loss: float | None = self.start
+        done, steps, last = 0, 0, list[float]()
         try:
             for (state,) in simulate(self._sim.engine, [run], rounds):
                 cohort = run.cohort(done)
@@ -81,14 +85,16 @@ class ShortRuns:
                 self._on_round()
                 # Evaluating after every round may cost more than training.
                 seen = reduced(state.metrics, cohort).get("train_loss", self.start)
-                if done == rounds or has_diverged(seen, self.start):
-                    loss = self._loss(state)
-                    if has_diverged(loss, self.start):
-                        loss = None
+                if done > rounds - LAST or has_diverged(seen, self.start):
+                    last.append(self._loss(state))
+                    if has_diverged(last[-1], self.start):
                         break
         except DivergedError:
-            done, loss = done + 1, None
+            done += 1
+            last.append(math.nan)
             self._on_round()
+        diverged = has_diverged(last[-1], self.start)
+        loss = None if diverged else fmean(last[-LAST:])
         return Trial(step_size, server_step_size, rounds, repeat, loss, done, steps)
 
     def _loss(self, state: State) -> float:

@@ -28,11 +28,11 @@ from fedshuffle.schedules import NamedSchedule, Schedule
 from fedshuffle.training import Simulation
 from fedshuffle.transforms import Channel, DownLink, Transform
 from fedshuffle.tuning.journal import Journal, Key, opened
-from fedshuffle.tuning.search import SPACING, Axis, Choices, Lattice, Point, descend
+from fedshuffle.tuning.search import Axis, Choices, Lattice, Point, descend
 from fedshuffle.tuning.short_runs import ShortRuns, Trial
 
 EXPECTED_TRIALS = 12
-"""Short runs have so many rounds that about this many of them use up the budget."""
+"""Short runs have so many rounds that about this many of them use up half of the budget."""
 MIN_ROUNDS = 3
 """The rounds of the shortest run that tries step sizes."""
 MIN_TRIALS = 5
@@ -43,12 +43,7 @@ WIDEN = 1000.0
 
 @dataclass(frozen=True)
 class TunedStepSizes:
-    """Step sizes that short runs found, and what that cost.
-
-    >>> found = TunedStepSizes(0.3, 1.0, 2.3, 0.5, (), 45, 0.45, 900, True, {"step_size": 0.3})
-    >>> found.to_dict()["share"]
-    0.45
-    """
+    """Step sizes that short runs found, and what that cost."""
 
     step_size: float
     server_step_size: float
@@ -107,19 +102,21 @@ def tune(
     Short runs try step sizes a factor of :math:`\sqrt{10}` apart. The loss on training data judges
     them, never on held-out data. The search
 
-    1. looks for the step size alone, in runs as short as possible;
-    2. goes on from there in both step sizes, from neighbour to neighbour, until none is better by
-       more than 1% of the decrease of the loss. A larger server step size is tried together with a
-       smaller step size, as their product says how far a round moves;
-    3. repeats the two best with another seed for as many rounds as the budget still allows.
+    1. looks for the step size alone, in runs of a few rounds;
+    2. goes on in both step sizes, in longer runs, from neighbour to neighbour until none is better.
+       A larger server step size is tried with a smaller step size, since their product says how far
+       a round moves. These two take half of the budget;
+    3. compares the best with the next smaller step size, in runs as long as the other half allows,
+       with another seed: what is best in a few rounds is often too large for many.
 
-    Of points that differ by at most 1% the one that moves least wins, because a long run may
-    diverge where a short one does not. A point that diverged is never returned.
+    If losses differ by at most 1% of the decrease, the step sizes that move less win. A point that
+    diverged in any of its runs is never returned. With an adaptive server (``fedadam``) the two
+    step sizes change their places, and each is tried alone.
 
     All short runs together take at most ``share`` of the rounds of the full run, with two
-    exceptions for short full runs: there are at least 5 trials of 3 rounds; and while all diverge,
-    the step size is lowered until one does not, at most by a factor of 1000. The result says what
-    was really spent. The same arguments give the same result.
+    exceptions: 5 trials of 3 rounds are always made; and while all diverge, the step size is
+    lowered until one does not, at most by a factor of 1000. The result says what was really spent.
+    The same arguments give the same result.
 
     Args:
         model: as for ``train``, like all arguments that are not explained here.
@@ -162,7 +159,7 @@ def tune(
     given = {"step_size": step_size, "server_step_size": server_step_size}
     sizes = {name: schedules.resolve(size, rounds) for name, size in given.items()}
     first = schedules.size(sizes["step_size"]), schedules.size(sizes["server_step_size"])
-    short = min(rounds, max(MIN_ROUNDS, math.floor(share * rounds / EXPECTED_TRIALS)))
+    short = min(rounds, max(MIN_ROUNDS, math.floor(share * rounds / 2 / EXPECTED_TRIALS)))
     budget = max(math.floor(share * rounds), MIN_TRIALS * short)
     simulation = Simulation(
         model,
@@ -180,13 +177,14 @@ def tune(
         engine=engine,
         device=device,
     )
-    texts = "{task.completed:.0f} of at most {task.total:.0f} rounds", "{task.fields[note]}"
-    bar = progress_bar(progress, *texts, TimeElapsedColumn(), transient=True)
-    with simulation, opened(out, _settings(simulation, rounds, clients)) as journal, bar:
-        task = bar.add_task("tuning", total=budget, note="")
+    facts = {"engine": str(engine), "rounds": rounds, "evaluated_clients": clients}
+    text = "{task.completed:.0f} of at most {task.total:.0f} rounds"
+    bar = progress_bar(progress, text, TimeElapsedColumn(), transient=True)
+    with simulation, opened(out, _settings(simulation, facts)) as journal, bar:
+        task = bar.add_task("tuning", total=budget)
         sample = federation.sample(clients, simulation.run.seed)
         runs = ShortRuns(simulation, rounds, sample, partial(bar.advance, task))
-        search = _Search(runs, journal, budget)
+        search = _Search(runs, journal, budget, method.server.adaptive)
         point, found = search.search(first, short, rounds)
         tried = tuple(search.tried.values())
     kinds = zip(given.items(), point, strict=True)
@@ -223,14 +221,11 @@ def _like(given: Schedule | str, schedule: Schedule, to: float) -> Schedule | st
     return found
 
 
-def _settings(simulation: Simulation, rounds: int, clients: int) -> str:
+def _settings(simulation: Simulation, facts: Mapping[str, Any]) -> str:
     """A digest of all that the loss of a short run depends on, but for its step sizes."""
-    facts = simulation.settings(rounds) | {
-        "start_sha256": fingerprint.tensor(simulation.problem.start),
-        "rounds": rounds,
-        "evaluated_clients": clients,
-    }
-    return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
+    start = fingerprint.tensor(simulation.problem.start)
+    settings = {**simulation.settings(facts["rounds"]), "start_sha256": start, **facts}
+    return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()
 
 
 class _BudgetSpent(Exception):  # noqa: N818
@@ -238,47 +233,54 @@ class _BudgetSpent(Exception):  # noqa: N818
 
 
 class _Search:
-    """Trials within a budget of rounds; what the journal knows is not done again."""
+    """Trials within a budget of rounds; what the journal knows is not done again.
 
-    def __init__(self, runs: ShortRuns, journal: Journal, budget: int) -> None:
+    The first coordinate of a point is the size that decides how far a round moves: the step size,
+    or with an adaptive server the server's.
+    """
+
+    def __init__(self, runs: ShortRuns, journal: Journal, budget: int, adaptive: bool) -> None:
         self._runs, self._journal, self._budget = runs, journal, budget
+        self._adaptive = adaptive
         self.tried: dict[Key, Trial] = {}
         self.spent = 0
         self.complete = False
 
     def search(self, first: Point, short: int, rounds: int) -> tuple[Point, float]:
-        """The best point and the loss of the run that decided."""
-        start = self._runs.start
-        step, server = (Axis((size,), WIDEN) for size in first)
-        line = Lattice((step, Choices(server.given)), start=start)
-        plane = Lattice((step, server), trade=True, start=start)
+        """The best step sizes and the loss of the run that decided."""
+        mover, other = (Axis((size,), WIDEN) for size in self._swapped(first))
+        start, half = self._runs.start, max(self._budget // 2, MIN_TRIALS * short)
+        line = Lattice((mover, Choices(other.given)), start=start)
+        plane = Lattice((mover, other), trade=not self._adaptive, start=start)
         look = min(short, max(MIN_ROUNDS, short // 4))
         try:
-            found = descend(line, partial(self._loss, look))
-            descend(plane, partial(self._loss, short), [line.best(found)])
-            self.complete = bool(self._stable())
-            longer = min(rounds, (self._budget - self.spent) // 2)
-            if self.complete and longer >= 2 * short:
-                losses = self._losses()
-                best = _choice(plane, losses)
-                others = sorted(losses.keys() - {best}, key=losses.__getitem__)
-                for point in [best, *others][:2]:
-                    self._loss(longer, point, repeat=1)
+            found = descend(line, lambda point: self._loss(point, look, half))
+            descend(plane, lambda point: self._loss(point, short, half), [line.best(found)])
+            self.complete = True
         except _BudgetSpent:
             pass
+        if losses := self._losses():
+            best = plane.least(losses)
+            rivals = [best, *((x, best[1]) for x in mover.neighbours(best[0]) if x < best[0])]
+            longer = min(rounds, (self._budget - self.spent) // 2)
+            if len(rivals) == 2 and longer >= short:
+                for point in rivals:
+                    self._loss(point, longer, self._budget, repeat=1)
         if not (losses := self._losses()):
-            sizes = ", ".join(f"{size:g}" for size in sorted({key[0] for key in self.tried}))
+            name = "server_step_size" if self._adaptive else "step_size"
+            sizes = sorted({self._swapped(key[:2])[0] for key in self.tried})
             raise FedShuffleError(
-                f"training diverges at every step size that was tried ({sizes}): give a smaller"
-                " step_size, or scale the inputs of the model."
+                f"training diverges at every {name} that was tried, from {sizes[0]:g} to"
+                f" {sizes[-1]:g}: give a smaller one to start from, or scale the model's inputs."
             )
-        chosen = _choice(plane, losses)
-        return chosen, losses[chosen]
+        best = plane.least(losses)
+        return self._swapped(best), losses[best]
 
-    def _loss(self, rounds: int, point: Point, repeat: int = 0) -> float | None:
-        key = (point[0], point[1], rounds, repeat)
+    def _loss(self, point: Point, rounds: int, budget: int, repeat: int = 0) -> float | None:
+        step_size, server_step_size = self._swapped(point)
+        key = step_size, server_step_size, rounds, repeat
         if key not in self.tried:
-            if self.spent + rounds > self._budget and self._stable():
+            if self.spent + rounds > budget and self._losses():
                 raise _BudgetSpent
             trial = self._journal.trials.get(key)
             if trial is None:
@@ -287,29 +289,16 @@ class _Search:
             self.spent += trial.rounds_done
         return self.tried[key].loss
 
-    def _stable(self) -> set[Point]:
-        """The points that never diverged."""
-        tried: set[Point] = {key[:2] for key in self.tried}
-        return tried - {key[:2] for key, trial in self.tried.items() if trial.loss is None}
-
     def _losses(self) -> dict[Point, float]:
-        """The losses of the longest trials, of points that never diverged."""
-        stable = self._stable()
-        ended = [trial for key, trial in self.tried.items() if key[:2] in stable]
-        longest = max((trial.rounds for trial in ended), default=0)
+        """The losses after the longest runs, of points that never diverged."""
+        diverged = {key[:2] for key, trial in self.tried.items() if trial.loss is None}
+        stable = {key: trial for key, trial in self.tried.items() if key[:2] not in diverged}
+        longest = max((key[2:] for key in stable), default=None)
         return {
-            (t.step_size, t.server_step_size): t.loss
-            for t in ended
-            if t.rounds == longest and t.loss is not None
+            self._swapped(key[:2]): trial.loss
+            for key, trial in stable.items()
+            if key[2:] == longest and trial.loss is not None
         }
 
-
-def _choice(lattice: Lattice, losses: Mapping[Point, float]) -> Point:
-    """Of the points that are nearly the best, the one that moves least in a round."""
-    equal = lattice.nearly_best(losses)
-
-    def moves(point: Point) -> int:
-        """How far a round moves, in steps of the lattice."""
-        return round(math.log(math.prod(point) / math.prod(equal[0]), SPACING))
-
-    return min(equal, key=moves)
+    def _swapped(self, point: Point) -> Point:
+        return point[::-1] if self._adaptive else point
