@@ -92,6 +92,19 @@ def test_a_search_along_the_axes_would_stop_in_the_valley() -> None:
     assert trading.best(descend(trading, loss)) == (0.1, 10.0)
 
 
+def test_the_runs_that_confirm_do_not_let_a_schedule_decay() -> None:
+    asked: list[int] = []
+
+    def schedule(round: int) -> float:
+        asked.append(round)
+        return 0.1
+
+    found = descent(step_size=schedule, rounds=1000)
+    assert [t.confirms for t in found.tried] == [False] * (len(found.tried) - 2) + [True] * 2
+    assert max(asked) > 900
+    assert max(asked[-found.tried[-1].rounds :]) in range(200, 250)  # the first quarter
+
+
 # Which point is chosen ----------------------------------------------------------------------------
 
 
@@ -102,10 +115,10 @@ class Table(ShortRuns):
         self.start, self._given = 1.0, loss
 
     def try_out(
-        self, step_size: float, server_step_size: float, rounds: int, repeat: int = 0
+        self, step_size: float, server_step_size: float, rounds: int, confirms: bool = False
     ) -> Trial:
         found = self._given(step_size, server_step_size, rounds)
-        return Trial(step_size, server_step_size, rounds, repeat, found, rounds, rounds)
+        return Trial(step_size, server_step_size, rounds, confirms, found, rounds, rounds)
 
 
 def searched(

@@ -16,13 +16,13 @@ NAME = "tuning.jsonl"
 
 _NAMES = [field.name for field in fields(Trial)]
 
-Key = tuple[float, float, int, int]
-"""Step sizes, rounds and repeat of a trial."""
+Key = tuple[float, float, int, bool]
+"""Step sizes and rounds of a trial, and whether it confirms."""
 
 
 def key(trial: Trial) -> Key:
     """What a trial is known by."""
-    return trial.step_size, trial.server_step_size, trial.rounds, trial.repeat
+    return trial.step_size, trial.server_step_size, trial.rounds, trial.confirms
 
 
 class Journal:
@@ -55,7 +55,7 @@ class Journal:
             settings = found.pop("settings")
             numbers = {name: found[name] for name in _NAMES}
             kinds = {type(x) for name, x in numbers.items() if (name, x) != ("loss", None)}
-            if not kinds <= {int, float}:
+            if not kinds <= {int, float, bool}:
                 raise TypeError
         except (ValueError, TypeError, KeyError, RecursionError):
             raise ValueError(f"line {number} is no trial") from None

@@ -29,8 +29,8 @@ class Trial:
     server_step_size: float
     rounds: int
     """The rounds that were planned."""
-    repeat: int
-    """Which of the seeds for tuning it has."""
+    confirms: bool
+    """Whether it compares the best with a rival, after the search."""
     loss: float | None
     """The mean training loss after each of the last three rounds; None if it diverged."""
     rounds_done: int
@@ -41,9 +41,10 @@ class Trial:
 class ShortRuns:
     """Runs of a simulation with other step sizes and fewer rounds.
 
-    They share the model, the engine and, for the same ``repeat``, everything random, so that their
-    losses differ by the step sizes alone. A schedule of the full run is compressed: the short run
-    goes through all of it.
+    They share the model, the engine and everything random, so that their losses differ by the step
+    sizes alone. A schedule of the full run is compressed: a short run goes through all of it. A run
+    that confirms has another seed, and goes through the first quarter only: there steps are large
+    for long, and what decays at once may hide that they are too large.
 
     Args:
         simulation: the full run.
@@ -67,15 +68,16 @@ class ShortRuns:
             """The loss before training."""
 
     def try_out(
-        self, step_size: float, server_step_size: float, rounds: int, repeat: int = 0
+        self, step_size: float, server_step_size: float, rounds: int, confirms: bool = False
     ) -> Trial:
         """Train for some rounds with these step sizes; stop as soon as it diverges."""
         run = copy.copy(self._sim.run)
         sizes = {"step_size": step_size, "server_step_size": server_step_size}
+        whole = max(rounds, self._rounds // 4) if confirms else self._rounds
         for name, size in sizes.items():
             schedule = schedules.resized(getattr(run, name), size)
-            setattr(run, name, schedules.compressed(schedule, self._rounds, rounds))
-        draw = generator(run.seed, Purpose.TUNING, part=repeat)
+            setattr(run, name, schedules.compressed(schedule, whole, rounds))
+        draw = generator(run.seed, Purpose.TUNING, part=int(confirms))
         run.seed = int(draw.integers(2**63))
         done, steps, last = 0, 0, list[float]()
         try:
@@ -95,7 +97,7 @@ class ShortRuns:
             self._on_round()
         diverged = has_diverged(last[-1], self.start)
         loss = None if diverged else fmean(last[-LAST:])
-        return Trial(step_size, server_step_size, rounds, repeat, loss, done, steps)
+        return Trial(step_size, server_step_size, rounds, confirms, loss, done, steps)
 
     def _loss(self, state: State) -> float:
         return self._evaluate(self._sim.model(state))["loss"]

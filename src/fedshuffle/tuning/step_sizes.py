@@ -107,7 +107,8 @@ def tune(
        A larger server step size is tried with a smaller step size, since their product says how far
        a round moves. These two take half of the budget;
     3. compares the best with the next smaller step size, in runs as long as the other half allows,
-       with another seed: what is best in a few rounds is often too large for many.
+       with another seed and without the decay of a schedule: what is best in a few rounds is often
+       too large for many.
 
     If losses differ by at most 1% of the decrease, the step sizes that move less win. A point that
     diverged in any of its runs is never returned. With an adaptive server (``fedadam``) the two
@@ -265,7 +266,7 @@ class _Search:
             longer = min(rounds, (self._budget - self.spent) // 2)
             if len(rivals) == 2 and longer >= short:
                 for point in rivals:
-                    self._loss(point, longer, self._budget, repeat=1)
+                    self._loss(point, longer, self._budget, confirms=True)
         if not (losses := self._losses()):
             name = "server_step_size" if self._adaptive else "step_size"
             sizes = sorted({self._swapped(key[:2])[0] for key in self.tried})
@@ -276,9 +277,9 @@ class _Search:
         best = plane.least(losses)
         return self._swapped(best), losses[best]
 
-    def _loss(self, point: Point, rounds: int, budget: int, repeat: int = 0) -> float | None:
+    def _loss(self, point: Point, rounds: int, budget: int, confirms: bool = False) -> float | None:
         step_size, server_step_size = self._swapped(point)
-        key = step_size, server_step_size, rounds, repeat
+        key = step_size, server_step_size, rounds, confirms
         if key not in self.tried:
             if self.spent + rounds > budget and self._losses():
                 raise _BudgetSpent
