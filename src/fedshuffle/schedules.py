@@ -234,17 +234,20 @@ def resized(schedule: Schedule, to: float) -> Schedule:
     return lambda round: times * given(round)
 
 
-def compressed(schedule: Schedule, rounds: int, to: int) -> Schedule:
-    """A schedule over the rounds of a run in fewer rounds: each stands for the middle of a part.
+def shortened(schedule: Schedule, rounds: int, to: int) -> Schedule:
+    """What stands for the schedule of a run in a much shorter one: a straight line to its end.
 
-    >>> short = compressed(resolve("warmup:30+drops:1.0", rounds=100), rounds=100, to=4)
-    >>> [round(short(r), 3) for r in range(4)]
-    [0.433, 1.0, 0.1, 0.01]
+    It falls from the :func:`size` to the share of it that the last of the rounds has. In a few
+    rounds, steps that fall evenly show best what larger ones reach once they have become small.
+
+    >>> short = shortened(resolve("warmup:30+drops:1.0", rounds=100), rounds=100, to=4)
+    >>> [round(short(r), 2) for r in range(4)], shortened(0.3, rounds=100, to=4)
+    ([1.0, 0.75, 0.5, 0.26], 0.3)
     """
     if not callable(schedule):
         return schedule
-    given = schedule
-    return lambda round: given(int((round + 0.5) * rounds / to))
+    first, last = size(schedule), schedule(rounds - 1)
+    return lambda round: first + (last - first) * round / to
 
 
 def _split(name: str) -> tuple[int | None, Callable[..., Callable[[int], float]]]:

@@ -235,3 +235,28 @@ def test_a_search_uses_runs_that_another_one_left(tmp_path: Path) -> None:
     met = {(t["step_size"], t["server_step_size"]) for t in results["curves"][0]["tuning"]}
     assert (1.0, 1.0) in met
     assert all(path.stat().st_mtime_ns == stamp for path, stamp in stamps.items())
+
+
+def test_a_point_counts_by_the_mean_of_its_repeats(tmp_path: Path) -> None:
+    one = tuned(tmp_path / "one", [0.1, 0.3], compare__tune__seed=5, compare__tune__widen=1)
+    other = tuned(tmp_path / "other", [0.1, 0.3], compare__tune__seed=6, compare__tune__widen=1)
+    changes = {"compare__tune__seed": 5, "compare__tune__widen": 1, "compare__tune__repeats": 2}
+    both = tuned(tmp_path / "both", [0.1, 0.3], **changes)
+    [[first], [second], [mean]] = ([c["tuning"] for c in x["curves"]] for x in (one, other, both))
+    assert [t["step_size"] for t in mean] == [0.1, 0.3]
+    for a, b, found in zip(first, second, mean, strict=True):
+        assert found["value"] == pytest.approx((a["value"] + b["value"]) / 2, rel=1e-12)
+    assert (tmp_path / "both/out/runs/tune_fedshuffle_step0.1_repeat1/outcome.json").exists()
+
+
+def test_a_point_diverges_with_one_of_its_repeats(tmp_path: Path) -> None:
+    text = CONFIG.replace("common_step_sizes = [0.1, 4.0]\n", "")
+    changes = {"compare.methods": ["fedshuffle"], "compare.tune.repeats": 2}
+    compared = comparison.load(project(tmp_path, text), changes)
+    study = Study(compared, tmp_path, Criterion("loss", False))
+    variant, point = compared.variants[0], compared.grid(compared.variants[0])[0]
+    fine, lost = (compared.trial(variant, point, None, repeat) for repeat in (0, 1))
+    fine.outcome, fine.history = "finished", [{"loss": 1.0}]
+    lost.outcome = "diverged"
+    assert study.scores([fine]) == {point: 1.0}
+    assert study.scores([fine, lost]) == {point: None}

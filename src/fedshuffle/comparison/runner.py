@@ -9,11 +9,12 @@ import math
 import shlex
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from contextlib import suppress
 from dataclasses import astuple, replace
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from rich.progress import TaskID, TimeElapsedColumn, TimeRemainingColumn
@@ -116,9 +117,11 @@ class Study:
         self._trial = functools.cache(self._known)
         self.trials()  # refuses runs with other settings
 
-    def _known(self, variant: Variant, point: GridPoint, seed: int | None) -> Trial:
+    def _known(
+        self, variant: Variant, point: GridPoint, seed: int | None, repeat: int = 0
+    ) -> Trial:
         """A run with its result, if it has ended: in a search the results decide what follows."""
-        trial = self.comparison.trial(variant, point, seed)
+        trial = self.comparison.trial(variant, point, seed, repeat)
         self.update(trial)
         return trial
 
@@ -172,12 +175,17 @@ class Study:
         write_outcome(self.folder(trial), "failed", reason)
         trial.outcome, trial.reason = "failed", reason
 
-    def score(self, trial: Trial) -> float | None:
-        """The final metric of a tuning run; None if it did not finish with a finite one."""
-        if trial.outcome != "finished":
-            return None
-        value = float(trial.history[-1][self._judge.metric])
-        return value if math.isfinite(value) else None
+    def scores(self, trials: Iterable[Trial]) -> dict[GridPoint, float | None]:
+        """The mean of the final metric of the tuning runs at each point; None if one of them did
+        not finish with a finite one.
+        """
+        found: dict[GridPoint, list[float]] = {}
+        for trial in trials:
+            done = trial.outcome == "finished"
+            value = float(trial.history[-1][self._judge.metric]) if done else math.nan
+            found.setdefault(trial.point, []).append(value)
+        means = {point: fmean(values) for point, values in found.items()}
+        return {point: mean if math.isfinite(mean) else None for point, mean in means.items()}
 
     def tuning(self, variant: Variant) -> tuple[list[Trial], GridPoint | None]:
         """The tuning runs of a variant, and its best grid point once it is known."""
@@ -187,12 +195,13 @@ class Study:
             return [], next(iter(points), None)
         lattice, trials = comparison.lattice(variant), list[Trial]()
         while True:
-            trials += [self._trial(variant, point, None) for point in points]
+            repeats = range(comparison.tune.repeats)
+            trials += [self._trial(variant, point, None, k) for point in points for k in repeats]
             if not all(trial.outcome for trial in trials):
                 return trials, None
             sign = -1 if self._judge.higher_is_better else 1
-            scores = {trial: self.score(trial) for trial in trials}
-            losses = {astuple(t.point): None if x is None else sign * x for t, x in scores.items()}
+            scores = self.scores(trials).items()
+            losses = {astuple(p): None if x is None else sign * x for p, x in scores}
             points = [GridPoint(*point) for point in lattice.untried(losses)]
             if not points or any(trial.outcome == "failed" for trial in trials):
                 return trials, GridPoint(*lattice.best(losses))
@@ -247,6 +256,8 @@ class Study:
         self, facts: Facts, variant: Variant, group: str, point: GridPoint, trials: list[Trial]
     ) -> dict[str, Any]:
         scales, given = facts["client_step_sizes"], self.comparison.given(variant)
+        tried = self.tuning(variant)[0] if group == "own" else []
+        lost = {trial.point for trial in tried if trial.outcome == "diverged"}
         return {
             **facts,
             "group": group,
@@ -254,12 +265,12 @@ class Study:
             "client_step_sizes": [point.step_size * scale for scale in scales],
             "tuning": [
                 {
-                    **vars(trial.point),
-                    "added": trial.point not in given,
-                    "value": self.score(trial),
-                    "diverged": trial.outcome == "diverged",
+                    **vars(one),
+                    "added": one not in given,
+                    "value": value,
+                    "diverged": one in lost,
                 }
-                for trial in (self.tuning(variant)[0] if group == "own" else [])
+                for one, value in self.scores(tried).items()
             ],
             "runs": [
                 {

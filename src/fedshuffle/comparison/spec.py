@@ -12,7 +12,7 @@ from fedshuffle._arrays import count, number
 from fedshuffle._files import results_folder
 from fedshuffle.comparison.variants import SHORT, Entry, Variant, check_distinct, check_names
 from fedshuffle.config import Config, EvaluationSpec, ScheduleSpec, loader
-from fedshuffle.config.schema import Count, DataSpec, StepSize, at
+from fedshuffle.config.schema import Count, DataSpec, StepSize, at, resized
 from fedshuffle.errors import FedShuffleError, check_known
 from fedshuffle.methods import Method
 from fedshuffle.randomness import check_seed
@@ -59,6 +59,10 @@ class Tuning:
     """The rounds of a short run; by default a fifth of the run's."""
     seed: int | None = None
     """The seed of the short runs; by default the first of the comparison."""
+    repeats: Count = 1
+    """Short runs per point, with this seed and those after it. A point counts by their mean, and
+    as diverged if one of them diverges.
+    """
     metric: str = "loss"
     """A name of ``fedshuffle.Evaluation``, or the import path of a ``Metric``."""
     data: DataSpec | Literal["training"] = "training"
@@ -265,16 +269,16 @@ class Comparison:
         seed = self.seeds[0] if tune.seed is None else tune.seed
         return replace(self.base, rounds=rounds, seed=seed, evaluation=evaluation)
 
-    def trial(self, variant: Variant, point: GridPoint, seed: int | None) -> Trial:
-        """The run of a variant at a grid point with a seed; without a seed, the tuning run."""
+    def trial(self, variant: Variant, point: GridPoint, seed: int | None, repeat: int = 0) -> Trial:
+        """The run of a variant at a grid point with a seed; without a seed, a tuning run."""
         own, short = self.config(variant), self.short
         config = replace(
             own,
-            step_size=_resized(own.step_size, point.step_size),
-            server_step_size=_resized(own.server_step_size, point.server_step_size),
+            step_size=resized(own.step_size, point.step_size),
+            server_step_size=resized(own.server_step_size, point.server_step_size),
             work=replace(own.work, weight_decay=point.weight_decay, clip=point.clip),
             rounds=own.rounds if seed is not None else short.rounds,
-            seed=seed if seed is not None else short.seed,
+            seed=seed if seed is not None else short.seed + repeat,
             evaluation=own.evaluation if seed is not None else short.evaluation,
         )
         words = [variant.folder, f"step{point.step_size!r}"]
@@ -284,6 +288,8 @@ class Comparison:
             words.append(f"decay{float(point.weight_decay)!r}")
         if point.clip != own.work.clip:
             words.append(f"clip{float(point.clip)!r}")
+        if repeat:
+            words.append(f"repeat{repeat}")
         name = "_".join(words)
         return Trial(SHORT + name if seed is None else f"{name}_seed{seed}", config, point)
 
@@ -391,10 +397,3 @@ _WORK = ("weight_decay", "clip")  # the parts of the local work that a grid may 
 def _number(size: StepSize) -> float:
     """A step size, or the one that a schedule starts from."""
     return float(size.arguments["step_size"] if isinstance(size, ScheduleSpec) else size)
-
-
-def _resized(size: StepSize, to: float) -> StepSize:
-    """Another step size, or the same schedule from there."""
-    if not isinstance(size, ScheduleSpec):
-        return to
-    return ScheduleSpec(size.name, {**size.arguments, "step_size": to})

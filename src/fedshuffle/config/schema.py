@@ -266,7 +266,7 @@ class Config:
         self,
         out: Path | str | None = None,
         *,
-        share: float = 0.5,
+        share: float = 1.0,
         progress: bool = False,
         inputs: "RunInputs | None" = None,
         address: str | None = None,
@@ -293,13 +293,13 @@ class Config:
         )
         return replace(
             self,
-            step_size=_resized(self.step_size, found.step_size),
-            server_step_size=_resized(self.server_step_size, found.server_step_size),
+            step_size=resized(self.step_size, found.step_size),
+            server_step_size=resized(self.server_step_size, found.server_step_size),
             origin=(*self.origin, note),
         )
 
 
-def _resized(size: StepSize, to: float) -> StepSize:
+def resized(size: StepSize, to: float) -> StepSize:
     """Another step size, or the same schedule from there."""
     if not isinstance(size, ScheduleSpec):
         return to

@@ -24,8 +24,8 @@ EQUAL = 0.01
 class Axis:
     """Positive values of a setting, such as step sizes: those given, and others beyond their ends.
 
-    Beyond an end the values go on at the mean ratio of those given (at least 2, at most 10), in two
-    significant digits, up to ``widen`` times the end.
+    Beyond an end the values go on at a ratio, in two significant digits, up to ``widen`` times the
+    end. Unless it is given, it is the mean ratio of those given (at least 2, at most 10).
 
     >>> axis = Axis((0.01, 0.03, 0.1), widen=10)
     >>> axis.neighbours(0.03), axis.neighbours(0.1), axis.neighbours(0.32), axis.neighbours(1.0)
@@ -36,15 +36,15 @@ class Axis:
 
     given: tuple[float, ...]
     widen: float = 1000.0
+    ratio: float | None = None
 
     @cached_property
     def values(self) -> list[float]:
         """All values, in order."""
         given = sorted(map(float, self.given))
-        ratio = SPACING
-        if len(given) > 1:
-            ratio = (given[-1] / given[0]) ** (1 / (len(given) - 1))
-        ratio = min(max(ratio, 2.0), 10.0)
+        ratio = self.ratio or SPACING
+        if self.ratio is None and len(given) > 1:
+            ratio = min(max((given[-1] / given[0]) ** (1 / (len(given) - 1)), 2.0), 10.0)
         beyond = math.floor(math.log(self.widen * (1 + 1e-9), ratio))
         factors = [ratio**k for k in range(1, beyond + 1)]
         below = [_rounded(given[0] / factor) for factor in reversed(factors)]

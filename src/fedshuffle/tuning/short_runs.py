@@ -42,9 +42,8 @@ class ShortRuns:
     """Runs of a simulation with other step sizes and fewer rounds.
 
     They share the model, the engine and everything random, so that their losses differ by the step
-    sizes alone. A schedule of the full run is compressed: a short run goes through all of it. A run
-    that confirms has another seed, and goes through the first quarter only: there steps are large
-    for long, and what decays at once may hide that they are too large.
+    sizes alone; a run that confirms has another seed. Schedules become straight lines
+    (:func:`fedshuffle.schedules.shortened`).
 
     Args:
         simulation: the full run.
@@ -73,10 +72,9 @@ class ShortRuns:
         """Train for some rounds with these step sizes; stop as soon as it diverges."""
         run = copy.copy(self._sim.run)
         sizes = {"step_size": step_size, "server_step_size": server_step_size}
-        whole = max(rounds, self._rounds // 4) if confirms else self._rounds
         for name, size in sizes.items():
             schedule = schedules.resized(getattr(run, name), size)
-            setattr(run, name, schedules.compressed(schedule, whole, rounds))
+            setattr(run, name, schedules.shortened(schedule, self._rounds, rounds))
         draw = generator(run.seed, Purpose.TUNING, part=int(confirms))
         run.seed = int(draw.integers(2**63))
         done, steps, last = 0, 0, list[float]()

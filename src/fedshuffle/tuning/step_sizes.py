@@ -28,11 +28,13 @@ from fedshuffle.schedules import NamedSchedule, Schedule
 from fedshuffle.training import Simulation
 from fedshuffle.transforms import Channel, DownLink, Transform
 from fedshuffle.tuning.journal import Journal, Key, opened
-from fedshuffle.tuning.search import Axis, Choices, Lattice, Point, descend
+from fedshuffle.tuning.search import SPACING, Axis, Lattice, Point, descend
 from fedshuffle.tuning.short_runs import ShortRuns, Trial
 
+COARSE = 10.0
+"""The ratio of neighbours in the first search; in the second it is that of every lattice."""
 EXPECTED_TRIALS = 12
-"""Short runs have so many rounds that about this many of them use up half of the budget."""
+"""Short runs have so many rounds that about this many of them use up the budget."""
 MIN_ROUNDS = 3
 """The rounds of the shortest run that tries step sizes."""
 MIN_TRIALS = 5
@@ -92,7 +94,7 @@ def tune(
     seed: int = 0,
     engine: str | Ray = "sequential",
     device: str | torch.device | None = None,
-    share: float = 0.5,
+    share: float = 1.0,
     clients: int = 100,
     out: str | os.PathLike[str] | None = None,
     progress: bool = False,
@@ -160,7 +162,7 @@ def tune(
     given = {"step_size": step_size, "server_step_size": server_step_size}
     sizes = {name: schedules.resolve(size, rounds) for name, size in given.items()}
     first = schedules.size(sizes["step_size"]), schedules.size(sizes["server_step_size"])
-    short = min(rounds, max(MIN_ROUNDS, math.floor(share * rounds / 2 / EXPECTED_TRIALS)))
+    short = min(rounds, max(MIN_ROUNDS, math.floor(share * rounds / EXPECTED_TRIALS)))
     budget = max(math.floor(share * rounds), MIN_TRIALS * short)
     simulation = Simulation(
         model,
@@ -249,24 +251,14 @@ class _Search:
 
     def search(self, first: Point, short: int, rounds: int) -> tuple[Point, float]:
         """The best step sizes and the loss of the run that decided."""
-        mover, other = (Axis((size,), WIDEN) for size in self._swapped(first))
-        start, half = self._runs.start, max(self._budget // 2, MIN_TRIALS * short)
-        line = Lattice((mover, Choices(other.given)), start=start)
-        plane = Lattice((mover, other), trade=not self._adaptive, start=start)
-        look = min(short, max(MIN_ROUNDS, short // 4))
         try:
-            found = descend(line, lambda point: self._loss(point, look, half))
-            descend(plane, lambda point: self._loss(point, short, half), [line.best(found)])
+            self._descend(self._swapped(first), COARSE, short)
+            left = self._budget - self.spent
+            longer = min(rounds, max(short, left // MIN_TRIALS))
+            self._descend(self._best(), SPACING, longer, confirms=True)
             self.complete = True
         except _BudgetSpent:
             pass
-        if losses := self._losses():
-            best = plane.least(losses)
-            rivals = [best, *((x, best[1]) for x in mover.neighbours(best[0]) if x < best[0])]
-            longer = min(rounds, (self._budget - self.spent) // 2)
-            if len(rivals) == 2 and longer >= short:
-                for point in rivals:
-                    self._loss(point, longer, self._budget, confirms=True)
         if not (losses := self._losses()):
             name = "server_step_size" if self._adaptive else "step_size"
             sizes = sorted({self._swapped(key[:2])[0] for key in self.tried})
@@ -274,14 +266,27 @@ class _Search:
                 f"training diverges at every {name} that was tried, from {sizes[0]:g} to"
                 f" {sizes[-1]:g}: give a smaller one to start from, or scale the model's inputs."
             )
-        best = plane.least(losses)
+        best = self._best()
         return self._swapped(best), losses[best]
 
-    def _loss(self, point: Point, rounds: int, budget: int, confirms: bool = False) -> float | None:
+    def _descend(self, first: Point, ratio: float, rounds: int, confirms: bool = False) -> None:
+        lattice = self._lattice(first, ratio)
+        descend(lattice, lambda point: self._loss(point, rounds, confirms))
+
+    def _lattice(self, first: Point, ratio: float) -> Lattice:
+        axes = tuple(Axis((size,), WIDEN, ratio) for size in first)
+        return Lattice(axes, trade=not self._adaptive, start=self._runs.start)
+
+    def _best(self) -> Point:
+        """The best point of the longest runs."""
+        losses = self._losses()
+        return self._lattice(next(iter(losses)), SPACING).least(losses)
+
+    def _loss(self, point: Point, rounds: int, confirms: bool = False) -> float | None:
         step_size, server_step_size = self._swapped(point)
         key = step_size, server_step_size, rounds, confirms
         if key not in self.tried:
-            if self.spent + rounds > budget and self._losses():
+            if self.spent + rounds > self._budget and self._losses():
                 raise _BudgetSpent
             trial = self._journal.trials.get(key)
             if trial is None:
