@@ -67,7 +67,8 @@ def test_the_best_of_all_points_of_both_lattices(step_size: float, share: float)
         (between, end, SPACING, second.rounds),
     ]:
         axes = (Axis((size,), WIDEN, ratio) for size in first)
-        everywhere = [constant(*point, length) for point in product(*(a.values for a in axes))]
+        sizes, server_sizes = (axis.values for axis in axes)
+        everywhere = [constant(*point, length) for point in product(sizes, server_sizes)]
         lowest = min(loss for loss in everywhere if loss is not None)
         reached = constant(*best, length)
         assert reached is not None
@@ -165,18 +166,19 @@ def searched(
     budget: int = 10_000,
     adaptive: bool = False,
     rounds: int = 1000,
-) -> Point:
+) -> tuple[float, float]:
     search = _Search(Table(loss), Journal(None, ""), budget, adaptive)
-    point, found = search.search((0.1, 1.0), SHORT, rounds)
+    (step, server), found = search.search((0.1, 1.0), SHORT, rounds)
     assert search.spent <= budget
     tried = search.tried.values()
-    assert all(t.loss is not None for t in tried if (t.step_size, t.server_step_size) == point)
-    assert found == loss(*point, max(t.rounds for t in tried if t.loss is not None))
+    own = [t for t in tried if (t.step_size, t.server_step_size) == (step, server)]
+    assert all(trial.loss is not None for trial in own)
+    assert found == loss(step, server, max(t.rounds for t in tried if t.loss is not None))
     longer = {trial.rounds for trial in tried if trial.confirms}
     left = budget - sum(trial.rounds for trial in tried if not trial.confirms)
     if longer:  # five runs of the second search fit into what the first one left
         assert longer == {min(rounds, max(SHORT, left // MIN_TRIALS))}
-    return point
+    return step, server
 
 
 def units(x: float, best: float) -> float:
@@ -198,7 +200,7 @@ def test_the_best_point_of_a_bowl(centre: float, server_centre: float, adaptive:
 
     reached = loss(*searched(loss, adaptive=adaptive))
     axes = Axis((0.1,), ratio=SPACING), Axis((1.0,), ratio=SPACING)
-    lowest = min(loss(*point) for point in product(*(axis.values for axis in axes)))
+    lowest = min(loss(*point) for point in product(axes[0].values, axes[1].values))
     # Either axis may be off by what counts as equal, and then the smaller point is taken.
     assert reached <= lowest + 3 * EQUAL * (1.0 - lowest) + 1e-9
 

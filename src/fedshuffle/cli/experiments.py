@@ -4,7 +4,7 @@ import json
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 from typer import Argument, Option
@@ -20,9 +20,6 @@ from fedshuffle.cli.shared import (
     refuse_unused,
 )
 from fedshuffle.errors import require, require_training, unknown
-
-if TYPE_CHECKING:
-    pass
 
 _UNUSED = {
     "quadratic": ["scale", "data", "jobs"],
@@ -73,7 +70,7 @@ def reproduce(
     if experiment == "steps-default":
         from fedshuffle.experiments import step_sizes
 
-        rows = step_sizes.reproduce_default(out, data)
+        rows = step_sizes.reproduce_default(out, data, progress=not as_json)
         emit(as_json, rows, partial(print, step_sizes.csv_of(rows), end=""))
         return
     given = {} if rounds is None else {"rounds": rounds}
