@@ -223,7 +223,7 @@ def test_a_folder_without_results_is_refused(tmp_path: Path) -> None:
 
 def test_the_picture_has_curves_over_rounds_and_over_local_steps() -> None:
     figure = step_sizes.draw({"cifar100": study(), "plays": study()})
-    axes = np.reshape(figure.axes, (2, 2))
+    axes: Any = np.array(figure.axes, dtype=object).reshape(2, 2)
     assert [one.get_title() for one in axes[0]] == ["CIFAR-100", "Plays"]
     for one in axes.T:
         over_rounds, over_steps = one
