@@ -297,13 +297,14 @@ def test_load_experiments_that_tune_both_step_sizes(
     names = [variant.name for variant in compared.variants]
     assert len(names) == len(set(names)) >= STEPS[experiment]
     for variant in compared.variants:
-        grid = compared.grid(variant)
-        assert len({point.step_size for point in grid}) == 2
-        assert len({point.server_step_size for point in grid}) == 2
-        config = compared.trial(variant, grid[0], 0).config
+        (start,), given = compared.grid(variant), compared.given(variant)
+        assert start in given
+        assert len({point.step_size for point in given}) == 2
+        assert len({point.server_step_size for point in given}) == 2
+        config = compared.trial(variant, start, 0).config
         assert isinstance(config.step_size, ScheduleSpec)
         assert config.step_size.name == "drops"
-        assert config.step_size.arguments["step_size"] == grid[0].step_size
+        assert config.step_size.arguments["step_size"] == start.step_size
     if scale == "laptop":  # what the picture and the default of the study need
         assert {"FedAvg", "rho = 1", "FedShuffle (rho = inf)"} <= set(names)
         assert len(compared.seeds) == 3

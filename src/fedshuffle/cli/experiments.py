@@ -1,4 +1,4 @@
-"""The commands that run the paper's experiments and the demo."""
+"""The commands that run the experiments and the demo."""
 
 import json
 from dataclasses import asdict
@@ -50,13 +50,13 @@ def reproduce(
         int | None, Option(help="Rounds of training: quadratic (1000), compression (400).")
     ] = None,
     scale: Annotated[
-        str, Option(help="paper, laptop or smoke, of an experiment on real data.")
+        str, Option(help="laptop, smoke or, of shakespeare and cifar100, paper.")
     ] = "laptop",
     data: DataFolder = None,
     jobs: Jobs = None,
     as_json: AsJson = False,
 ) -> None:
-    """Run an experiment of the paper; the same command resumes it after an interruption."""
+    """Repeat an experiment of the research pages; the same command resumes it if interrupted."""
     if experiment not in _UNUSED:
         raise unknown("experiment", experiment, _UNUSED)
     refuse_unused(context, _UNUSED[experiment], experiment)
