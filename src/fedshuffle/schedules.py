@@ -241,9 +241,9 @@ def shortened(schedule: Schedule, rounds: int, to: int) -> Schedule:
     a few rounds, steps that fall evenly show best what large ones reach once they have become
     small.
 
-    >>> short = shortened(resolve("warmup:30+drops:1.0", rounds=100), rounds=100, to=4)
-    >>> [round(short(r), 2) for r in range(4)], shortened(0.3, rounds=100, to=4)
-    ([1.0, 0.75, 0.5, 0.26], 0.3)
+    >>> short = shortened(resolve("warmup:30+drops:1.0", rounds=100), rounds=100, to=3)
+    >>> [round(short(r), 2) for r in range(3)], shortened(0.3, rounds=100, to=3)
+    ([1.0, 0.67, 0.34], 0.3)
     """
     if not callable(schedule):
         return schedule
