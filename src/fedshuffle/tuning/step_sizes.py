@@ -28,13 +28,14 @@ from fedshuffle.schedules import NamedSchedule, Schedule
 from fedshuffle.training import Simulation
 from fedshuffle.transforms import Channel, DownLink, Transform
 from fedshuffle.tuning.journal import Journal, Key, opened
-from fedshuffle.tuning.search import SPACING, Axis, Lattice, Point, descend
+from fedshuffle.tuning.search import SPACING, Axis, Choices, Lattice, Point, descend
 from fedshuffle.tuning.short_runs import ShortRuns, Trial
 
 COARSE = 10.0
 """The ratio of neighbours in the first search; in the second it is that of every lattice."""
-EXPECTED_TRIALS = 12
-"""Short runs have so many rounds that about this many of them use up the budget."""
+COARSE_TRIALS, FINE_TRIALS = 12, 8
+"""The runs of the first search are so long that this many would use up the budget; those of the
+second, what the first leaves."""
 MIN_ROUNDS = 3
 """The rounds of the shortest run that tries step sizes."""
 MIN_TRIALS = 5
@@ -162,7 +163,7 @@ def tune(
     given = {"step_size": step_size, "server_step_size": server_step_size}
     sizes = {name: schedules.resolve(size, rounds) for name, size in given.items()}
     first = schedules.size(sizes["step_size"]), schedules.size(sizes["server_step_size"])
-    short = min(rounds, max(MIN_ROUNDS, math.floor(share * rounds / EXPECTED_TRIALS)))
+    short = min(rounds, max(MIN_ROUNDS, math.floor(share * rounds / COARSE_TRIALS)))
     budget = max(math.floor(share * rounds), MIN_TRIALS * short)
     simulation = Simulation(
         model,
@@ -252,10 +253,15 @@ class _Search:
     def search(self, first: Point, short: int, rounds: int) -> tuple[Point, float]:
         """The best step sizes and the loss of the run that decided."""
         try:
-            self._descend(self._swapped(first), COARSE, short)
+            size, other = self._swapped(first)
+            line = Lattice(
+                (Axis((size,), WIDEN, COARSE), Choices((other,))), start=self._runs.start
+            )
+            descend(line, lambda point: self._loss(point, short))
             left = self._budget - self.spent
-            longer = min(rounds, max(short, left // MIN_TRIALS))
-            self._descend(self._best(), SPACING, longer, confirms=True)
+            longer = min(rounds, max(short, left // FINE_TRIALS))
+            plane = self._lattice(self._best())
+            descend(plane, lambda point: self._loss(point, longer, confirms=True))
             self.complete = True
         except _BudgetSpent:
             pass
@@ -269,18 +275,14 @@ class _Search:
         best = self._best()
         return self._swapped(best), losses[best]
 
-    def _descend(self, first: Point, ratio: float, rounds: int, confirms: bool = False) -> None:
-        lattice = self._lattice(first, ratio)
-        descend(lattice, lambda point: self._loss(point, rounds, confirms))
-
-    def _lattice(self, first: Point, ratio: float) -> Lattice:
-        axes = tuple(Axis((size,), WIDEN, ratio) for size in first)
+    def _lattice(self, first: Point) -> Lattice:
+        axes = tuple(Axis((size,), WIDEN, SPACING) for size in first)
         return Lattice(axes, trade=not self._adaptive, start=self._runs.start)
 
     def _best(self) -> Point:
         """The best point of the longest runs."""
         losses = self._losses()
-        return self._lattice(next(iter(losses)), SPACING).least(losses)
+        return self._lattice(next(iter(losses))).least(losses)
 
     def _loss(self, point: Point, rounds: int, confirms: bool = False) -> float | None:
         step_size, server_step_size = self._swapped(point)
