@@ -3,6 +3,7 @@
 import json
 import math
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from statistics import fmean
@@ -21,7 +22,7 @@ from fedshuffle.tuning import Trial, TunedStepSizes, short_runs, tune
 from fedshuffle.tuning.journal import Journal
 from fedshuffle.tuning.search import EQUAL, SPACING, Axis, Lattice, Point, descend
 from fedshuffle.tuning.short_runs import LAST, ShortRuns
-from fedshuffle.tuning.step_sizes import COARSE, MIN_ROUNDS, MIN_TRIALS, WIDEN, _Search
+from fedshuffle.tuning.step_sizes import COARSE, FINE_TRIALS, MIN_ROUNDS, MIN_TRIALS, WIDEN, _Search
 from tests.problems import Point as PointModel
 from tests.problems import half_squared_distance
 
@@ -54,7 +55,7 @@ def constant(step_size: float, server_step_size: float, rounds: int) -> float | 
 
 @pytest.mark.parametrize("step_size", [0.001, 0.01, 0.1, 1.0, 30.0])
 @pytest.mark.parametrize("share", [4.0, 40.0])
-def test_the_best_of_all_points_of_both_lattices(step_size: float, share: float) -> None:
+def test_the_best_of_all_points_of_both_searches(step_size: float, share: float) -> None:
     found = descent(step_size=step_size, share=share)
     for trial in found.tried:
         want = constant(trial.step_size, trial.server_step_size, trial.rounds)
@@ -62,13 +63,13 @@ def test_the_best_of_all_points_of_both_lattices(step_size: float, share: float)
     second = next(trial for trial in found.tried if trial.confirms)
     between = second.step_size, second.server_step_size
     end = found.step_size, found.server_step_size
-    for first, best, ratio, length in [
-        ((step_size, 1.0), between, COARSE, found.tried[0].rounds),
-        (between, end, SPACING, second.rounds),
+    line = product(Axis((step_size,), WIDEN, COARSE).values, [1.0])
+    plane = product(*(Axis((size,), WIDEN, SPACING).values for size in between))
+    for lattice, best, length in [
+        (line, between, found.tried[0].rounds),
+        (plane, end, second.rounds),
     ]:
-        axes = (Axis((size,), WIDEN, ratio) for size in first)
-        sizes, server_sizes = (axis.values for axis in axes)
-        everywhere = [constant(*point, length) for point in product(sizes, server_sizes)]
+        everywhere = [constant(point[0], point[1], length) for point in lattice]
         lowest = min(loss for loss in everywhere if loss is not None)
         reached = constant(*best, length)
         assert reached is not None
@@ -163,7 +164,7 @@ class Table(ShortRuns):
 
 def searched(
     loss: Callable[[float, float, int], float | None],
-    budget: int = 10_000,
+    budget: int = 10**6,
     adaptive: bool = False,
     rounds: int = 1000,
 ) -> tuple[float, float]:
@@ -176,8 +177,8 @@ def searched(
     assert found == loss(step, server, max(t.rounds for t in tried if t.loss is not None))
     longer = {trial.rounds for trial in tried if trial.confirms}
     left = budget - sum(trial.rounds for trial in tried if not trial.confirms)
-    if longer:  # five runs of the second search fit into what the first one left
-        assert longer == {min(rounds, max(SHORT, left // MIN_TRIALS))}
+    if longer:  # so many runs of the second search fit into what the first one left
+        assert longer == {min(rounds, max(SHORT, left // FINE_TRIALS))}
     return step, server
 
 
@@ -220,7 +221,8 @@ def test_what_diverges_in_a_short_run_is_not_returned() -> None:
         diverges = step * server > 0.5 and rounds == SHORT
         return None if diverges else nearness(step * server, 1.0)
 
-    assert units(math.prod(searched(loss)), 1.0) != 0
+    step, server = searched(loss)
+    assert min(step, server) < 1.0
 
 
 def test_what_is_better_in_a_longer_run_wins() -> None:
@@ -252,11 +254,20 @@ def test_if_all_points_of_a_search_diverge_smaller_ones_are_tried(rounds: int) -
     assert math.prod(searched(later)) == pytest.approx(0.001)
 
 
-def test_if_the_longer_runs_do_not_end_well_the_best_short_one_counts() -> None:
-    def loss(step: float, server: float, rounds: int) -> float | None:
-        return None if rounds > SHORT else nearness(step * server, 1.0)
+def test_what_is_larger_than_a_point_that_diverged_is_not_returned() -> None:
+    """If the longer runs diverge, short ones count, but not those with larger step sizes."""
 
-    assert units(math.prod(searched(loss, budget=30 * SHORT)), 1.0) <= 0
+    class LongOnesDiverge(Table):
+        def try_out(self, *point: Any) -> Trial:
+            found = super().try_out(*point)
+            return replace(found, loss=None) if found.confirms else found
+
+    losses = {0.01: 0.4, 0.1: 0.3, 1.0: 0.0, 10.0: 0.2}
+    runs = LongOnesDiverge(lambda step, server, rounds: losses[step])
+    search = _Search(runs, Journal(None, ""), (len(losses) + 2) * SHORT, adaptive=False)
+    assert search.search((0.1, 1.0), SHORT, SHORT) == ((0.1, 1.0), 0.3)
+    assert [trial.step_size for trial in search.tried.values()][-2:] == [1.0, 0.32]
+    assert not search.complete
 
 
 @pytest.mark.parametrize("adaptive", [False, True])

@@ -29,13 +29,14 @@ from fedshuffle.training import Simulation
 from fedshuffle.transforms import Channel, DownLink, Transform
 from fedshuffle.tuning import DEFAULT_SHARE
 from fedshuffle.tuning.journal import Journal, Key, opened
-from fedshuffle.tuning.search import SPACING, Axis, Lattice, Point, descend
+from fedshuffle.tuning.search import SPACING, Axis, Choices, Lattice, Point, descend
 from fedshuffle.tuning.short_runs import ShortRuns, Trial
 
 COARSE = 10.0
 """The ratio of neighbours in the first search; in the second it is ``SPACING``."""
-EXPECTED_TRIALS = 12
-"""The runs of the first search have so many rounds that this many of them use up the budget."""
+COARSE_TRIALS, FINE_TRIALS = 12, 8
+"""The runs of the first search are so long that this many would use up the budget; those of the
+second, what the first leaves."""
 MIN_ROUNDS = 3
 """The rounds of the shortest run that tries step sizes."""
 MIN_TRIALS = 5
@@ -105,18 +106,17 @@ def tune(
     Short runs compare pairs of step sizes by the loss on training data, never on held-out data.
     Two searches go from neighbour to neighbour until none is better:
 
-    1. The first starts from the given step sizes. Neighbours are a factor of 10 apart, and runs are
-       short.
-    2. The second starts from the best of the first. Neighbours are a factor of :math:`\sqrt{10}`
-       apart, and runs are as long as the rest of the budget allows, with another seed: what is best
-       in a few rounds may be too large for many.
+    1. The first varies the step size alone, from the given one, by factors of 10.
+    2. The second varies both step sizes, from the best of the first, by factors of
+       :math:`\sqrt{10}`. Its runs are as long as the rest of the budget allows, with another seed:
+       what is best in a few rounds may be too large for many. A larger server step size is tried
+       with a smaller step size, since their product says how far a round moves.
 
-    A larger server step size is tried with a smaller step size, since their product says how far a
-    round moves. With an adaptive server (``fedadam``) the two step sizes change their places, and
-    each is varied alone.
+    With an adaptive server (``fedadam``) the two step sizes change their places, and each is varied
+    alone.
 
     The longest runs decide. If losses differ by at most 1% of the decrease, the step sizes that
-    move less win. A point that diverged in any of its runs is never returned.
+    move less win. A point that diverged in any of its runs is never returned, nor a larger one.
 
     All short runs together take at most ``share`` of the rounds of the full run, with two
     exceptions: 5 trials of 3 rounds are always made; and while all diverge, the step size is
@@ -165,7 +165,7 @@ def tune(
     given = {"step_size": step_size, "server_step_size": server_step_size}
     sizes = {name: schedules.resolve(size, rounds) for name, size in given.items()}
     first = schedules.size(sizes["step_size"]), schedules.size(sizes["server_step_size"])
-    short = min(rounds, max(MIN_ROUNDS, math.floor(share * rounds / EXPECTED_TRIALS)))
+    short = min(rounds, max(MIN_ROUNDS, math.floor(share * rounds / COARSE_TRIALS)))
     budget = max(math.floor(share * rounds), MIN_TRIALS * short)
     simulation = Simulation(
         model,
@@ -255,22 +255,23 @@ class _Search:
     def search(self, first: Point, short: int, rounds: int) -> tuple[Point, float]:
         """The best step sizes and the loss of the run that decided."""
         try:
-            self._descend(self._swapped(first), COARSE, short)
+            size, other = self._swapped(first)
+            line = Lattice(
+                (Axis((size,), WIDEN, COARSE), Choices((other,))), start=self._runs.start
+            )
+            descend(line, lambda point: self._loss(point, short))
             left = self._budget - self.spent
-            longer = min(rounds, max(short, left // MIN_TRIALS))
-            self._descend(self._best(), SPACING, longer, confirms=True)
+            longer = min(rounds, max(short, left // FINE_TRIALS))
+            plane = self._lattice(self._best())
+            descend(plane, lambda point: self._loss(point, longer, confirms=True))
             self.complete = True
         except _BudgetSpent:
             pass
         best = self._best()
         return self._swapped(best), self._losses()[best]
 
-    def _descend(self, first: Point, ratio: float, rounds: int, confirms: bool = False) -> None:
-        lattice = self._lattice(first, ratio)
-        descend(lattice, lambda point: self._loss(point, rounds, confirms))
-
-    def _lattice(self, first: Point, ratio: float) -> Lattice:
-        axes = tuple(Axis((size,), WIDEN, ratio) for size in first)
+    def _lattice(self, first: Point) -> Lattice:
+        axes = tuple(Axis((size,), WIDEN, SPACING) for size in first)
         return Lattice(axes, trade=not self._adaptive, start=self._runs.start)
 
     def _best(self) -> Point:
@@ -282,7 +283,7 @@ class _Search:
                 f"training diverges at every {name} that was tried, from {sizes[0]:g} to"
                 f" {sizes[-1]:g}: give a smaller one to start from, or scale the model's inputs."
             )
-        return self._lattice(next(iter(losses)), SPACING).least(losses)
+        return self._lattice(next(iter(losses))).least(losses)
 
     def _loss(self, point: Point, rounds: int, confirms: bool = False) -> float | None:
         step_size, server_step_size = self._swapped(point)
@@ -298,9 +299,13 @@ class _Search:
         return self.tried[key].loss
 
     def _losses(self) -> dict[Point, float]:
-        """The losses after the longest runs, of points that never diverged."""
+        """The losses after the longest runs, but for points that diverged and larger ones."""
         diverged = {key[:2] for key, trial in self.tried.items() if trial.loss is None}
-        stable = {key: trial for key, trial in self.tried.items() if key[:2] not in diverged}
+        stable = {
+            key: trial
+            for key, trial in self.tried.items()
+            if not any(size <= key[0] and other <= key[1] for size, other in diverged)
+        }
         longest = max((key[2:] for key in stable), default=None)
         return {
             self._swapped(key[:2]): trial.loss
