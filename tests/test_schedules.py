@@ -1,5 +1,9 @@
+import math
+
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from fedshuffle import FedShuffleError, schedules
 
@@ -61,3 +65,47 @@ def test_inverse_time_halves() -> None:
 def test_useless_step_sizes_are_refused(size: float) -> None:
     with pytest.raises(FedShuffleError, match="step size in round 7"):
         schedules.value(size, 7, "step size")
+
+
+LAST = {
+    "cosine:0.3": 0.3 * (0.01 + 0.99 * (1 + math.cos(math.pi * 0.99)) / 2),
+    "drops:0.3": 0.003,
+    "warmup:30+drops:0.3": 0.003,
+    "inverse_time:0.3:11": 0.03,
+    "warmup:7+constant:0.3": 0.3,
+}
+"""The step size in the last of a hundred rounds."""
+
+
+@pytest.mark.parametrize("to", [1, 2, 7, 99, 100])
+@pytest.mark.parametrize("text", LAST)
+def test_a_shortened_schedule_is_a_straight_line_to_its_end(text: str, to: int) -> None:
+    short = schedules.shortened(schedules.resolve(text, 100), 100, to)
+    assert callable(short)
+    line = np.linspace(0.3, LAST[text], to + 1)[:-1]
+    assert [short(r) for r in range(to)] == pytest.approx(line, rel=1e-12)
+
+
+def test_a_shortened_function_may_grow_and_a_number_stays() -> None:
+    short = schedules.shortened(lambda round: 1.0 + round, 9, 4)
+    assert callable(short)
+    assert [short(r) for r in range(4)] == [1, 3, 5, 7]
+    assert schedules.shortened(0.3, 100, 4) == 0.3
+
+
+@given(st.sampled_from(list(LAST)), st.floats(1e-6, 1e3), st.integers(1, 100))
+def test_shortened_schedules_are_positive_and_scale(text: str, size: float, to: int) -> None:
+    schedule = schedules.resolve(text, 100)
+    short = schedules.shortened(schedule, 100, to)
+    larger = schedules.shortened(schedules.resized(schedule, size), 100, to)
+    assert callable(short)
+    assert callable(larger)
+    for r in range(to):
+        assert 0 < larger(r) == pytest.approx(size / 0.3 * short(r), rel=1e-9)
+
+
+def test_steps_that_end_at_zero_are_not_zero_when_shortened() -> None:
+    schedule = schedules.make("drops", {"step_size": 1.0, "factor": 0.0}, 10)
+    short = schedules.shortened(schedule, 10, 4)
+    assert callable(short)
+    assert [short(r) for r in range(4)] == [1, 0.75, 0.5, 0.25]

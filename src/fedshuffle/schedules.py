@@ -235,14 +235,15 @@ def resized(schedule: Schedule, to: float) -> Schedule:
 
 
 def shortened(schedule: Schedule, rounds: int, to: int) -> Schedule:
-    """What stands for the schedule of a run in a much shorter one: a straight line to its end.
+    """A straight line that stands for the schedule of a run in a much shorter one.
 
-    It falls from the :func:`size` to the share of it that the last of the rounds has. In a few
-    rounds, steps that fall evenly show best what larger ones reach once they have become small.
+    It starts at the :func:`size` and would reach the schedule's last step size in round ``to``. In
+    a few rounds, steps that fall evenly show best what large ones reach once they have become
+    small.
 
-    >>> short = shortened(resolve("warmup:30+drops:1.0", rounds=100), rounds=100, to=4)
-    >>> [round(short(r), 2) for r in range(4)], shortened(0.3, rounds=100, to=4)
-    ([1.0, 0.75, 0.5, 0.26], 0.3)
+    >>> short = shortened(resolve("warmup:30+drops:1.0", rounds=100), rounds=100, to=3)
+    >>> [round(short(r), 2) for r in range(3)], shortened(0.3, rounds=100, to=3)
+    ([1.0, 0.67, 0.34], 0.3)
     """
     if not callable(schedule):
         return schedule

@@ -331,3 +331,14 @@ def test_every_command_that_prints_a_table_has_json() -> None:
 )
 def test_synonyms_of_other_libraries(word: str, known: list[str], meant: str | None) -> None:
     assert nearest_name(word, known) == meant
+
+
+def test_the_help_names_every_experiment(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(monkeypatch, "reproduce", "cubic", "--out", "x") == 2
+    known = re.findall(r"[\w-]+", capsys.readouterr().err.partition("Known:")[2])
+    assert run(monkeypatch, "reproduce", "--help") == 0
+    shown = set(re.findall(r"[\w-]+", capsys.readouterr().out))
+    assert len(known) > 8
+    assert set(known) <= shown, known

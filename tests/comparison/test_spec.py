@@ -16,7 +16,7 @@ from fedshuffle.comparison import GridPoint, Variant
 from fedshuffle.comparison.results import collect_facts
 from fedshuffle.config import EvaluationSpec, ImportSpec, ScheduleSpec
 from fedshuffle.config.loader import toml
-from fedshuffle.experiments import real
+from fedshuffle.experiments import plays, real
 from tests.cli.test_cli import run as command
 from tests.comparison.project import (
     CONFIG,
@@ -231,6 +231,8 @@ def test_reading_a_comparison_needs_no_torch(tmp_path: Path) -> None:
         (["reproduce", "shakespeare", "--out", "{here}", "--rounds", "3"], "--rounds changes"),
         (["reproduce", "quadratic", "--out", "{here}", "--scale", "paper"], "--scale changes"),
         (["reproduce", "quadratic", "--out", "{here}", "--jobs", "2"], "--jobs changes"),
+        (["reproduce", "steps-plays", "--out", "{here}", "--rounds", "3"], "--rounds changes"),
+        (["reproduce", "steps-default", "--out", "{here}", "--jobs", "2"], "--jobs changes"),
         (["reproduce", "theory", "--out", "{here}", "--rounds", "3"], "--rounds changes"),
         (["reproduce", "theory", "--out", "{here}", "--data", "x"], "--data changes"),
     ],
@@ -279,30 +281,67 @@ def test_load_experiments(tmp_path: Path, experiment: str, scale: str) -> None:
         assert not compared.common_step_sizes
 
 
+STEPS = {"steps-shakespeare": 2, "steps-cifar100": 1, "steps-plays": 2}
+"""The experiments that tune both step sizes, and their methods at smoke scale."""
+
+
+@pytest.mark.parametrize("scale", ["laptop", "smoke"])
+@pytest.mark.parametrize("experiment", STEPS)
+def test_load_experiments_that_tune_both_step_sizes(
+    tmp_path: Path, experiment: str, scale: str
+) -> None:
+    compared = real.load(experiment, scale, tmp_path / "out", tmp_path)
+    assert compared.tune.search == "descent"
+    assert compared.tune.seed not in compared.seeds
+    assert compared.base.data.arguments["folder"] == str(tmp_path)  # type: ignore[union-attr]
+    names = [variant.name for variant in compared.variants]
+    assert len(names) == len(set(names)) >= STEPS[experiment]
+    for variant in compared.variants:
+        (start,), given = compared.grid(variant), compared.given(variant)
+        assert start in given
+        assert len({point.step_size for point in given}) == 2
+        assert len({point.server_step_size for point in given}) == 2
+        config = compared.trial(variant, start, 0).config
+        assert isinstance(config.step_size, ScheduleSpec)
+        assert config.step_size.name == "drops"
+        assert config.step_size.arguments["step_size"] == start.step_size
+    if scale == "laptop":  # what the picture and the default of the study need
+        assert {"FedAvg", "rho = 1", "FedShuffle (rho = inf)"} <= set(names)
+        assert len(compared.seeds) == 3
+    with pytest.raises(FedShuffleError, match="unknown scale 'paper'"):
+        real.load(experiment, "paper", tmp_path / "out")
+
+
+DATA = {"plays": plays.FILE}  # a file of another data set's folder
+
+
 def data_for(name: str) -> None:
     folder = os.environ.get("FEDSHUFFLE_DATA")
-    if not folder or not (Path(folder) / name).is_dir():
-        pytest.skip(f"set FEDSHUFFLE_DATA to a folder that holds {name!r}")
+    if not folder or not (Path(folder) / DATA.get(name, name)).exists():
+        pytest.skip(f"set FEDSHUFFLE_DATA to a folder that holds {DATA.get(name, name)!r}")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("experiment", ["shakespeare", "cifar100"])
+@pytest.mark.parametrize("experiment", ["shakespeare", "cifar100", *STEPS])
 def test_an_experiment_at_smoke_scale(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
     tmp_path: Path,
     experiment: str,
 ) -> None:
-    data_for(experiment)
+    data_for(experiment.removeprefix("steps-"))
     out = tmp_path / "out"
     words = ["reproduce", experiment, "--scale", "smoke", "--out", str(out)]
     assert command(monkeypatch, *words) == 0
     results = json.loads((out / "results.json").read_text())
     assert results["complete"] is True
     assert results["command"].startswith(f"fedshuffle reproduce {experiment} --scale smoke")
-    assert len(results["curves"]) == 8
+    assert len(results["curves"]) == STEPS.get(experiment, 8)
     for curve in results["curves"]:
         assert [run["diverged"] for run in curve["runs"]] == [False]
         assert curve["runs"][0]["history"][-1].keys() >= {"accuracy", "loss", "training_loss"}
     assert (out / "report.html").exists()
-    assert "FedShuffle" in capsys.readouterr().out
+    assert "FedAvg" in capsys.readouterr().out
+    for curve in results["curves"] if experiment in STEPS else []:
+        sizes = {(trial["step_size"], trial["server_step_size"]) for trial in curve["tuning"]}
+        assert all(len(set(axis)) > 1 for axis in zip(*sizes, strict=True))

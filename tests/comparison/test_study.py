@@ -238,14 +238,19 @@ def test_a_search_uses_runs_that_another_one_left(tmp_path: Path) -> None:
 
 
 def test_a_point_counts_by_the_mean_of_its_repeats(tmp_path: Path) -> None:
-    one = tuned(tmp_path / "one", [0.1, 0.3], compare__tune__seed=5, compare__tune__widen=1)
-    other = tuned(tmp_path / "other", [0.1, 0.3], compare__tune__seed=6, compare__tune__widen=1)
-    changes = {"compare__tune__seed": 5, "compare__tune__widen": 1, "compare__tune__repeats": 2}
+    changes: dict[str, Any] = {"sampling": "uniform:2", "compare__tune__widen": 1}
+    one, other = (
+        tuned(tmp_path / str(seed), [0.1, 0.3], **changes, compare__tune__seed=seed)
+        for seed in (5, 6)
+    )
+    changes |= {"compare__tune__seed": 5, "compare__tune__repeats": 2}
     both = tuned(tmp_path / "both", [0.1, 0.3], **changes)
     [[first], [second], [mean]] = ([c["tuning"] for c in x["curves"]] for x in (one, other, both))
     assert [t["step_size"] for t in mean] == [0.1, 0.3]
     for a, b, found in zip(first, second, mean, strict=True):
-        assert found["value"] == pytest.approx((a["value"] + b["value"]) / 2, rel=1e-12)
+        values = [x["value"] for x in (a, b) if x["value"] is not None]
+        assert values[0] != values[1]
+        assert found["value"] == pytest.approx(sum(values) / 2, rel=1e-12)
     assert (tmp_path / "both/out/runs/tune_fedshuffle_step0.1_repeat1/outcome.json").exists()
 
 

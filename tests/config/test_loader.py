@@ -213,7 +213,7 @@ def test_defaults_equal_those_of_train() -> None:
 
 def test_every_schedule_has_a_name() -> None:
     helpers = {"value", "describe", "parse", "parameters", "make", "resolve", "warmed_up"}
-    helpers |= {"NamedSchedule", "text", "size", "resized", "compressed"}
+    helpers |= {"NamedSchedule", "text", "size", "resized", "shortened"}
     public = {
         name
         for name, made in vars(schedules).items()

@@ -1,5 +1,6 @@
 """Tuning a config: the command tune, and run --tune."""
 
+import inspect
 import json
 import re
 import shlex
@@ -9,8 +10,11 @@ from typing import Any
 
 import pytest
 
-from fedshuffle import FedShuffleError, config
+from fedshuffle import FedShuffleError, config, tune
+from fedshuffle.cli.tune import tune as cli_tune
+from fedshuffle.tuning import DEFAULT_SHARE
 from fedshuffle.tuning.short_runs import ShortRuns
+from fedshuffle.tuning.step_sizes import MIN_ROUNDS, MIN_TRIALS
 from tests.cli.test_cli import run as command
 from tests.config.project import CONFIG, equal, metrics, weights
 
@@ -78,7 +82,7 @@ def test_tune_then_train(
     assert command(monkeypatch, "run", str(file), "--tune", "--share", "1", "--json") == 0
     found = printed(capsys)
     tuning, out = found["tuning"], file.parent / "run"
-    assert tuning["rounds_spent"] <= 15  # of 5 trials: 7 rounds are fewer
+    assert tuning["rounds_spent"] <= MIN_TRIALS * MIN_ROUNDS  # 7 rounds are fewer
     assert (out / "tuning.jsonl").read_text().count("\n") == len(tuning["tried"])
     saved = config.load(out / "config.toml")
     assert f"step_size {tuning['step_size']:g}" in (out / "config.toml").read_text()
@@ -94,6 +98,24 @@ def test_tune_then_train(
     assert command(monkeypatch, "run", "--resume", str(out), "--rounds", "9", "--json") == 0
     assert "tuning" not in printed(capsys)
     assert len(metrics(out)) == 9
+
+
+def test_the_default_cost_is_the_same_everywhere(
+    file: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for function in (tune, config.Config.tune, cli_tune):
+        assert inspect.signature(function).parameters["share"].default == DEFAULT_SHARE
+    shares = []
+
+    def noting(self: config.Config, *_: Any, share: float = DEFAULT_SHARE, **__: Any) -> Any:
+        shares.append(share)
+        raise FedShuffleError("enough.")
+
+    monkeypatch.setattr(config.Config, "tune", noting)
+    assert command(monkeypatch, "run", str(file), "--tune") == 2
+    assert command(monkeypatch, "tune", str(file)) == 2
+    assert shares == [DEFAULT_SHARE] * 2
+    capsys.readouterr()
 
 
 def test_one_line_says_what_was_found(

@@ -1,10 +1,10 @@
-"""The commands that run the paper's experiments and the demo."""
+"""The commands that run the experiments and the demo."""
 
 import json
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 from typer import Argument, Option
@@ -20,9 +20,6 @@ from fedshuffle.cli.shared import (
     refuse_unused,
 )
 from fedshuffle.errors import require, require_training, unknown
-
-if TYPE_CHECKING:
-    pass
 
 _UNUSED = {
     "quadratic": ["scale", "data", "jobs"],
@@ -53,13 +50,13 @@ def reproduce(
         int | None, Option(help="Rounds of training: quadratic (1000), compression (400).")
     ] = None,
     scale: Annotated[
-        str, Option(help="paper, laptop or smoke, of an experiment on real data.")
+        str, Option(help="laptop, smoke or, of shakespeare and cifar100, paper.")
     ] = "laptop",
     data: DataFolder = None,
     jobs: Jobs = None,
     as_json: AsJson = False,
 ) -> None:
-    """Run an experiment of the paper; the same command resumes it after an interruption."""
+    """Repeat an experiment of the research pages; the same command resumes it if interrupted."""
     if experiment not in _UNUSED:
         raise unknown("experiment", experiment, _UNUSED)
     refuse_unused(context, _UNUSED[experiment], experiment)
@@ -73,7 +70,7 @@ def reproduce(
     if experiment == "steps-default":
         from fedshuffle.experiments import step_sizes
 
-        rows = step_sizes.reproduce_default(out, data)
+        rows = step_sizes.reproduce_default(out, data, progress=not as_json)
         emit(as_json, rows, partial(print, step_sizes.csv_of(rows), end=""))
         return
     given = {} if rounds is None else {"rounds": rounds}

@@ -29,6 +29,7 @@ from fedshuffle.cli.shared import (
 )
 from fedshuffle.cli.tune import SHARE, in_words, say_interrupted
 from fedshuffle.errors import FedShuffleError, missing_package
+from fedshuffle.tuning import DEFAULT_SHARE
 
 if TYPE_CHECKING:
     from fedshuffle.config.schema import Config
@@ -53,7 +54,7 @@ def run(
     address: Annotated[Text, Option(help="HOST:PORT of a Ray cluster; else one starts.")] = None,
     seed: Annotated[Count, Option(help="Seed of everything random.")] = None,
     tune: Annotated[bool, Option("--tune", help="Find the step sizes first.")] = False,
-    share: Annotated[float | None, Option(help=f"{SHARE} [default: 0.5]")] = None,
+    share: Annotated[float | None, Option(help=f"{SHARE} [default: {DEFAULT_SHARE}]")] = None,
     settings: Settings = None,
     as_json: AsJson = False,
 ) -> None:
@@ -78,7 +79,8 @@ def run(
         folder = check_out(out or chosen.out, config)
         start: Callable[..., Result] = partial(chosen.run, folder)
         if tune:
-            start = partial(_tuned_run, chosen, folder, 0.5 if share is None else share, extra)
+            most = DEFAULT_SHARE if share is None else share
+            start = partial(_tuned_run, chosen, folder, most, extra)
     elif resume is not None:
         if out is not None or tune or changes.keys() - {"rounds"}:
             raise FedShuffleError(

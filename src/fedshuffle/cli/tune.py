@@ -11,6 +11,7 @@ from typer import Argument, Option
 
 from fedshuffle._terminal import plain_table
 from fedshuffle.cli.shared import AsJson, ConfigOut, Settings, alone, console, emit, overrides
+from fedshuffle.tuning import DEFAULT_SHARE
 
 if TYPE_CHECKING:
     from fedshuffle.config.schema import Config
@@ -21,7 +22,7 @@ SHARE = "Largest cost of tuning, as a share of the rounds of the run."
 
 def tune(
     config: Annotated[Path, Argument(help="A TOML file that describes a run.")],
-    share: Annotated[float, Option(help=SHARE)] = 0.5,
+    share: Annotated[float, Option(help=SHARE)] = DEFAULT_SHARE,
     out: ConfigOut = None,
     settings: Settings = None,
     as_json: AsJson = False,

@@ -24,6 +24,7 @@ from fedshuffle.privacy import Privacy
 from fedshuffle.randomness import check_seed
 from fedshuffle.schedules import Schedule
 from fedshuffle.transforms import channels
+from fedshuffle.tuning import DEFAULT_SHARE
 
 if TYPE_CHECKING:
     from fedshuffle.config.runner import RunInputs
@@ -266,7 +267,7 @@ class Config:
         self,
         out: Path | str | None = None,
         *,
-        share: float = 1.0,
+        share: float = DEFAULT_SHARE,
         progress: bool = False,
         inputs: "RunInputs | None" = None,
         address: str | None = None,

@@ -23,34 +23,45 @@ import numpy as np
 from matplotlib.figure import Figure
 from PIL import Image
 
+from fedshuffle._arrays import jsonable
 from fedshuffle._files import results_folder, write_file
 from fedshuffle._terminal import Console
 from fedshuffle.comparison.results import Curve, Results
-from fedshuffle.config import Config, ScheduleSpec
+from fedshuffle.config import Config, resume
+from fedshuffle.config.schema import resized
+from fedshuffle.errors import FedShuffleError
 from fedshuffle.experiments import real
 from fedshuffle.reports.comparison.model import Compared, Line
 from fedshuffle.reports.rendering import LIGHT, clean, encoded
+from fedshuffle.training.run_folder import RunFolder
 
 DATA_SETS = {"shakespeare": "Shakespeare", "cifar100": "CIFAR-100", "plays": "Plays"}
-DEFAULT_METHODS = ("fedavg-rr", "fedshuffle-capped:rho=2")
-"""What is tuned and trained without any choice of step sizes."""
-SEEDS = (0, 1, 2)
-SHOWN = {
-    "shakespeare": ("FedAvg", "rho = 1", "rho = 2", "FedShuffle (rho = inf)"),
-    "cifar100": ("FedAvg", "rho = 1", "FedShuffle (rho = inf)"),
-    "plays": ("FedAvg", "rho = 1", "rho = 2", "FedShuffle (rho = inf)"),
+DEFAULT_METHODS = {
+    "fedavg-rr": ("FedAvg",),
+    "fedshuffle-capped:rho=2": ("rho = 2", "FedShuffle (rho = inf)"),
 }
-"""The curves of the picture."""
+"""What is tuned and trained without any choice of step sizes, and what it is called in the study;
+where the study has no such entry, the next one is nearest to it.
+"""
+FIRST_STEP_SIZE = 0.1
+"""That of a config that says nothing."""
+SEEDS = (0, 1, 2)
+SHOWN = ("FedAvg", "rho = 1", "rho = 2", "FedShuffle (rho = inf)")
+"""The curves of the picture, where a data set has them."""
 
 
 # A default that needs no tuning -------------------------------------------------------------------
 
 
 def reproduce_default(
-    out: Path, data: Path | None = None, data_sets: Sequence[str] = tuple(DATA_SETS)
+    out: Path,
+    data: Path | None = None,
+    data_sets: Sequence[str] = tuple(DATA_SETS),
+    progress: bool = True,
 ) -> list[dict[str, Any]]:
     """Tune, then train, from step sizes that know nothing of the data; finished runs are kept."""
-    console, rows = Console(stderr=True, highlight=False, soft_wrap=True), []
+    console = Console(stderr=True, highlight=False, soft_wrap=True, quiet=not progress)
+    rows = []
     for name in data_sets:
         base = real.load(f"steps-{name}", "laptop", out / name, data).base
         inputs = base.inputs()
@@ -70,18 +81,21 @@ def _tuned_run(config: Config, folder: Path, inputs: Any) -> dict[str, Any]:
     if found.exists():
         known: dict[str, Any] = json.loads(found.read_text(encoding="utf-8"))
         return known
-    assert isinstance(config.step_size, ScheduleSpec)
-    start = {**config.step_size.arguments, "step_size": 0.1}  # that of a config that says nothing
-    config = replace(config, step_size=replace(config.step_size, arguments=start), out=None)
+    config = replace(config, step_size=resized(config.step_size, FIRST_STEP_SIZE), out=None)
     tuned = config.tune(folder, inputs=inputs)
-    result = config.tuned(tuned).run(folder / "run", inputs=inputs)
-    row = {
+    run = folder / "run"
+    if RunFolder(run).begun:  # and was interrupted
+        result = resume(run, inputs=inputs)
+    else:
+        result = config.tuned(tuned).run(run, inputs=inputs)
+    last = result.history[-1]
+    row: dict[str, Any] = {
         "step_size": tuned.step_size,
         "server_step_size": tuned.server_step_size,
         "share": tuned.share,
         "diverged": result.diverged is not None,
-        "accuracy": result.history[-1]["accuracy"],
-        "training_loss": result.history[-1]["training_loss"],
+        "accuracy": jsonable(last.get("accuracy")),
+        "training_loss": jsonable(last.get("training_loss")),
     }
     write_file(found, json.dumps(row))
     return row
@@ -140,17 +154,18 @@ def table(results: Results) -> str:
     for row in rows:
         steps = [f"{row.curve['step_size']:g}, {row.curve['server_step_size']:g}"]
         cells = [_cell(row, name) for name in used]
-        local = np.mean(row.values("total_steps") or [np.nan])
+        local = row.values("total_steps")
+        cells.append(f"{np.mean(local):,.0f}" if local else "")
         wrong = f"{row.wrong:.1%}" if row.wrong > 5e-4 else "0"
-        lines.append("| " + " | ".join([row.name, wrong, *steps, *cells, f"{local:,.0f}"]) + " |")
+        lines.append("| " + " | ".join([row.name, wrong, *steps, *cells]) + " |")
     return "\n".join(lines)
 
 
 def _cell(row: Row, metric: str) -> str:
     values = row.values(metric)
-    lost = len(row.curve["runs"]) - len(values)
+    lost = sum(run["diverged"] for run in row.curve["runs"])
     if not values:
-        return "diverged"
+        return "diverged" if lost == len(row.curve["runs"]) else ""
     scale, digits = (100, 2) if metric.startswith("accuracy") else (1, 3)
     spread = f" ± {scale * np.std(values, ddof=1):.{digits}f}" if len(values) > 1 else ""
     note = f" ({lost} diverged)" if lost and metric == "accuracy" else ""
@@ -210,20 +225,23 @@ def default_table(rows: Sequence[Mapping[str, str]], found: Mapping[str, Results
         "| data | method | found by `tune` | accuracy | at the study's best | difference |",
         "|---|---|---|---:|---:|---:|",
     ]
-    names = {"fedavg-rr": "FedAvg", "fedshuffle-capped:rho=2": "rho = 2"}
-    for data, title in DATA_SETS.items():
-        best = {row.name: row for row in rows_of(found[data])}
-        best.setdefault("rho = 2", best.get("FedShuffle (rho = inf)", next(iter(best.values()))))
-        for method, name in names.items():
+    for data, results in found.items():
+        best = {row.name: row.values("accuracy") for row in rows_of(results)}
+        for method, names in DEFAULT_METHODS.items():
             own = [row for row in rows if (row["data"], row["method"]) == (data, method)]
+            reached = [float(row["accuracy"]) for row in own if row["diverged"] == "False"]
+            wanted = next((best[name] for name in names if name in best), [])
+            pairs = (f"{float(r['step_size']):g}, {float(r['server_step_size']):g}" for r in own)
             if not own:
                 continue
-            reached = 100 * np.mean([float(row["accuracy"]) for row in own])
-            wanted = 100 * np.mean(best[name].values("accuracy"))
-            pairs = (f"{float(r['step_size']):g}, {float(r['server_step_size']):g}" for r in own)
-            steps = "; ".join(dict.fromkeys(pairs))
-            cells = [title, name, steps, f"{reached:.2f}", f"{wanted:.2f}"]
-            lines.append("| " + " | ".join([*cells, f"{reached - wanted:+.2f}"]) + " |")
+            cells = [DATA_SETS[data], names[0], "; ".join(dict.fromkeys(pairs))]
+            lost = len(own) - len(reached)
+            note = f" ({lost} diverged)" if reached and lost else ""
+            cells.append(f"{100 * np.mean(reached):.2f}{note}" if reached else "diverged")
+            cells.append(f"{100 * np.mean(wanted):.2f}" if wanted else "")
+            both = reached and wanted
+            cells.append(f"{100 * (np.mean(reached) - np.mean(wanted)):+.2f}" if both else "")
+            lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
 
@@ -238,7 +256,7 @@ def draw(found: Mapping[str, Results]) -> Figure:
         for column, (name, results) in zip(grid.T, found.items(), strict=True):
             lines = {line.method.label: line for line in Compared(results).of("own")}
             for axes, x in zip(column, ("round", "total_steps"), strict=True):
-                for k, label in enumerate(SHOWN[name]):
+                for k, label in enumerate(SHOWN):
                     if label in lines:
                         _curve(axes, lines[label], x, k)
                 clean(axes)
@@ -255,12 +273,10 @@ def _curve(axes: Any, line: Line, x: str, k: int) -> None:
     if runs:
         over = np.mean([[record[x] for record in history] for history in runs], axis=0)
         values = 100 * np.array([[r["accuracy"] for r in history] for history in runs])
-        dash = ("-", "--", ":", "-.")[k % 4]
-        (drawn,) = axes.plot(
-            over, values.mean(axis=0), dash, label=line.method.label, linewidth=1.6
-        )
+        look = {"color": f"C{k}", "linestyle": ("-", "--", ":", "-.")[k]}
+        axes.plot(over, values.mean(axis=0), label=line.method.label, linewidth=1.6, **look)
         ends = values.min(axis=0), values.max(axis=0)
-        axes.fill_between(over, *ends, color=drawn.get_color(), alpha=0.12, linewidth=0)
+        axes.fill_between(over, *ends, color=f"C{k}", alpha=0.12, linewidth=0)
 
 
 _BLOCK = re.compile(r"(<!-- generated: ([\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
@@ -273,6 +289,11 @@ def write(study: Path, docs: Path) -> None:
         file = study / name / "results.json"
         if file.exists():
             found[name] = json.loads(file.read_text(encoding="utf-8"))
+    if not found:
+        raise FedShuffleError(
+            f"{str(study)!r} holds no results of the study: run fedshuffle reproduce"
+            f" steps-shakespeare --out {study / 'shakespeare'} first."
+        )
     research, blocks = docs / "research", {name: table(results) for name, results in found.items()}
     for name, results in found.items():
         write_file(research / f"step-sizes-{name}.csv", csv_of(summary(name, results)))

@@ -30,7 +30,7 @@ class Trial:
     rounds: int
     """The rounds that were planned."""
     confirms: bool
-    """Whether it compares the best with a rival, after the search."""
+    """Whether it is one of the second search, with another seed."""
     loss: float | None
     """The mean training loss after each of the last three rounds; None if it diverged."""
     rounds_done: int
@@ -42,7 +42,7 @@ class ShortRuns:
     """Runs of a simulation with other step sizes and fewer rounds.
 
     They share the model, the engine and everything random, so that their losses differ by the step
-    sizes alone; a run that confirms has another seed. Schedules become straight lines
+    sizes alone; a run that confirms has another seed. A schedule becomes a straight line
     (:func:`fedshuffle.schedules.shortened`).
 
     Args:

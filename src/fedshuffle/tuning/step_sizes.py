@@ -27,12 +27,13 @@ from fedshuffle.sampling import Sampling
 from fedshuffle.schedules import NamedSchedule, Schedule
 from fedshuffle.training import Simulation
 from fedshuffle.transforms import Channel, DownLink, Transform
+from fedshuffle.tuning import DEFAULT_SHARE
 from fedshuffle.tuning.journal import Journal, Key, opened
 from fedshuffle.tuning.search import SPACING, Axis, Choices, Lattice, Point, descend
 from fedshuffle.tuning.short_runs import ShortRuns, Trial
 
 COARSE = 10.0
-"""The ratio of neighbours in the first search; in the second it is that of every lattice."""
+"""The ratio of neighbours in the first search; in the second it is ``SPACING``."""
 COARSE_TRIALS, FINE_TRIALS = 12, 8
 """The runs of the first search are so long that this many would use up the budget; those of the
 second, what the first leaves."""
@@ -41,7 +42,7 @@ MIN_ROUNDS = 3
 MIN_TRIALS = 5
 """The number of trials that are made even if they cost more than the budget."""
 WIDEN = 1000.0
-"""The search ends this factor above and below the first step sizes."""
+"""A search ends this factor above and below the step sizes that it starts from."""
 
 
 @dataclass(frozen=True)
@@ -95,32 +96,31 @@ def tune(
     seed: int = 0,
     engine: str | Ray = "sequential",
     device: str | torch.device | None = None,
-    share: float = 1.0,
+    share: float = DEFAULT_SHARE,
     clients: int = 100,
     out: str | os.PathLike[str] | None = None,
     progress: bool = False,
 ) -> TunedStepSizes:
     r"""Find the step size and the server step size for a run of :func:`fedshuffle.train`.
 
-    Short runs try step sizes a factor of :math:`\sqrt{10}` apart. The loss on training data judges
-    them, never on held-out data. The search
+    Short runs compare pairs of step sizes by the loss on training data, never on held-out data.
+    Two searches go from neighbour to neighbour until none is better:
 
-    1. looks for the step size alone, in runs of a few rounds;
-    2. goes on in both step sizes, in longer runs, from neighbour to neighbour until none is better.
-       A larger server step size is tried with a smaller step size, since their product says how far
-       a round moves. These two take half of the budget;
-    3. compares the best with the next smaller step size, in runs as long as the other half allows,
-       with another seed and without the decay of a schedule: what is best in a few rounds is often
-       too large for many.
+    1. The first varies the step size alone, from the given one, by factors of 10.
+    2. The second varies both, from the best of the first, by factors of :math:`\sqrt{10}`, in runs
+       as long as the rest of the budget allows, with another seed. A larger server step size is
+       tried with a smaller step size, since their product says how far a round moves.
 
-    If losses differ by at most 1% of the decrease, the step sizes that move less win. A point that
-    diverged in any of its runs is never returned. With an adaptive server (``fedadam``) the two
-    step sizes change their places, and each is tried alone.
+    With an adaptive server (``fedadam``) the two step sizes change their places, and the second
+    search varies each alone.
+
+    The longest runs decide. If losses differ by at most 1% of the decrease, the step sizes that
+    move less win. A point that diverged in any of its runs is never returned.
 
     All short runs together take at most ``share`` of the rounds of the full run, with two
     exceptions: 5 trials of 3 rounds are always made; and while all diverge, the step size is
-    lowered until one does not, at most by a factor of 1000. The result says what was really spent.
-    The same arguments give the same result.
+    lowered until one does not, in each search at most by a factor of 1000. The result says what was
+    really spent. The same arguments give the same result.
 
     Args:
         model: as for ``train``, like all arguments that are not explained here.
@@ -130,8 +130,8 @@ def tune(
         method: a name or a :class:`~fedshuffle.methods.Method`.
         sampling: a text or a :class:`~fedshuffle.sampling.Sampling`.
         work: the local work of a sampled client.
-        step_size: where to start. Schedules keep their shape, compressed to the short runs, and are
-            scaled as a whole.
+        step_size: where to start. A schedule is scaled as a whole; in a short run it is a straight
+            line from its step size to its end.
         server_step_size: where to start; by default what is usual for the method.
         transforms: what happens to updates on their way.
         channel: how updates are compressed.
@@ -140,7 +140,8 @@ def tune(
         seed: that of the full run. Short runs use others, which follow from it.
         engine: the name of an engine.
         device: ``"cpu"``, ``"cuda"`` or ``"mps"``.
-        share: the largest cost, as a share of the rounds of the full run.
+        share: the largest cost, as a share of the rounds of the full run: with 1, tuning and
+            training cost at most twice the run.
         clients: evaluate the loss on at most this many clients, drawn once.
         out: a folder for ``tuning.jsonl``, where every finished short run is noted. The same call
             after an interruption repeats none of them.
@@ -151,7 +152,7 @@ def tune(
     >>> data = Federation.from_arrays(torch.ones(6, 1), torch.eye(6), sizes=[1, 2, 3])
     >>> model = torch.nn.Linear(1, 6, bias=False)
     >>> found = tune(model, data, loss=losses.squared_error, rounds=100)
-    >>> found.share <= 0.5, len(found.tried) >= 5
+    >>> found.share <= 1.0, len(found.tried) >= 5
     (True, True)
     >>> result = train(model, data, loss=losses.squared_error, rounds=100, **found.settings)
     """
@@ -265,15 +266,8 @@ class _Search:
             self.complete = True
         except _BudgetSpent:
             pass
-        if not (losses := self._losses()):
-            name = "server_step_size" if self._adaptive else "step_size"
-            sizes = sorted({self._swapped(key[:2])[0] for key in self.tried})
-            raise FedShuffleError(
-                f"training diverges at every {name} that was tried, from {sizes[0]:g} to"
-                f" {sizes[-1]:g}: give a smaller one to start from, or scale the model's inputs."
-            )
         best = self._best()
-        return self._swapped(best), losses[best]
+        return self._swapped(best), self._losses()[best]
 
     def _lattice(self, first: Point) -> Lattice:
         axes = tuple(Axis((size,), WIDEN, SPACING) for size in first)
@@ -281,7 +275,13 @@ class _Search:
 
     def _best(self) -> Point:
         """The best point of the longest runs."""
-        losses = self._losses()
+        if not (losses := self._losses()):
+            name = "server_step_size" if self._adaptive else "step_size"
+            sizes = sorted({self._swapped(key[:2])[0] for key in self.tried})
+            raise FedShuffleError(
+                f"training diverges at every {name} that was tried, from {sizes[0]:g} to"
+                f" {sizes[-1]:g}: give a smaller one to start from, or scale the model's inputs."
+            )
         return self._lattice(next(iter(losses))).least(losses)
 
     def _loss(self, point: Point, rounds: int, confirms: bool = False) -> float | None:
