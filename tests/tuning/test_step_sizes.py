@@ -263,7 +263,7 @@ def test_what_is_larger_than_a_point_that_diverged_is_not_returned() -> None:
             return replace(found, loss=None) if found.confirms else found
 
     losses = {0.01: 0.4, 0.1: 0.3, 1.0: 0.0, 10.0: 0.2}
-    runs = LongOnesDiverge(lambda step, server, rounds: losses[step])
+    runs = LongOnesDiverge(lambda step, server, rounds: losses.get(step, 0.5))
     search = _Search(runs, Journal(None, ""), (len(losses) + 2) * SHORT, adaptive=False)
     assert search.search((0.1, 1.0), SHORT, SHORT) == ((0.1, 1.0), 0.3)
     assert [trial.step_size for trial in search.tried.values()][-2:] == [1.0, 0.32]

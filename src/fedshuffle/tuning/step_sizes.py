@@ -107,13 +107,12 @@ def tune(
     Two searches go from neighbour to neighbour until none is better:
 
     1. The first varies the step size alone, from the given one, by factors of 10.
-    2. The second varies both step sizes, from the best of the first, by factors of
-       :math:`\sqrt{10}`. Its runs are as long as the rest of the budget allows, with another seed:
-       what is best in a few rounds may be too large for many. A larger server step size is tried
-       with a smaller step size, since their product says how far a round moves.
+    2. The second varies both, from the best of the first, by factors of :math:`\sqrt{10}`, in runs
+       as long as the rest of the budget allows, with another seed. A larger server step size is
+       tried with a smaller step size, since their product says how far a round moves.
 
-    With an adaptive server (``fedadam``) the two step sizes change their places, and each is varied
-    alone.
+    With an adaptive server (``fedadam``) the two step sizes change their places, and the second
+    search varies each alone.
 
     The longest runs decide. If losses differ by at most 1% of the decrease, the step sizes that
     move less win. A point that diverged in any of its runs is never returned, nor a larger one.
@@ -141,8 +140,8 @@ def tune(
         seed: that of the full run. Short runs use others, which follow from it.
         engine: the name of an engine.
         device: ``"cpu"``, ``"cuda"`` or ``"mps"``.
-        share: the largest cost, as a share of the rounds of the full run: with 1, tuning and
-            training cost at most twice the run.
+        share: the largest cost, as a share of the rounds of the full run: with 2, at most twice as
+            many rounds.
         clients: evaluate the loss on at most this many clients, drawn once.
         out: a folder for ``tuning.jsonl``, where every finished short run is noted. The same call
             after an interruption repeats none of them.
@@ -153,7 +152,7 @@ def tune(
     >>> data = Federation.from_arrays(torch.ones(6, 1), torch.eye(6), sizes=[1, 2, 3])
     >>> model = torch.nn.Linear(1, 6, bias=False)
     >>> found = tune(model, data, loss=losses.squared_error, rounds=100)
-    >>> found.share <= 1.0, len(found.tried) >= 5
+    >>> found.share <= 2.0, len(found.tried) >= 5
     (True, True)
     >>> result = train(model, data, loss=losses.squared_error, rounds=100, **found.settings)
     """
