@@ -25,7 +25,7 @@ from fedshuffle.training.rounds import Run
 
 
 class TrialRecord(TypedDict):
-    """A tuning run; its value is None if it did not finish with a finite one."""
+    """A tuned point: the mean of its tuning runs, None if one has no finite value."""
 
     step_size: float
     server_step_size: float
