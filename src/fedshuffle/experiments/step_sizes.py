@@ -37,7 +37,6 @@ from fedshuffle.training.run_folder import RunFolder
 
 DATA_SETS = {"shakespeare": "Shakespeare", "cifar100": "CIFAR-100", "plays": "Plays"}
 DEFAULT_METHODS = {
-    "fedavg-rr": ("FedAvg",),
     "fedshuffle-capped:rho=2": ("rho = 2", "FedShuffle (rho = inf)"),
 }
 """What is tuned and trained without any choice of step sizes, and what it is called in the study;
