@@ -23,6 +23,14 @@ from tests.reports.examples import curve, results, run, trial
 VALUES = 0.1, 0.2, 0.3
 
 
+@pytest.fixture(autouse=True)
+def two_methods(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the study tunes by default, here these."""
+    capped = "rho = 2", "FedShuffle (rho = inf)"
+    methods = {"fedavg-rr": ("FedAvg",), "fedshuffle-capped:rho=2": capped}
+    monkeypatch.setattr(step_sizes, "DEFAULT_METHODS", methods)
+
+
 def made(seed: int, last: float, **facts: Any) -> dict[str, Any]:
     return run(seed, *VALUES, last, **facts)
 
