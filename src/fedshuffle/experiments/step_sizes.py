@@ -65,39 +65,44 @@ def reproduce_default(
         base = real.load(f"steps-{name}", "laptop", out / name, data).base
         inputs = base.inputs()
         for method in DEFAULT_METHODS:
-            for seed in SEEDS:
-                folder = out / name / f"{re.sub('[^a-z0-9]+', '-', method)}-seed{seed}"
-                row = _tuned_run(replace(base, method=method, seed=seed), folder, inputs)
-                console.print(f"{name} {method} seed {seed}: {row}", markup=False)
-                rows.append({"data": name, "method": method, "seed": seed, **row})
+            folder = out / name / re.sub("[^a-z0-9]+", "-", method)
+            for row in _tuned_runs(replace(base, method=method), folder, inputs):
+                console.print(f"{name} {method}: {row}", markup=False)
+                rows.append({"data": name, "method": method, **row})
         write_file(out / "default.csv", csv_of(rows))
     return rows
 
 
-def _tuned_run(config: Config, folder: Path, inputs: Any) -> dict[str, Any]:
-    """What a run reaches at the step sizes that tuning found, and what that cost."""
-    found = folder / "default.json"
-    if found.exists():
-        known: dict[str, Any] = json.loads(found.read_text(encoding="utf-8"))
+def _tuned_runs(config: Config, folder: Path, inputs: Any) -> list[dict[str, Any]]:
+    """What runs with each seed reach at the step sizes that tuning found with the first."""
+    file = folder / "default.json"
+    if file.exists():
+        known: list[dict[str, Any]] = json.loads(file.read_text(encoding="utf-8"))
         return known
-    config = replace(config, step_size=resized(config.step_size, FIRST_STEP_SIZE), out=None)
-    tuned = config.tune(folder, inputs=inputs)
-    run = folder / "run"
-    if RunFolder(run).begun:  # and was interrupted
-        result = resume(run, inputs=inputs)
-    else:
-        result = config.tuned(tuned).run(run, inputs=inputs)
-    last = result.history[-1]
-    row: dict[str, Any] = {
-        "step_size": tuned.step_size,
-        "server_step_size": tuned.server_step_size,
-        "share": tuned.share,
-        "diverged": result.diverged is not None,
-        "accuracy": jsonable(last.get("accuracy")),
-        "training_loss": jsonable(last.get("training_loss")),
-    }
-    write_file(found, json.dumps(row))
-    return row
+    start = resized(config.step_size, FIRST_STEP_SIZE)
+    config = replace(config, step_size=start, seed=SEEDS[0], out=None)
+    found = config.tune(folder, inputs=inputs)
+    rows = []
+    for seed in SEEDS:
+        run = folder / f"seed{seed}"
+        if RunFolder(run).begun:  # and was interrupted
+            result = resume(run, inputs=inputs)
+        else:
+            result = replace(config.tuned(found), seed=seed).run(run, inputs=inputs)
+        last = result.history[-1]
+        rows.append(
+            {
+                "seed": seed,
+                "step_size": found.step_size,
+                "server_step_size": found.server_step_size,
+                "share": found.share,
+                "diverged": result.diverged is not None,
+                "accuracy": jsonable(last.get("accuracy")),
+                "training_loss": jsonable(last.get("training_loss")),
+            }
+        )
+    write_file(file, json.dumps(rows))
+    return rows
 
 
 # Tables -------------------------------------------------------------------------------------------
