@@ -280,16 +280,14 @@ def test_the_default_is_tuned_then_trained(
     ]
     assert len(capsys.readouterr().err.splitlines()) == len(rows)
     assert (tiny / "default.csv").read_text() == step_sizes.csv_of(rows)
-    first = config.load(tiny / "plays" / "fedavg-rr-seed0" / "run" / "config.toml")
-    tried = (tiny / "plays" / "fedavg-rr-seed0" / "tuning.jsonl").read_text().splitlines()
+    first = config.load(tiny / "plays" / "fedavg-rr" / "seed0" / "config.toml")
+    tried = (tiny / "plays" / "fedavg-rr" / "tuning.jsonl").read_text().splitlines()
     assert json.loads(tried[0])["step_size"] == step_sizes.FIRST_STEP_SIZE
     assert first.method == "fedavg-rr"
     assert isinstance(first.step_size, config.ScheduleSpec)
     assert first.step_size.name == "drops"
     assert first.step_size.arguments["step_size"] == rows[0]["step_size"]
-    last = (
-        (tiny / "plays" / "fedavg-rr-seed0" / "run" / "metrics.jsonl").read_text().splitlines()[-1]
-    )
+    last = (tiny / "plays" / "fedavg-rr" / "seed0" / "metrics.jsonl").read_text().splitlines()[-1]
     assert json.loads(last)["accuracy"] == rows[0]["accuracy"]
     assert json.loads(last)["training_loss"] == rows[0]["training_loss"]
     assert not any(row["diverged"] for row in rows)
