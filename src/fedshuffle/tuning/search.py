@@ -18,6 +18,8 @@ SPACING = math.sqrt(10)
 
 EQUAL = 0.01
 """Losses that differ by no more than this share of the largest decrease count as equal."""
+CAUTION = 0.05
+"""The same where smaller steps are preferred: what is best in a short run is often too large."""
 
 
 @dataclass(frozen=True)
@@ -126,20 +128,23 @@ class Lattice:
         return equal[0] if equal else min(losses)
 
     def least(self, losses: Mapping[Point, float]) -> Point:
-        """Of the points with the lowest loss the one with the smallest product.
+        """Of the points with about the lowest loss (up to ``CAUTION``) the one with the smallest
+        product.
 
         >>> Lattice((Axis((1.0,)), Axis((1.0,))), start=3.0).least({(1.0, 1.0): 2, (0.32, 1.0): 2})
         (0.32, 1.0)
         """
-        equal = self.nearly_best(losses)
+        equal = self.nearly_best(losses, CAUTION)
         first = math.prod(equal[0])
         return min(equal, key=lambda point: round(math.log(math.prod(point) / first, SPACING)))
 
-    def nearly_best(self, losses: Mapping[Point, float | None]) -> list[Point]:
+    def nearly_best(
+        self, losses: Mapping[Point, float | None], share: float = EQUAL
+    ) -> list[Point]:
         """The points with the lowest loss, in the order in which they were tried."""
         finite = {point: loss for point, loss in losses.items() if loss is not None}
         lowest = min(finite.values(), default=0.0)
-        slack = 0.0 if self.start is None else EQUAL * max(0.0, self.start - lowest)
+        slack = 0.0 if self.start is None else share * max(0.0, self.start - lowest)
         return [point for point, loss in finite.items() if loss <= lowest + slack]
 
     def untried(self, losses: Mapping[Point, float | None]) -> list[Point]:

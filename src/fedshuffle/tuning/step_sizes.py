@@ -114,7 +114,7 @@ def tune(
     With an adaptive server (``fedadam``) the two step sizes change their places, and the second
     search varies each alone.
 
-    The longest runs decide. If losses differ by at most 1% of the decrease, the step sizes that
+    The longest runs decide. If losses differ by at most 5% of the decrease, the step sizes that
     move less win. A point that diverged in any of its runs is never returned, nor a larger one.
 
     All short runs together take at most ``share`` of the rounds of the full run, with two
