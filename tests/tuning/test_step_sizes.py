@@ -395,7 +395,7 @@ def test_every_method(name: str) -> None:
         {"step_size": "warmup:2+cosine:0.1"},
         {"step_size": lambda round: 0.1 / (round + 1), "server_step_size": "inverse_time:1:5"},
     ],
-    ids=str,
+    ids="-".join,
 )
 def test_every_kind_of_run(options: dict[str, Any]) -> None:
     assert classes(**options).loss <= math.log(2)
