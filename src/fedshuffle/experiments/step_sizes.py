@@ -45,7 +45,7 @@ where the study has no such entry, the next one is nearest to it.
 FIRST_STEP_SIZE = 0.1
 """That of a config that says nothing."""
 SEEDS = (0, 1, 2)
-SHOWN = ("FedAvg", "rho = 1", "rho = 2", "FedShuffle (rho = inf)")
+SHOWN = ("FedAvg", "rho = 2", "rho = 2, Adam", "FedShuffle (rho = inf)")
 """The curves of the picture, where a data set has them."""
 
 
