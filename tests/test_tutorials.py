@@ -83,6 +83,9 @@ def test_your_table(tmp_path: Path) -> None:
     # A run that was resumed for more rounds does not change its comparison.
     before = json.loads((tmp_path / "comparison" / "results.json").read_text())
     again = comparison.load(tmp_path / "compare.toml").run(jobs=1)
+    for curve in (*again["curves"], *before["curves"]):
+        for run in curve["runs"]:
+            del run["small_decile"]  # unknown for the run that has gone on
     assert again["curves"] == before["curves"]
     assert before["warnings"] == []  # standardised columns train at these step sizes
     assert "Who is ill" in (tmp_path / "comparison" / "report.html").read_text(encoding="utf-8")
