@@ -8,6 +8,8 @@ INSTALLED := $(VENV)/.installed
 TOOLS := $(VENV)/.tools
 DOCS := $(VENV)/.docs
 ALL := $(VENV)/.all
+# Without bytecode, each of the hundreds of processes that tests start would compile everything again.
+unexport PYTHONDONTWRITEBYTECODE
 PYTEST := $(BIN)/python -m pytest -n 2 --dist loadgroup
 
 .PHONY: demo test test-slow docs dist lint format figures docs-pictures notebooks audit-flower bench bench-peers clean
@@ -59,6 +61,7 @@ bench: $(ALL)  ## engines against a bare loop, and what grows with what; on an i
 	$(BIN)/python benchmarks/cluster.py
 	$(BIN)/python benchmarks/flower_memory.py
 	$(BIN)/python benchmarks/flower_rounds.py
+	$(BIN)/python benchmarks/finetuning.py
 
 bench-peers: $(INSTALLED)  ## other libraries on the same work, each in an environment of its own
 	$(BIN)/python benchmarks/peers/run.py $(ARGS)

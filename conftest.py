@@ -3,6 +3,7 @@
 import os
 import signal
 from collections.abc import Generator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -16,22 +17,25 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 
 from hypothesis import settings
 from tests.chromium import browser  # noqa: F401  one for all files
-from tests.flower.deployment import deployment  # noqa: F401  one for all files
 
-# No test may depend on timing. In CI the examples are always the same; elsewhere they vary.
-settings.register_profile("fedshuffle", deadline=None, derandomize="CI" in os.environ)
+# No test may depend on timing. In CI the examples are always the same; elsewhere they vary, so that
+# fewer of them per run see as much over time.
+derandomize = "CI" in os.environ
+settings.register_profile("fedshuffle", deadline=None, derandomize=derandomize, max_examples=50)
 settings.load_profile("fedshuffle")
 
-# Fast tests run where Ray, Flower and Sphinx are not installed. These files import them, so they
-# are slow as a whole, doctests included, and fast tests do not even open them.
+# Fast tests run where Ray, Flower, Sphinx and datasets are not installed. These files import them,
+# so they are slow as a whole, doctests included, and fast tests do not even open them.
 _NEED_EXTRAS = (
     "src/fedshuffle/flower",
     "tests/docs",
     "tests/flower",
+    "tests/data/test_huggingface*",
     "tests/engines/test_ray*",
 )
 
 
+@cache  # asked once for every test
 def _needs_extras(path: Path) -> bool:
     here = Path(__file__).parent
     return any(

@@ -2,8 +2,9 @@
 
 For 10,000, 100,000 and 1,000,000 clients, a store is written client by client. A new process opens
 it, draws and plans cohorts of 1000, and trains logistic regression on them. The cost of a round
-should not depend on the population; only importance sampling looks at every client. Times of rounds
-are medians; memory is the peak of the process, torch included.
+should not depend on the population, also where clients come and go by a Markov chain; only
+importance sampling looks at every client. Times of rounds are medians; memory is the peak of the
+process, torch included.
 
     python benchmarks/population.py [clients ...]
 """
@@ -26,6 +27,7 @@ from fedshuffle import Federation, LocalWork
 from fedshuffle.data import import_chunks
 
 INPUTS, CLASSES, COHORT, ROUNDS = 8, 4, 1000, 20
+MARKOV = "markov:on=0.05,off=0.1"  # clients are there a third of the time
 
 
 def chunks(clients: int) -> Iterator[tuple[int, Any, Any]]:
@@ -69,13 +71,14 @@ def measure(folder: Path) -> dict[str, float]:
     def train_round(run: Run, round: int) -> None:
         run_round(engine, [run], [State(problem.start, round=round)])
 
-    for sampling in ("uniform", "importance"):
+    for name, there in {"uniform": None, "importance": None, "uniform, markov": MARKOV}.items():
         begun = time.perf_counter()
-        run = Run(federation, "fedshuffle", f"{sampling}:{COHORT}", work)
+        sampling = f"{name.partition(',')[0]}:{COHORT}"
+        run = Run(federation, "fedshuffle", sampling, work, availability=there)
         run.cohort(0)
-        found[f"{sampling} set up ms"] = 1000 * (time.perf_counter() - begun)
-        found[f"{sampling} plan ms"] = _median(run.cohort)
-        found[f"{sampling} round ms"] = _median(partial(train_round, run))
+        found[f"{name} set up ms"] = 1000 * (time.perf_counter() - begun)
+        found[f"{name} plan ms"] = _median(run.cohort)
+        found[f"{name} round ms"] = _median(partial(train_round, run))
     found["memory MB"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1000
     return found
 

@@ -64,6 +64,7 @@ html_theme = "pydata_sphinx_theme"
 html_title = "fedshuffle"
 html_baseurl = SITE
 html_static_path = ["_static"]
+html_favicon = "_static/favicon.svg"  # without one, browsers ask for a file that is not there
 html_css_files = ["fedshuffle.css"]
 html_show_sourcelink = False
 html_copy_source = False

@@ -1,6 +1,7 @@
 """Definitions written out the long way, to hold the library against."""
 
 import itertools
+import math
 
 import numpy as np
 from numpy.typing import NDArray
@@ -43,6 +44,29 @@ def approximate(p: Floats, k: int) -> list[tuple[tuple[int, ...], float]]:
             cohort = tuple(i for i, pick in zip(invited, picks, strict=True) if pick)
             rows.append((cohort, chance * float(kept)))
     return rows
+
+
+def markov(b: int, on: Floats, off: Floats) -> tuple[Floats, list[tuple[int, ...]], Floats]:
+    """The chain of (who is there, which b of them take part), clients that come and go by these
+    rates: its transitions, the cohort of each state, and the stationary distribution.
+    """
+    n = len(on)
+    sets = list(itertools.product([False, True], repeat=n))
+    states = [
+        (k, cohort)
+        for k, there in enumerate(sets)
+        for cohort in itertools.combinations([i for i in range(n) if there[i]], min(b, sum(there)))
+    ]
+    ways = [math.comb(sum(there), min(b, sum(there))) for there in sets]
+    moves = np.empty((len(states), len(states)))
+    for row, (k, _) in enumerate(states):
+        for column, (m, _) in enumerate(states):
+            comes = [1 - off[i] if sets[k][i] else on[i] for i in range(n)]
+            steps = [c if then else 1 - c for c, then in zip(comes, sets[m], strict=True)]
+            moves[row, column] = math.prod(steps) / ways[m]
+    system = np.vstack([moves.T - np.eye(len(states)), np.ones(len(states))])
+    stationary = np.linalg.lstsq(system, np.append(np.zeros(len(states)), 1), rcond=None)[0]
+    return moves, [cohort for _, cohort in states], np.asarray(stationary)
 
 
 def expected_ratio(

@@ -44,7 +44,8 @@ def kind(request: Request) -> Kind:
     )
     pushes = {id(one.v) for one in told}
     sums = "own sums" if request.sums >= len(told) > 1 else request.sums
-    return "training", parts, len(pushes) > 1, sums
+    by_kernel = all(order.optimiser is None for order in request.tasks)
+    return "training", parts, len(pushes) > 1, sums, by_kernel
 
 
 @cache

@@ -14,17 +14,19 @@ def name(page: Path) -> str:
     return page.relative_to(ROOT).as_posix()
 
 
-def needs_flower(page: Path) -> bool:
-    return ">>> from fedshuffle.flower" in page.read_text(encoding="utf-8")
+def needs_extras(page: Path) -> bool:
+    wanted = r"^>>> (from (fedshuffle\.flower|flwr_datasets)|import (datasets|peft|polars))\b"
+    return bool(re.search(wanted, page.read_text(encoding="utf-8"), re.MULTILINE))
 
 
 @pytest.mark.parametrize(
     "page",
     [
-        pytest.param(page, marks=pytest.mark.slow if needs_flower(page) else (), id=name(page))
+        pytest.param(page, marks=pytest.mark.slow if needs_extras(page) else (), id=name(page))
         for page in PAGES
     ],
 )
+@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing.*:FutureWarning")
 def test_snippets(page: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)  # as one who reads them in a clone
     failed, _ = doctest.testfile(str(page), module_relative=False, optionflags=doctest.ELLIPSIS)

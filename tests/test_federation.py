@@ -129,7 +129,7 @@ OWN = np.random.default_rng(0)
     ],
 )
 def test_random_transforms_give_a_warning(draw: Callable[[], float], message: str) -> None:
-    with pytest.warns(UserWarning, match=f"{message}.*Augment") as seen:
+    with pytest.warns(UserWarning, match=f"{message}.*with_transform") as seen:
         Federation.from_datasets([Noisy(draw), Noisy(draw)])
     assert len(seen) == 1
     assert seen[0].filename == __file__

@@ -140,7 +140,7 @@ def test_pieces_do_not_change_a_trajectory(
 def test_pieces_are_of_1024_examples() -> None:
     federation = Federation.from_arrays(np.zeros((1500, 2)), np.arange(1500) % 3, sizes=[1500])
     problem = Problem(nn.Linear(2, 3), losses.cross_entropy, federation)
-    assert [(len(rows), share) for rows, share in problem.pieces(0)] == [
+    assert [(len(piece.rows), piece.share) for piece in problem.pieces(0)] == [
         (1024, 1024 / 1500),
         (476, 476 / 1500),
     ]
@@ -186,8 +186,8 @@ def test_batches_are_combined_by_their_counts(lengths: list[int], rows: int) -> 
         patch.setattr(problems, "GRADIENT_ROWS", rows)
         pieces = problem.pieces(0)
     mean = sum(
-        share * values[rows][labels[rows] == 1].mean()
-        for rows, share in pieces
+        piece.share * values[piece.rows][labels[piece.rows] == 1].mean()
+        for piece in pieces
         if len(pieces) > 1 or (labels == 1).any()
     )
     want = values[labels == 1].mean() if (labels == 1).any() else 0.0
@@ -233,3 +233,99 @@ def test_the_mean_is_torchs_bit_for_bit() -> None:
         assert torch.equal(have, want)
         slopes = (torch.autograd.grad(value, outputs)[0] for value in (have, want))
         assert torch.equal(*slopes)
+
+
+@dataclass
+class Output:
+    """What a model of transformers gives."""
+
+    logits: Tensor
+
+
+class Speaker(nn.Module):
+    """A language model of transformers' form, or a classifier of whole sequences."""
+
+    def __init__(self, classes: int = 0) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding = nn.Embedding(7, 4)
+        self.out = nn.Linear(4, classes or 7)
+        self.classes = classes
+
+    def forward(self, *, input_ids: Tensor, attention_mask: Tensor | None = None) -> Output:
+        hidden = self.embedding(input_ids).tanh()
+        if attention_mask is not None:
+            hidden = hidden * attention_mask[..., None]
+        return Output(self.out(hidden.sum(1) if self.classes else hidden.cumsum(1)))
+
+
+def spoken(masked: bool, classes: int = 0) -> Federation:
+    """Sequences of 2 to 6 tokens, padded."""
+    rng = np.random.default_rng(0)
+    mask = (np.arange(6) < rng.integers(2, 7, size=(sum(SIZES), 1))).astype(np.int64)
+    tokens = rng.integers(1, 7, size=mask.shape) * mask
+    labels = np.where(mask == 1, tokens, IGNORED)
+    if classes:
+        labels = rng.integers(classes, size=len(tokens))
+    return Federation.from_arrays(tokens, *([mask] if masked else []), labels, sizes=SIZES)
+
+
+@pytest.mark.usefixtures("small_pieces")
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("masked", [True, False])
+def test_a_language_model_is_trained_on_the_mean_over_all_tokens(engine: str, masked: bool) -> None:
+    """The gradient by hand, token by token; then the metrics that follow from the same outputs."""
+    federation, model = spoken(masked), Speaker().double()
+    problem = Problem(model, losses.causal_lm, federation)
+    probe = FullGradient((problem.start,), np.arange(3), np.eye(3), 0)
+    have = make(engine, problem).full_gradients([probe])[0].sums[:, 0]
+    found, means = Evaluation(federation, ["loss", "perplexity", "accuracy"], batch_size=9), []
+    for client in range(3):
+        rows = slice(*federation.offsets[client : client + 2].tolist())
+        tokens, *mask, labels = (field[rows] for field in federation.tensors())
+        logits = model(input_ids=tokens, attention_mask=mask[0] if mask else None).logits
+        values = [
+            functional.cross_entropy(logits[row, t - 1], labels[row, t])
+            for row in range(len(tokens))
+            for t in range(1, 6)
+            if labels[row, t] != IGNORED
+        ]
+        means.append(torch.stack(values).mean())
+        parts = torch.autograd.grad(means[-1], list(model.parameters()))
+        want = torch.cat([part.reshape(-1) for part in parts])
+        torch.testing.assert_close(have[client], want, rtol=1e-10, atol=1e-13)
+    overall = float(federation.weights @ torch.stack(means).detach().numpy())
+    metrics = found.with_loss(losses.causal_lm)(model)
+    assert metrics["loss"] == pytest.approx(overall, rel=1e-10)
+    assert metrics["perplexity"] == pytest.approx(np.exp(overall), rel=1e-10)
+    assert 0 <= metrics["accuracy"] <= 1
+
+
+def test_sequences_are_classified_by_the_cross_entropy_of_their_logits() -> None:
+    federation, model = spoken(True, classes=3), Speaker(3).double()
+    tokens, mask, labels = federation.tensors()
+    want = functional.cross_entropy(model(input_ids=tokens, attention_mask=mask).logits, labels)
+    assert torch.equal(losses.sequence_classification(model, tokens, mask, labels), want)
+    left_out = labels.clone().index_fill(0, torch.tensor([0, 1]), IGNORED)
+    counted = losses.counted(losses.sequence_classification, model, [tokens, mask, left_out])
+    assert counted == len(labels) - 2
+    evaluate = Evaluation(federation, ["accuracy"], loss=losses.sequence_classification)
+    right = model(input_ids=tokens, attention_mask=mask).logits.argmax(1) == labels
+    assert evaluate(model)["accuracy"] == pytest.approx(float(right.double().mean()))
+
+
+def test_half_precision_is_not_the_precision_of_a_loss_over_tokens() -> None:
+    tokens, mask, labels = spoken(True).tensors()
+    assert (
+        losses.causal_lm(Speaker().to(torch.bfloat16), tokens, mask, labels).dtype == torch.float32
+    )
+
+
+def test_what_is_no_language_model_or_has_other_fields_is_said() -> None:
+    tokens, mask, labels = spoken(True).tensors()
+    with pytest.raises(FedShuffleError, match=r"4 fields.*input_ids, attention_mask and labels"):
+        losses.causal_lm(Speaker(), tokens, mask, mask, labels)
+    with pytest.raises(FedShuffleError, match="1 field"):
+        losses.causal_lm(Speaker(), tokens)
+    with pytest.raises(FedShuffleError, match="gives Tensor, which has no logits"):
+        losses.causal_lm(lambda input_ids: input_ids.double(), tokens, labels)  # type: ignore[arg-type]

@@ -6,6 +6,7 @@ from sphinx.util.typing import ExtensionMetadata
 WORDS = {
     "how-to/import-data": ("csv", "parquet", "hdf5", "pandas"),
     "how-to/engines": ("gpu", "cuda"),
+    "how-to/fine-tune": ("lora", "peft", "transformers"),
     "how-to/resume": ("resume", "checkpoint"),
     "explanation/methods/adaptive": ("adam",),
     "citing": ("bibtex",),

@@ -121,7 +121,8 @@ def as_array(values: Any, what: str) -> NDArray[Any]:
 def _kind(value: Any) -> str:
     """The kind of a value that is not a number."""
     if isinstance(value, str | bytes):
-        return f"text ({value!r:.40})"
+        text = str(value) if isinstance(value, str) else bytes(value)  # not those of numpy
+        return f"text ({text!r:.40})"
     if value is None or type(value).__name__ in ("NAType", "NaTType"):  # of pandas
         return "a missing value (null)"
     return f"a value of type {type(value).__name__}"
@@ -182,6 +183,18 @@ def vector(
             f"{what}: client {client} has {array[i]:g}, but all must be in {within}.{remedy}"
         )
     return array
+
+
+def wide_labels(array: NDArray[Any]) -> NDArray[Any]:
+    """Labels (one whole number per example) as int64, as torch's losses need them."""
+    return array.astype(np.int64) if array.ndim == 1 and array.dtype.kind in "biu" else array
+
+
+def distinct(fields: Sequence[str]) -> list[str]:
+    """The names of fields, none of them twice."""
+    if len(set(fields)) != len(fields):
+        raise FedShuffleError(f"a field is named twice in {', '.join(fields)}.")
+    return list(fields)
 
 
 def histogram(sizes: Sequence[int], most: int = 24) -> list[tuple[int, int, int]]:

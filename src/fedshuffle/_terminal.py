@@ -17,7 +17,12 @@ from fedshuffle.errors import visible
 
 
 class Console(rich.console.Console):
-    """Rich's console, but control characters in names from data are shown and not obeyed."""
+    """Rich's console, but control characters in names from data are shown and not obeyed, and what
+    looks like the name of an emoji (``cyclic:x:0.5``) stays as it is.
+    """
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**{"emoji": False, **options})
 
     def render(
         self, renderable: RenderableType, options: ConsoleOptions | None = None

@@ -73,7 +73,7 @@ def _warn_if_random(
         how = "draws random numbers" if same else "twice gives different values"
         warnings.warn(
             f"reading an example {how}, as with a random transform. Each was read once, and every"
-            " epoch sees that draw. Put what is random into the model, as a layer that acts in"
-            " training only (such as fedshuffle.data.datasets.Augment), or leave it out.",
+            " epoch sees that draw. Give what is random as transform, a function of minibatches"
+            " (see Federation.with_transform), or leave it out.",
             stacklevel=4,
         )

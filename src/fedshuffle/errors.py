@@ -127,12 +127,15 @@ def error_context(
 EXTRAS: dict[str, tuple[str, ...]] = {
     "report": ("matplotlib", "jinja2"),
     "demo": ("matplotlib", "jinja2", "sklearn"),
-    "data": ("h5py", "pyarrow"),
+    "data": ("h5py", "PIL", "pyarrow"),
+    "huggingface": ("datasets", "flwr_datasets"),
+    "polars": ("polars", "pyarrow"),
     "frame": ("pandas",),
     "privacy": ("dp_accounting",),
     "tensorboard": ("tensorboard",),
     "mlflow": ("mlflow",),
     "wandb": ("wandb",),
+    "lora": ("peft", "transformers"),
     "ray": ("ray",),
     "flower": ("flwr", "trustme"),
 }
@@ -141,7 +144,12 @@ EXTRAS: dict[str, tuple[str, ...]] = {
 _REQUIRED = ("torch", "safetensors", "cloudpickle")
 """Modules that every installation has, except one made without dependencies, which can audit."""
 
-_DISTRIBUTIONS = {"sklearn": "scikit-learn", "dp_accounting": "dp-accounting"}
+_DISTRIBUTIONS = {
+    "sklearn": "scikit-learn",
+    "dp_accounting": "dp-accounting",
+    "PIL": "pillow",
+    "flwr_datasets": "flwr-datasets",
+}
 
 
 class MissingPackageError(FedShuffleError, ImportError):

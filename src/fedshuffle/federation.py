@@ -1,6 +1,6 @@
 """The federation: clients, their examples in one packed layout, and the objective over them."""
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from dataclasses import field as default
 from pathlib import Path
@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import ArrayLike
 
-from fedshuffle import _arrays
+from fedshuffle import _arrays, _sources
 from fedshuffle._arrays import FloatArray, IntArray, common_length, count, frozen, vector
+from fedshuffle._sources import ExampleTransform
 from fedshuffle.errors import FedShuffleError
 from fedshuffle.randomness import Purpose, generator
 
@@ -28,8 +29,10 @@ class Federation:
     .. math:: f(x) = \sum_i w_i f_i(x), \qquad f_i(x) = \frac{1}{|D_i|} \sum_{j \in D_i} f_{ij}(x).
 
     All examples lie in one array per field, sorted by client; client ``i`` owns the rows
-    ``offsets[i]:offsets[i + 1]``. Make one with :meth:`from_arrays`, :meth:`from_datasets`, or, for
-    questions that need no data, :meth:`from_sizes`; or :meth:`open` one that is stored on disk.
+    ``offsets[i]:offsets[i + 1]``. Make one with :meth:`from_arrays`, :meth:`from_datasets`,
+    :meth:`from_frame`, :meth:`from_huggingface`, :meth:`from_partitioner`,
+    :meth:`from_image_folder`, or, for questions that need no data, :meth:`from_sizes`; or
+    :meth:`open` one that is stored on disk.
 
         >>> federation = Federation.from_sizes([1, 2, 3])
         >>> federation.weights.round(3).tolist()
@@ -48,6 +51,8 @@ class Federation:
     """The packed examples: numpy arrays or torch tensors with one row per example."""
     ids: Sequence[Hashable] = ()
     """Ids of the clients, in order; numbers from 0 if none were given."""
+    transform: ExampleTransform | None = None
+    """What every minibatch passes through: see :meth:`with_transform`."""
     _opened: tuple[str, ArrayLike | None, bool] | None = default(default=None, init=False)
     """If opened from disk: the path, the weights given, and whether it was pooled."""
 
@@ -63,12 +68,14 @@ class Federation:
         client_ids: Any = None,
         sizes: ArrayLike | None = None,
         weights: ArrayLike | None = None,
+        transform: ExampleTransform | None = None,
     ) -> "Federation":
         """Arrays or tensors with one row per example, and the client of each row.
 
         Give either ``client_ids``, one per row in any order (clients are then sorted by id, and
         ``weights`` follow that order), or ``sizes``, where the first ``sizes[0]`` rows belong to
-        client 0, the next to client 1, and so on.
+        client 0, the next to client 1, and so on. Every minibatch passes through ``transform``
+        (see :meth:`with_transform`).
         """
         if (client_ids is None) == (sizes is None):
             raise FedShuffleError("give either client_ids (one per row) or sizes.")
@@ -77,7 +84,7 @@ class Federation:
         if not rows:
             raise FedShuffleError("there are no examples: the fields have no rows.")
         if client_ids is None:
-            return cls._build(packed, _checked(sizes), weights)._check_finite()
+            return cls._build(packed, _checked(sizes), weights, None, transform)._check_finite()
         owners = np.asarray(client_ids)
         if owners.shape != (rows,):
             raise FedShuffleError(
@@ -88,22 +95,44 @@ class Federation:
         ids, owner, counts = np.unique(owners, return_inverse=True, return_counts=True)
         order = np.argsort(owner, kind="stable")
         packed = [field[order] for field in packed]
-        return cls._build(packed, counts, weights, tuple(ids.tolist()))._check_finite()
+        names = tuple(ids.tolist())
+        return cls._build(packed, counts, weights, names, transform)._check_finite()
 
     @classmethod
     def from_datasets(
-        cls, datasets: "Sequence[Dataset[Any]]", weights: ArrayLike | None = None
+        cls,
+        datasets: "Sequence[Dataset[Any]] | Mapping[Any, Dataset[Any]]",
+        weights: ArrayLike | None = None,
+        *,
+        ids: Sequence[Hashable] | None = None,
+        transform: ExampleTransform | None = None,
     ) -> "Federation":
         """One map-style torch dataset per client; each example is read once and packed.
 
-        A random transform would therefore be drawn only once for all epochs, which a warning
-        reports. Put what is random in every epoch into the model, as a layer such as
-        :class:`fedshuffle.data.datasets.Augment`.
+        The clients have the ``ids``, or the keys of a mapping from id to dataset. A transform
+        within a dataset that is random would be drawn only once for all epochs, which a warning
+        reports: give it as ``transform`` (see :meth:`with_transform`).
+
+        >>> import torch
+        >>> from torch.utils.data import TensorDataset
+        >>> two, three = TensorDataset(torch.zeros(2, 5)), TensorDataset(torch.ones(3, 5))
+        >>> people = Federation.from_datasets({"ann": two, "bob": three})
+        >>> people.ids, people.sizes.tolist()
+        (('ann', 'bob'), [2, 3])
         """
         from fedshuffle._torch_data import read_datasets
 
+        if isinstance(datasets, Mapping):
+            if ids is not None:
+                raise FedShuffleError("the keys of the datasets are their ids: leave ids out.")
+            datasets, ids = list(datasets.values()), list(datasets)
         sizes, fields = read_datasets(datasets)
-        return cls._build(fields, sizes, weights)._check_finite()
+        return cls._build(fields, sizes, weights, _ids(ids, sizes), transform)._check_finite()
+
+    from_frame = classmethod(_sources.from_frame)
+    from_huggingface = classmethod(_sources.from_huggingface)
+    from_partitioner = classmethod(_sources.from_partitioner)
+    from_image_folder = classmethod(_sources.from_image_folder)
 
     @classmethod
     def open(cls, path: str | Path, weights: ArrayLike | None = None) -> "Federation":
@@ -147,10 +176,41 @@ class Federation:
         """The folder it was opened from; None if it lies in memory."""
         return None if self._opened is None else Path(self._opened[0])
 
+    def with_transform(self, transform: ExampleTransform | None) -> "Federation":
+        r"""The same clients, with a function that every minibatch passes through: augmentation,
+        scaling, padding. None takes it away.
+
+        It takes the fields of a minibatch as tensors, with a row per example, and returns those
+        that the loss takes, as a tuple (or one tensor for one field). It may draw from the global
+        generators of torch, numpy and Python: each draw is a function of (seed, round, client,
+        step), the same on every engine and after a resume. So a client's objective is the mean
+        over its draws :math:`\xi`, and weights stay as they are:
+
+        .. math:: f_i(x) = \frac{1}{|D_i|} \sum_{j \in D_i} E_\xi f(x; \xi(d_{ij})).
+
+        A full gradient, where a method asks for one, takes one draw per example and round. An
+        :class:`~fedshuffle.Evaluation` applies the transform of its own data, if they have one.
+
+        >>> import torch
+        >>> def add_noise(x, y):
+        ...     return x + 0.1 * torch.randn_like(x), y
+        >>> clients = Federation.from_arrays(torch.eye(3), torch.arange(3), sizes=[1, 2])
+        >>> clients.with_transform(add_noise).transform.__name__
+        'add_noise'
+        """
+        if transform is not None and not callable(transform):
+            raise FedShuffleError(
+                f"transform is {transform!r:.60}, but must be a function of the fields of a"
+                " minibatch that returns the fields."
+            )
+        federation = replace(self, transform=transform)
+        object.__setattr__(federation, "_opened", self._opened)
+        return federation
+
     def __reduce_ex__(self, protocol: Any) -> Any:
         if self._opened is None:
             return super().__reduce_ex__(protocol)
-        return _reopened, self._opened
+        return _reopened, (*self._opened, self.transform)
 
     @classmethod
     def _build(
@@ -159,6 +219,7 @@ class Federation:
         sizes: IntArray,
         weights: ArrayLike | None,
         ids: Sequence[Hashable] | None = None,
+        transform: ExampleTransform | None = None,
     ) -> "Federation":
         if float(np.sum(sizes, dtype=np.float64)) > 2.0**52:
             raise FedShuffleError("sizes add up to more than 2**52 examples, too many to count.")
@@ -172,7 +233,7 @@ class Federation:
             offsets=frozen(offsets),
             fields=tuple(fields),
             ids=range(len(sizes)) if ids is None else ids,
-        )
+        ).with_transform(transform)
 
     def _check_finite(self) -> "Federation":
         """Refuse NaN and infinity, which would spoil every model."""
@@ -228,6 +289,7 @@ class Federation:
             self.sizes[chosen],
             self.weights[chosen],
             tuple(self.ids[i] for i in chosen.tolist()),
+            self.transform,
         )
 
     def pooled(self) -> "Federation":
@@ -236,7 +298,8 @@ class Federation:
         >>> Federation.from_sizes([1, 2, 3]).pooled()
         Federation(1 clients, 6 examples, sizes only)
         """
-        pooled = self._build(self.fields, self.offsets[-1:].copy(), None, ("everybody",))
+        everybody = self.offsets[-1:].copy(), None, ("everybody",), self.transform
+        pooled = self._build(self.fields, *everybody)
         if self._opened is not None:
             object.__setattr__(pooled, "_opened", (*self._opened[:2], True))
         return pooled
@@ -264,8 +327,10 @@ class Federation:
         return tuple(torch.as_tensor(field) for field in self.fields)
 
 
-def _reopened(path: str, weights: ArrayLike | None, pooled: bool) -> Federation:
-    federation = Federation.open(path, weights)
+def _reopened(
+    path: str, weights: ArrayLike | None, pooled: bool, transform: ExampleTransform | None
+) -> Federation:
+    federation = Federation.open(path, weights).with_transform(transform)
     return federation.pooled() if pooled else federation
 
 
@@ -282,6 +347,15 @@ def _normalised(weights: FloatArray | IntArray) -> FloatArray:
 
 def _checked(sizes: Any) -> IntArray:
     return _arrays.counts(sizes, "sizes", " Leave out clients without examples.")
+
+
+def _ids(ids: Sequence[Hashable] | None, sizes: IntArray) -> Sequence[Hashable] | None:
+    """The ids of clients of these sizes, if they are given: one for each, no two alike."""
+    if ids is None:
+        return None
+    if len(ids) != len(sizes) or len(set(ids)) < len(ids):
+        raise FedShuffleError(f"ids must be {len(sizes)} different ones, one per client.")
+    return tuple(ids)
 
 
 def _packable(field: Any, index: int) -> Any:

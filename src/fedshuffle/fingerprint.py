@@ -14,8 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from fedshuffle.federation import Federation
+from fedshuffle.local_optimisers import SGD
 from fedshuffle.local_work import EpochRange, LocalWork
-from fedshuffle.losses import MeanLoss
+from fedshuffle.losses import MeanLoss, predict
 
 ROWS = 1000
 """Largest number of rows of a field that its fingerprint covers."""
@@ -32,7 +33,8 @@ def function(value: Any) -> str:
         given = [*map(part, value.args), *(f"{k}={part(v)}" for k, v in value.keywords.items())]
         return f"{function(value.func)}({', '.join(given)})"
     if isinstance(value, MeanLoss):
-        return f"MeanLoss({function(value.each)})"
+        parts = [value.each, *([] if value.predict is predict else [value.predict])]
+        return f"MeanLoss({', '.join(map(function, parts))})"
     name: str = getattr(value, "__qualname__", type(value).__qualname__)
     return "<lambda>" if name.endswith("<lambda>") else name
 
@@ -44,10 +46,19 @@ def part(value: Any) -> str:
     ('object', '[<object object>]')
     """
     value = value.item() if isinstance(value, np.generic) else value
-    plain: Any = object.__repr__
-    if callable(value) or type(value).__repr__ is plain:
-        return function(value)
-    return re.sub(r" at 0x[0-9a-fA-F]+", "", repr(value))
+    return function(value) if callable(value) or _without_repr(value) else _repr(value)
+
+
+def example_transform(value: Any) -> str | None:
+    """The name of a function; the ``repr`` of an object, which may list its settings.
+
+    >>> example_transform(nn.Dropout(0.1)), example_transform(part)
+    ('Dropout(p=0.1, inplace=False)', 'part')
+    """
+    if value is None:
+        return None
+    named = hasattr(value, "__qualname__") or isinstance(value, functools.partial)
+    return function(value) if named or _without_repr(value) else _repr(value)
 
 
 def work(work: LocalWork) -> str:
@@ -57,6 +68,8 @@ def work(work: LocalWork) -> str:
     'LocalWork(epochs=sha256:0c730'
     """
     given = {field.name: getattr(work, field.name) for field in fields(work)}
+    if work.optimiser in (None, SGD):  # runs of earlier versions had no other
+        del given["optimiser"]
     shown = {name: part(value) for name, value in given.items()}
     if np.ndim(work.epochs) and not isinstance(work.epochs, EpochRange):  # type: ignore[arg-type]
         numbers = np.asarray(work.epochs).astype("<i8")
@@ -97,17 +110,28 @@ def frozen(model: nn.Module) -> str:
     """A digest of what training does not change: frozen parameters, and buffers."""
     fixed = [(name, p) for name, p in model.named_parameters() if not p.requires_grad]
     return _digest(
-        f"{name} ".encode() + _kind(tensor) + _bytes(tensor)
+        part
         for name, tensor in [*fixed, *model.named_buffers()]
+        for part in (f"{name} ".encode() + _kind(tensor), _bytes(tensor))
     )
 
 
 def tensor(values: Tensor) -> str:
     """A digest of a tensor."""
-    return _digest([_kind(values) + _bytes(values)])
+    return _digest([_kind(values), _bytes(values)])
 
 
-def _digest(parts: Iterable[bytes]) -> str:
+def _without_repr(value: Any) -> bool:
+    """Whether the ``repr`` of a value is only its address."""
+    plain: Any = object.__repr__
+    return type(value).__repr__ is plain
+
+
+def _repr(value: Any) -> str:
+    return re.sub(r" at 0x[0-9a-fA-F]+", "", repr(value))
+
+
+def _digest(parts: Iterable[bytes | memoryview]) -> str:
     digest = hashlib.sha256()
     for part in parts:
         digest.update(part)
@@ -118,8 +142,9 @@ def _kind(tensor: Tensor) -> bytes:
     return f"{tensor.dtype} {tuple(tensor.shape)}\n".encode()
 
 
-def _bytes(tensor: Tensor) -> bytes:
+def _bytes(tensor: Tensor) -> bytes | memoryview:
+    """A tensor's numbers, on its own memory where that is possible."""
     if tensor.is_meta:  # it has no values
         return b""
     flat = tensor.detach().cpu().contiguous().reshape(-1)
-    return flat.view(torch.uint8).numpy().tobytes()
+    return flat.view(torch.uint8).numpy().data

@@ -9,10 +9,12 @@ where :math:`x` is the global model, :math:`B` the minibatch, :math:`g(z; B)` th
 loss at z, clipped to a largest norm and with weight decay :math:`\lambda z` added, and the step
 size :math:`\gamma`, the scalars :math:`\alpha, \beta, \mu`, the vector :math:`v` and the diagonal
 matrix :math:`D` (the identity, except for adaptive methods) are fixed for the round; FedLin alone
-subtracts the client's full gradient at x. A method sends two kinds of requests,
-:class:`FullGradient` and :class:`LocalTraining`; an engine answers them, and passes what each
-client computes through the request's chain of transforms (:mod:`fedshuffle.transforms`) before it
-is summed. Methods and engines know nothing else of each other. Models are flat vectors.
+subtracts the client's full gradient at x. A local optimiser other than plain SGD takes the step
+instead, with this direction as its gradient (:mod:`fedshuffle.local_optimisers`). A method sends
+two kinds of requests, :class:`FullGradient` and :class:`LocalTraining`; an engine answers them, and
+passes what each client computes through the request's chain of transforms
+(:mod:`fedshuffle.transforms`) before it is summed. Methods and engines know nothing else of each
+other. Models are flat vectors.
 """
 
 import math
@@ -24,11 +26,16 @@ import numpy as np
 
 from fedshuffle._arrays import FloatArray, IntArray
 from fedshuffle.errors import FedShuffleError
+from fedshuffle.local_optimisers import LocalOptimiser
 from fedshuffle.local_work import Minibatches
+from fedshuffle.randomness import Address
 from fedshuffle.transforms.base import NO_TRANSFORMS, Chain
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+
+_AFTER_STEPS = 1 << 53  # a part of a client's random numbers that no local step uses
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +62,8 @@ class ClientTask:
     weights: Sequence[float] | FloatArray
     clip: float = math.inf
     weight_decay: float = 0.0
+    optimiser: LocalOptimiser | None = None
+    """What takes the step along the direction; None for the kernel itself, plain SGD."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +103,13 @@ class FullGradient:
     states: "Tensor | None" = None
     """The vectors that clients keep, a row per client, if the chain keeps state."""
     seed: int = 0
-    """Of the chain's random numbers."""
+    """Of the random numbers of the chain, and of the examples' transform."""
+
+    def address(self, client: int) -> Address:
+        """Where the random numbers of a client's examples are drawn: apart from those of its local
+        steps, and the same at every point.
+        """
+        return Address(self.seed, self.round, client, _AFTER_STEPS)
 
     def __post_init__(self) -> None:
         if np.ndim(self.weights) != 2 or len(self.weights) != len(self.clients):
@@ -170,13 +185,26 @@ def step(
     scale: "Tensor | None" = None,
 ) -> "Tensor":
     """One local step. Scalars may be columns, one row per client, with models as rows."""
-    direction = alpha * gradient
+    return y - step_size * direction(y, x, gradient, gradient_at_x, alpha, beta, mu, v, scale)
+
+
+def direction(
+    y: "Tensor",
+    x: "Tensor",
+    gradient: "Tensor",
+    gradient_at_x: "Tensor | None",
+    alpha: "float | Tensor",
+    beta: "float | Tensor",
+    mu: "float | Tensor",
+    v: "Tensor | None",
+    scale: "Tensor | None" = None,
+) -> "Tensor":
+    """What a local step descends along: the gradient that a local optimiser gets."""
+    along = alpha * gradient
     if gradient_at_x is not None:
-        direction = direction - beta * gradient_at_x
+        along = along - beta * gradient_at_x
     if v is not None:
-        direction = direction + v
+        along = along + v
     if not isinstance(mu, float) or mu != 0.0:
-        direction = direction + mu * (y - x)
-    if scale is not None:
-        direction = scale * direction
-    return y - step_size * direction
+        along = along + mu * (y - x)
+    return along if scale is None else scale * along

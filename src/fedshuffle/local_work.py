@@ -13,7 +13,8 @@ import numpy as np
 
 from fedshuffle._arrays import FloatArray, IntArray, count, counts, expect, number
 from fedshuffle.errors import FedShuffleError, unknown
-from fedshuffle.randomness import Draw, Purpose, ReusableGenerator, generator
+from fedshuffle.local_optimisers import SGD, LocalOptimiser
+from fedshuffle.randomness import Address, Draw, Purpose, ReusableGenerator, generator
 
 ExampleOrder = Literal["reshuffled", "replacement", "once", "sequential"]
 ORDERS: tuple[str, ...] = get_args(ExampleOrder)
@@ -21,7 +22,12 @@ ORDERS: tuple[str, ...] = get_args(ExampleOrder)
 WHOLE_CLIENT = sys.maxsize
 """A batch size that puts all examples of a client into one step."""
 
-_DEFAULTS: Mapping[str, Any] = {"epochs": 1, "batch_size": 1, "order": "reshuffled"}
+_DEFAULTS: Mapping[str, Any] = {
+    "epochs": 1,
+    "batch_size": 1,
+    "order": "reshuffled",
+    "optimiser": SGD,
+}
 
 _MAX_STEPS = 2.0**52
 """Above this number, steps are not exact as floats."""
@@ -133,6 +139,9 @@ class LocalWork:
         interruption: how many of the planned steps are done; all of them by default.
         clip: the largest norm of a minibatch's gradient; longer ones are scaled down to it.
         weight_decay: adds ``weight_decay / 2 |x|^2`` to every client's objective.
+        optimiser: what makes steps of the gradients, as text (``"sgd:momentum=0.9"``, ``"adamw"``),
+            a class of torch.optim, or a :class:`~fedshuffle.local_optimisers.LocalOptimiser`;
+            plain ``"sgd"`` by default. Each client makes a new one in every round.
 
     >>> LocalWork(epochs=2, batch_size=32).on(np.array([10, 100])).max_steps
     8
@@ -145,8 +154,11 @@ class LocalWork:
     interruption: Interruption | None = None
     clip: float = math.inf
     weight_decay: float = 0.0
+    optimiser: LocalOptimiser | str | type | None = None
 
     def __post_init__(self) -> None:
+        if self.optimiser is not None:
+            object.__setattr__(self, "optimiser", LocalOptimiser.of(self.optimiser))
         number(self.clip, "clip", within="(0, inf]")
         number(self.weight_decay, "weight_decay", within="[0, inf)")
         if self.batch_size is not None:  # a Python int also if numpy's is given
@@ -190,6 +202,8 @@ class Workload:
         self.sizes = sizes
         assert work.batch_size is not None
         self.batch_size: int = work.batch_size
+        assert isinstance(work.optimiser, LocalOptimiser)
+        self.optimiser: LocalOptimiser = work.optimiser
         self.steps_per_epoch = -(-sizes // min(self.batch_size, int(sizes.max())))
         epochs: Any = work.epochs
         if not isinstance(epochs, EpochRange) and np.size(epochs) not in (1, len(sizes)):
@@ -227,18 +241,23 @@ class Workload:
 
     def plan(self, cohort: IntArray, seed: int, round: int) -> StepCounts:
         """Steps planned and done by each client of a cohort: pure in (seed, round, client)."""
-        if self._range is None:
-            planned = self.possible_steps[0][cohort, 0]
-        else:  # for the cohort only: the table of all clients may be too large
-            low, high = self._range.low, self._range.high
-            draw = ReusableGenerator()
-            more = [
-                draw(seed, Purpose.EPOCHS, round=round, client=client).integers(high - low + 1)
-                for client in cohort.tolist()
-            ]
-            planned = self.steps_per_epoch[cohort] * (low + np.array(more, dtype=np.int64))
-        planned = self.cohort_steps(planned)
+        planned = self.planned(cohort, seed, round)
         return StepCounts(planned, self.done(planned, cohort, seed, round))
+
+    def planned(self, cohort: IntArray, seed: int, round: int) -> IntArray:
+        """Steps planned by each client of a cohort."""
+        if self._range is None:
+            return self.cohort_steps(self.possible_steps[0][cohort, 0])
+        # For the cohort only: the table of all clients may be too large.
+        low, high = self._range.low, self._range.high
+        draw = ReusableGenerator()
+        more = [
+            draw(seed, Purpose.EPOCHS, round=round, client=client).integers(high - low + 1)
+            for client in cohort.tolist()
+        ]
+        return self.cohort_steps(
+            self.steps_per_epoch[cohort] * (low + np.array(more, dtype=np.int64))
+        )
 
     def done(self, planned: IntArray, cohort: IntArray, seed: int, round: int) -> IntArray:
         """How many of its planned steps each client of a cohort does."""
@@ -363,6 +382,14 @@ class Minibatches:
     @property
     def _own(self) -> int:
         return self.client if self.stream_id is None else self.stream_id
+
+    def address(self, step: int) -> Address:
+        """Where the random numbers of a step's examples are drawn, such as augmentations.
+
+        >>> Minibatches(0, 5, 3, 2, "sequential", seed=1, round=7).address(step=2)
+        Address(seed=1, round=7, client=0, part=2)
+        """
+        return Address(self.seed, self.round, self._own, step)
 
     def model_seed(self) -> int:
         """The seed for the model's own randomness (dropout) at this client in this round."""

@@ -26,7 +26,9 @@ from fedshuffle.errors import FedShuffleError
 __all__ = [
     "Each",
     "MeanLoss",
+    "causal_lm",
     "cross_entropy",
+    "sequence_classification",
     "squared_error",
 ]
 
@@ -34,6 +36,20 @@ Each = Callable[[Tensor, Tensor], Tensor | tuple[Tensor, Tensor]]
 """``each(outputs, targets)``: one value per example, or a row of values per example, such as one
 per token; or a pair of such values and their weights, which must not depend on the outputs.
 """
+
+
+def predict(model: nn.Module, fields: Sequence[Tensor]) -> tuple[Any, Tensor]:
+    """The model's outputs for all fields but the last, and the last: the targets."""
+    _check_fields(fields)
+    return model(*fields[:-1]), fields[-1]
+
+
+def _check_fields(fields: Sequence[Tensor]) -> None:
+    if len(fields) < 2:
+        raise FedShuffleError(
+            f"the examples have {len(fields)} field, but this needs inputs and targets. Give both,"
+            " or your own loss(model, *fields)."
+        )
 
 
 @dataclass(frozen=True)
@@ -54,10 +70,12 @@ class MeanLoss:
     mean: Callable[[Tensor, Tensor], Tensor] | None = None
     """The mean of the same values, if there is a faster way to compute it."""
     counts: Callable[[Tensor], Tensor] | None = None
-    """The weights of the values, if they follow from the targets alone."""
+    """The weights of the values, if they follow from the last field alone."""
+    predict: Callable[[nn.Module, Sequence[Tensor]], tuple[Tensor, Tensor]] = predict
+    """Runs the model on the fields: its outputs and the targets. Metrics use it, too."""
 
     def __call__(self, model: nn.Module, *fields: Tensor) -> Tensor:
-        outputs, targets = predict(model, fields)
+        outputs, targets = self.predict(model, fields)
         if self.mean is not None:
             return self.mean(outputs, targets)
         result = self.each(outputs, targets)
@@ -72,7 +90,7 @@ class MeanLoss:
         """The number of values in the mean over a minibatch."""
         if self.counts is not None:
             return float(self.counts(fields[-1]).sum())
-        result = self.each(*predict(model, fields))
+        result = self.each(*self.predict(model, fields))
         return float(len(result) if isinstance(result, Tensor) else result[1].sum())
 
 
@@ -89,16 +107,6 @@ def counted(loss: Any, model: nn.Module, fields: Sequence[Tensor]) -> float:
     if not 0 <= number < math.inf:
         raise FedShuffleError(f"the loss's counted(...) gave {number}: return a number from 0 on.")
     return number
-
-
-def predict(model: nn.Module, fields: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-    """The model's outputs for all fields but the last, and the last: the targets."""
-    if len(fields) < 2:
-        raise FedShuffleError(
-            f"the examples have {len(fields)} field, but this needs inputs and targets. Give both,"
-            " or your own loss(model, *fields)."
-        )
-    return model(*fields[:-1]), fields[-1]
 
 
 def _cross_entropies(outputs: Tensor, targets: Tensor) -> Tensor | tuple[Tensor, Tensor]:
@@ -131,5 +139,54 @@ cross_entropy = MeanLoss(_cross_entropies, _mean_cross_entropy, _classes_count)
 classes, time) and a class per token. Class -100 is ignored; if all are, the loss is zero.
 """
 
+
+def _logits(model: nn.Module, fields: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    """The logits of a model of transformers, in single precision at least, and the labels."""
+    _check_fields(fields)
+    tokens, *mask, labels = fields
+    if len(mask) > 1:
+        raise FedShuffleError(
+            f"the examples have {len(fields)} fields, but this loss takes input_ids, attention_mask"
+            " and labels (or no mask). Leave out the others, or write your own loss(model,"
+            " *fields)."
+        )
+    output = model(input_ids=tokens, **({"attention_mask": mask[0]} if mask else {}))
+    if not isinstance(logits := getattr(output, "logits", None), Tensor):
+        raise FedShuffleError(
+            f"the model gives {type(output).__name__}, which has no logits. Use a model of"
+            " transformers for this task, or losses.cross_entropy for one that gives a tensor."
+        )
+    return logits.float() if logits.element_size() == 2 else logits, labels
+
+
+def _next_tokens(model: nn.Module, fields: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    """Logits (batch, vocabulary, time) and the token that each should predict."""
+    logits, labels = _logits(model, fields)
+    return logits[:, :-1].transpose(1, 2), labels[:, 1:]
+
+
+def _next_tokens_count(labels: Tensor) -> Tensor:
+    return labels[:, 1:] != IGNORED
+
+
 squared_error = MeanLoss(_squared_errors)
 """Mean over the examples of half the squared distance to the target."""
+
+sequence_classification = MeanLoss(
+    _cross_entropies, _mean_cross_entropy, _classes_count, predict=_logits
+)
+"""Mean cross-entropy of a sequence classifier of transformers. Fields: ``input_ids``, perhaps
+``attention_mask``, and ``labels``, a class per sequence; class -100 is ignored.
+"""
+
+causal_lm = MeanLoss(
+    _cross_entropies,
+    _mean_cross_entropy,
+    _next_tokens_count,
+    predict=_next_tokens,
+)
+"""Mean cross-entropy over the tokens that a language model of transformers predicts, each from
+those before it. Fields: ``input_ids``, perhaps ``attention_mask``, and ``labels``: the same tokens,
+with -100 for those that do not count, such as padding. A client's objective is the mean over all
+its tokens.
+"""

@@ -25,7 +25,7 @@ class ClientRows(Protocol):
 
 @dataclass(frozen=True)
 class State:
-    """The model, the state of the server and the clients, and the number of rounds done."""
+    """The model, the state of the server and the clients, the rounds done, and the time."""
 
     x: "Tensor"
     method_state: "Mapping[str, Tensor]" = field(default_factory=dict)
@@ -43,3 +43,10 @@ class State:
     metrics: "Mapping[str, FloatArray]" = field(default_factory=dict)
     """Numbers of the last round by name, one per client of its cohort: ``train_loss``,
     ``update_norm``, ``bytes_up``, ``bytes_down`` and those of transforms."""
+    replies: "Mapping[str, Tensor]" = field(default_factory=dict)
+    """Who of real clients replied so far, if that is estimated."""
+    time: float = 0.0
+    """Simulated seconds since the start, by the clock of the run."""
+    in_flight: "Mapping[int, Tensor]" = field(default_factory=dict)
+    """In asynchronous runs: the models, by their number of server steps, that updates still to come
+    started from."""

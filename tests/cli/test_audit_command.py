@@ -66,6 +66,47 @@ def test_a_config_gives_data_method_sampling_and_work(
     assert other == audit(clients, "fedshuffle", "full", work).to_dict()
 
 
+@pytest.mark.parametrize("rule", ["estimate", "estimate:fedau:3", "estimate:ewma:0.1"])
+def test_estimated_probabilities(
+    rule: str, store: Path, monkeypatch: Monkey, capsys: Printed
+) -> None:
+    """On the command line, and from a config: what the run minimises in a long run."""
+    clients, there = Federation.open(store), "independent:0.9,0.5,0.2"
+    want = audit(clients, "fedshuffle", availability=there, probabilities=rule)
+    p = np.array([0.9, 0.5, 0.2])
+    limit = {"estimate": p, "estimate:fedau:3": p / (1 - (1 - p) ** 3)}.get(rule)
+    if limit is not None:
+        raw = clients.weights * p / limit
+        np.testing.assert_allclose(want.effective_weights, raw / raw.sum(), atol=1e-12)
+    assert want.consistent is (rule == "estimate")
+    words = ["--method", "fedshuffle", "--probabilities", rule, "--availability", there]
+    told = audited(monkeypatch, capsys, "--data", str(store), *words)
+    assert told == want.to_dict()
+    assert told.keys() == audited(monkeypatch, capsys, "--data", str(store)).keys()
+    config = store.parent / "estimated.toml"
+    config.write_text(
+        'rounds = 3\nmethod = "fedshuffle"\nloss = "squared_error"\nmodel = "torch.nn:Identity"\n'
+        f'availability = "{there}"\nprobabilities = "{rule}"\n[data]\nstore = "people"\n'
+    )
+    assert audited(monkeypatch, capsys, "--config", str(config)) == told
+    known = audited(monkeypatch, capsys, "--config", str(config), "--probabilities", "estimate")
+    assert known["consistent"]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--method", "fedavg"], "fedavg does not divide by inclusion probabilities"),
+        (["--callable", "math:fsum"], "--probabilities changes nothing"),
+    ],
+)
+def test_probabilities_that_are_not_used(
+    words: list[str], message: str, monkeypatch: Monkey, capsys: Printed
+) -> None:
+    assert run(monkeypatch, "audit", "--sizes", "1,2", "--probabilities", "estimate", *words) == 2
+    assert message in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("more", [["--sizes", "1,2"], ["--epochs", "2"], ["--data", "people"]])
 def test_what_a_config_says_is_not_said_twice(
     more: list[str], store: Path, monkeypatch: Monkey, capsys: Printed

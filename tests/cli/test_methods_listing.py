@@ -74,6 +74,10 @@ def test_costs_are_those_of_the_algorithms(rows: dict[str, dict[str, Any]]) -> N
         "mime": (4, 3, 2),
         "mime-lite": (2, 2, 2),
         "fedadam": (2, 1, 1),
+        "mifa": (2, 1, 1),
+        "fedvarp": (2, 1, 1),
+        "fedawe": (2, 1, 1),
+        "amplified": (2, 1, 1),
         "pooled-rr": (0, 0, 0),
         "non-local-mvr": (2, 2, 2),
     }
@@ -84,7 +88,8 @@ def test_costs_are_those_of_the_algorithms(rows: dict[str, dict[str, Any]]) -> N
 
 def test_who_keeps_client_state(rows: dict[str, dict[str, Any]]) -> None:
     keeping = {name for name, row in rows.items() if row["client_state"]}
-    assert keeping == {"scaffold", "scaffold-i", "vrl-sgd", "fedlin-sparse"}
+    remembering = {"mifa", "fedvarp", "fedawe"}
+    assert keeping == {"scaffold", "scaffold-i", "vrl-sgd", "fedlin-sparse", *remembering}
 
 
 def test_pairs_written_out_are_uniform_sampling() -> None:

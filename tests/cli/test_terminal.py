@@ -38,6 +38,12 @@ def test_the_console_shows_control_characters(terminal: bool) -> None:
     assert found.count("\\x1b]0;owned") == 3
 
 
+def test_the_console_knows_no_emoji() -> None:
+    file = io.StringIO()
+    Console(file=file).print("cyclic:x:0.5 [bold]:smile:[/]")
+    assert file.getvalue() == "cyclic:x:0.5 :smile:\n"
+
+
 def test_a_progress_bar_still_moves() -> None:
     file = io.StringIO()
     console = Console(file=file, force_terminal=True, width=80)

@@ -116,6 +116,7 @@ def test_a_descent_tunes_both_step_sizes(tmp_path: Path) -> None:
     assert steps == [4 * record["round"] for record in curve["runs"][0]["history"]]
 
 
+@pytest.mark.slow
 def test_a_descent_resumes_after_an_interruption(tmp_path: Path) -> None:
     whole = tuned(tmp_path / "whole", [0.1], **BOTH)
     calls = 0
@@ -227,6 +228,7 @@ def test_a_damaged_folder(tmp_path: Path) -> None:
         Study(compared, tmp_path / "out", Criterion("loss", False))
 
 
+@pytest.mark.slow
 def test_a_search_uses_runs_that_another_one_left(tmp_path: Path) -> None:
     """Such as those of a search from another point, which this one meets only later."""
     tuned(tmp_path, [0.32], **BOTH)
@@ -237,6 +239,7 @@ def test_a_search_uses_runs_that_another_one_left(tmp_path: Path) -> None:
     assert all(path.stat().st_mtime_ns == stamp for path, stamp in stamps.items())
 
 
+@pytest.mark.slow
 def test_a_point_counts_by_the_mean_of_its_repeats(tmp_path: Path) -> None:
     changes: dict[str, Any] = {"sampling": "uniform:2", "compare__tune__widen": 1}
     one, other = (

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import nn
 
 from fedshuffle import (
@@ -118,4 +119,23 @@ def test_the_newest_parameters_are_loaded_where_a_run_was_stopped(tmp_path: Path
         load_model(out)
     file.with_name("task.py").unlink()
     with pytest.raises(FedShuffleError, match=r"model=.*task"):
+        load_model(out)
+
+
+def test_a_frozen_base_is_not_stored_with_the_model(tmp_path: Path) -> None:
+    file = templates.new_run(tmp_path / "mine") / "config.toml"
+    task = file.with_name("task.py")
+    returned = "    return nn.Sequential("
+    frozen = "    made = nn.Sequential("
+    text = task.read_text().replace(returned, frozen, 1)
+    head, line, rest = text.partition("nn.Linear(hidden, 2))\n")
+    task.write_text(f"{head}{line}    made[0].requires_grad_(False)\n    return made\n{rest}")
+    out = tmp_path / "out"
+    result = config.load(file, {"rounds": 2}).run(out)
+    assert sorted(load_file(out / "model.safetensors")) == ["2.bias", "2.weight"]
+    assert equal(load_model(out), result.model)
+    task.write_text(
+        task.read_text().replace("made[0].r", "nn.init.zeros_(made[0].weight); made[0].r")
+    )
+    with pytest.raises(FedShuffleError, match="frozen parameters or buffers"):
         load_model(out)

@@ -106,8 +106,7 @@ def test_a_second_import_into_the_same_store_is_refused(tmp_path: Path, there: b
         ("interrupted", True, "draft publish _sweep"),
         *(
             pytest.param(stop, there, "", marks=pytest.mark.slow)
-            for stop in ("killed", "interrupted")
-            for there in (False, True)
+            for stop, there in (("killed", True), ("killed", False), ("interrupted", False))
         ),
     ],
 )

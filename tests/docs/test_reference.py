@@ -26,7 +26,7 @@ NO_EXAMPLE = {
     "returned, not made": """
         auditing.Finding auditing.PrivacyAudit auditing.ClippingReport auditing.adapters.Replies
         callbacks.TrainingContext engines.choose methods.Family methods.RatioOfSums
-        methods.LocalPlan
+        methods.LocalPlan methods.OwnModels
         methods.Reported methods.StepCoefficients methods.FullGradient methods.RoundContext
         methods.CohortMoments sampling.Cohorts transforms.Message transforms.ClientContext
         transforms.ServerContext privacy.Mechanism engines.Choice testing.CheckResult
@@ -35,7 +35,8 @@ NO_EXAMPLE = {
         theory.exact.ConstantsOptions tuning.Trial tuning.TunedStepSizes
     """,
     "a guide shows how to write one": """
-        auditing.adapters.Aggregator methods.Normaliser methods.Direction methods.ServerOptimiser
+        auditing.adapters.Aggregator auditing.async_servers.AsyncServer
+        methods.Normaliser methods.Direction methods.ServerOptimiser
         transforms.Transform transforms.Channel transforms.Compressor engines.Engine
     """,
     "made by engines.make": """
@@ -43,7 +44,9 @@ NO_EXAMPLE = {
         engines.ThreadsEngine engines.ProcessesEngine engines.RayEngine
     """,
     "needs a download, a server or a service": """
-        auditing.adapters.FlowerAggregator callbacks.MLflow callbacks.WandB data.datasets.get
+        auditing.adapters.FlowerAggregator auditing.async_adapters.appfl_server
+        auditing.async_adapters.flsim_server auditing.async_adapters.nvflare_server
+        callbacks.MLflow callbacks.WandB data.datasets.get
         data.datasets.cifar100 data.datasets.femnist data.datasets.load data.datasets.shakespeare
         flower.Client flower.local.Deployment
     """,

@@ -106,7 +106,7 @@ def test_models_that_cannot_be_flattened_are_refused() -> None:
     with pytest.raises(FedShuffleError, match="no trainable parameters"):
         Problem(nn.Flatten(), half_squared_distance, federation)
     mixed = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2).double())
-    with pytest.raises(FedShuffleError, match="mixes parameters"):
+    with pytest.raises(FedShuffleError, match="mixes trainable parameters"):
         Problem(mixed, half_squared_distance, federation)
 
 

@@ -4,6 +4,7 @@ Within this file, threads are what Ray is compared with, and worker processes on
 program of their own: to fork a process that has Ray's threads in it is asking for trouble.
 """
 
+import contextlib
 import json
 import multiprocessing
 import os
@@ -39,6 +40,7 @@ from fedshuffle._terminal import restored_signals
 from fedshuffle.engines import Engine, Problem, Ray, RayEngine, at_address, check, make
 from fedshuffle.engines.ray import cluster as clusters
 from fedshuffle.engines.serialization import pack
+from fedshuffle.local_optimisers import LocalOptimiser
 from fedshuffle.training.rounds import Run, simulate
 from tests.processes import LOOPBACK, PATIENCE, alive, listening, wait_for
 
@@ -254,6 +256,31 @@ def ready(engine: RayEngine) -> None:
     )
 
 
+@pytest.mark.parametrize("kind", ["sequential", "vectorized"])
+def test_transformed_examples_are_the_same_on_two_nodes(nodes: Nodes, kind: str) -> None:
+    def shaken(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        return x + torch.randn_like(x) * np.random.rand(), y
+
+    data = federation().with_transform(shaken)
+    own = Problem(network().double(), losses.cross_entropy, data)
+    with contextlib.closing(make(f"ray:2:{kind}", own)) as engine:
+        for method in ("fedshuffle", "fedlin"):
+            have = trained(engine, method)
+            assert torch.equal(have, trained(make(f"{kind}:2", own), method))
+            torch.testing.assert_close(have, trained(make("reference", own), method))
+
+
+@pytest.mark.slow
+def test_local_optimisers_equal_a_bare_loop(nodes: Nodes) -> None:
+    from tests.engines import test_local_optimisers as bare
+
+    wanted = bare.bare(bare.network(), *bare.USUAL["adamw"])
+    bare.assert_same(bare.trained(bare.network(), "adamw", "ray:2"), wanted)
+    wanted = bare.bare(bare.network(), bare.Signs, {})
+    own = LocalOptimiser(bare.Signs)
+    bare.assert_same(bare.trained(bare.network(), own, "ray:2"), wanted)
+
+
 def test_two_nodes_give_bit_for_bit_what_two_workers_give_here(nodes: Nodes) -> None:
     engine = on_both(nodes)
     for method in ("fedshuffle", "fedshuffle-mvr", "scaffold", "mime-adam"):
@@ -273,7 +300,7 @@ def test_two_nodes_give_bit_for_bit_what_two_workers_give_here(nodes: Nodes) -> 
 
 
 def test_other_kinds_precisions_and_places_of_data(nodes: Nodes, tmp_path: Path) -> None:
-    """More workers than there is room for, other engines, bfloat16, data on disk."""
+    """Too many workers for the room, other engines, bfloat16, data on disk, a frozen layer."""
     federation().save(tmp_path / "people")
     stored = Federation.open(tmp_path / "people")
     short = network().to(torch.bfloat16)
@@ -285,6 +312,9 @@ def test_other_kinds_precisions_and_places_of_data(nodes: Nodes, tmp_path: Path)
         return parameters_to_vector(result.model.parameters()).detach()
 
     assert torch.equal(after(network(), Ray(3)), after(network(), "sequential:3"))
+    frozen = network()
+    next(frozen.parameters()).requires_grad_(False)  # travels as the data do
+    assert torch.equal(after(frozen, Ray(2)), after(frozen, "sequential:2"))
     in_memory = federation()
     have, want = (
         after(short, name, federation=in_memory) for name in ("ray:2:vectorized", "vectorized:2")
@@ -531,9 +561,13 @@ def loss(model, x, y):
 
 @pytest.fixture
 def project(tmp_path: Path) -> Path:
-    (tmp_path / "config.toml").write_text(CONFIG)
-    (tmp_path / "parts.py").write_text(PARTS)
-    return tmp_path
+    return write_project(tmp_path)
+
+
+def write_project(folder: Path) -> Path:
+    (folder / "config.toml").write_text(CONFIG)
+    (folder / "parts.py").write_text(PARTS)
+    return folder
 
 
 @pytest.fixture
@@ -555,13 +589,15 @@ def command(*words: str | Path, **environment: str) -> subprocess.Popen[str]:
     )
 
 
-def wanted(project: Path) -> bytes:
+@pytest.fixture(scope="module")
+def wanted(tmp_path_factory: pytest.TempPathFactory) -> bytes:
     """The model of the same run, never interrupted, on worker processes without Ray."""
-    words: list[Any] = ["--engine", "sequential:2:processes", "--out", project / "plain"]
-    driver = command(project / "config.toml", *words)
+    place = write_project(tmp_path_factory.mktemp("plain"))
+    words: list[Any] = ["--engine", "sequential:2:processes", "--out", place / "plain"]
+    driver = command(place / "config.toml", *words)
     _, said = driver.communicate(timeout=PATIENCE)
     assert driver.returncode == 0, said
-    return (project / "plain" / "model.safetensors").read_bytes()
+    return (place / "plain" / "model.safetensors").read_bytes()
 
 
 def children(pid: int) -> set[int]:
@@ -585,7 +621,9 @@ def wait_until_gone(pids: set[int]) -> None:
 
 
 @pytest.mark.skipif(not Path("/proc/net/tcp").exists(), reason="looks into /proc")
-def test_a_run_survives_whatever_happens_to_it(project: Path, ray_folder: str) -> None:
+def test_a_run_survives_whatever_happens_to_it(
+    project: Path, ray_folder: str, wanted: bytes
+) -> None:
     """Killed, interrupted and terminated in the middle of rounds, it ends as if it never was."""
     hold, out = project / "hold", project / "out"
     first: list[str | Path] = [project / "config.toml", "--engine", "ray:2", "--out", out]
@@ -626,12 +664,14 @@ def test_a_run_survives_whatever_happens_to_it(project: Path, ray_folder: str) -
     driver = command(*again, HOME=str(project), RAY_TMPDIR=ray_folder)
     _, said = driver.communicate(timeout=PATIENCE)
     assert driver.returncode == 0, said
-    assert (out / "model.safetensors").read_bytes() == wanted(project)
+    assert (out / "model.safetensors").read_bytes() == wanted
     assert json.loads((out / "run.json").read_text())["engine"] == "ray:2"
     wait_until_gone(killed)
 
 
-def test_a_run_goes_to_the_cluster_at_an_address(nodes: Nodes, project: Path) -> None:
+def test_a_run_goes_to_the_cluster_at_an_address(
+    nodes: Nodes, project: Path, wanted: bytes
+) -> None:
     names = ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN_PATH", "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER")
     settings = {name: os.environ[name] for name in names}
     words: list[Any] = [project / "config.toml", "--engine", "ray:2", "--out", project / "out"]
@@ -643,7 +683,7 @@ def test_a_run_goes_to_the_cluster_at_an_address(nodes: Nodes, project: Path) ->
     )
     _, said = driver.communicate(timeout=PATIENCE)
     assert driver.returncode == 0, said
-    assert (project / "out" / "model.safetensors").read_bytes() == wanted(project)
+    assert (project / "out" / "model.safetensors").read_bytes() == wanted
     assert "127.0.0.1" not in (project / "out" / "run.json").read_text()
 
     driver = command(*words[:-1], project / "b", "--address", "127.0.0.1:1")

@@ -26,8 +26,7 @@ VALUES = 0.1, 0.2, 0.3
 @pytest.fixture(autouse=True)
 def two_methods(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever the study tunes by default, here these."""
-    capped = "rho = 2", "FedShuffle (rho = inf)"
-    methods = {"fedavg-rr": ("FedAvg",), "fedshuffle-capped:rho=2": capped}
+    methods = {"fedavg-rr": "FedAvg", "fedshuffle-capped:rho=2": "FedShuffle (rho = inf)"}
     monkeypatch.setattr(step_sizes, "DEFAULT_METHODS", methods)
 
 
@@ -146,17 +145,20 @@ def read(rows: list[dict[str, Any]]) -> list[dict[str, str]]:
 
 def test_the_default_stands_beside_the_best_of_the_study() -> None:
     _, fedavg, capped = cells(step_sizes.default_table(read(defaults()), {"plays": study()}))
-    assert fedavg == ["Plays", "FedAvg", "0.32, 1; 0.1, 1", "60.00", "50.00", "+10.00"]
-    # There is no rho = 2: FedShuffle is nearest, with a mean of 60.
-    assert capped == ["Plays", "rho = 2", "0.32, 1", "40.00 (1 diverged)", "60.00", "-20.00"]
+    # The method with the highest mean of those that never diverged.
+    best = "60.00 ± 14.14 (FedShuffle (rho = inf))"
+    assert fedavg[:3] == ["Plays", "FedAvg", "0.32, 1; 0.1, 1"]
+    assert fedavg[3:] == ["60.00 ± 10.00", "50.00", "+10.00", best]
+    assert capped[1:3] == ["FedShuffle (rho = inf)", "0.32, 1"]
+    assert capped[3:] == ["40.00 (1 diverged)", "60.00 ± 14.14", "-20.00", best]
 
 
 def test_a_default_that_diverged_or_has_no_rival_has_no_difference() -> None:
     rows = read(defaults(diverged=True, accuracy=None))
     own = results(curve("fedavg", made(1, 0.5, diverged=True), label="FedAvg"))
     _, fedavg, capped = cells(step_sizes.default_table(rows, {"plays": own}))
-    assert fedavg[3:] == ["60.00", "", ""]
-    assert capped[3:] == ["diverged", "", ""]
+    assert fedavg[3:] == ["60.00 ± 10.00", "", "", ""]
+    assert capped[3:] == ["diverged", "", "", ""]
 
 
 PAGE = """# Step sizes

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 import pytest
 
 from fedshuffle.auditing.adapters import ensure_identity
+from tests.flower.deployment import deployment  # noqa: F401  where it is asked for
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""One Flower deployment for all tests of a process: it takes seconds to bring up."""
+"""One Flower deployment for all tests of a file: to bring it up and to keep it up takes time."""
 
 from collections.abc import Iterator
 
@@ -9,9 +9,9 @@ from fedshuffle.flower.local import Deployment
 CLIENTS = 3
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def deployment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
-    """A SuperLink and three SuperNodes, up until the tests are done.
+    """A SuperLink and three SuperNodes, up until the tests of the file are done.
 
     A test that kills a node restarts it, and waits until all are online again.
     """

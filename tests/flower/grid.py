@@ -18,8 +18,9 @@ class LocalGrid(Grid):  # type: ignore[misc]
 
     Faults: ``"raises"`` (the app fails), ``"silent"`` (no reply comes, which Flower reports when
     the message expires), ``"gone"`` (the node is lost: an error of Flower's that does not name
-    it), ``"lost"`` (the app runs, and its reply is lost like that node), ``"refused"`` (the
-    SuperLink does not take the message).
+    it), ``"lost"`` (the app runs, and its reply is lost like that node), ``"late"`` (its reply
+    comes with those to later messages), ``"after:3"`` (it comes when it is asked for the third
+    time), ``"refused"`` (the SuperLink does not take the message).
     """
 
     def __init__(self, apps: list[ClientApp], fault: Fault | None = None) -> None:
@@ -31,7 +32,10 @@ class LocalGrid(Grid):  # type: ignore[misc]
         self.asked: list[tuple[int, str]] = []
         self.most_in_hand = 0
         self.received: list[Message] = []
+        self.came_late = 0
         self._replies: dict[str, Message] = {}
+        self._late: dict[str, Message] = {}
+        self._patience: dict[str, int] = {}
         self._silent: dict[str, tuple[float, Message]] = {}
         self._sent = 0
 
@@ -49,6 +53,11 @@ class LocalGrid(Grid):  # type: ignore[misc]
             fault = self.fault(client, message)
             if fault == "silent":
                 self._silent[id] = time.monotonic() + message.metadata.ttl, message
+            elif fault == "late":
+                self._late[id] = self._reply(client, message, None)
+            elif fault and fault.startswith("after:"):
+                self._replies[id] = self._reply(client, message, None)
+                self._patience[id] = int(fault.removeprefix("after:"))
             elif fault != "refused":
                 self._replies[id] = self._reply(client, message, fault)
             ids.append("" if fault == "refused" else id)
@@ -73,7 +82,12 @@ class LocalGrid(Grid):  # type: ignore[misc]
             if time.monotonic() >= end:
                 del self._silent[id]
                 self._replies[id] = Message(Error(3, "unavailable"), reply_to=message)
-        found = [self._replies.pop(id) for id in message_ids if id in self._replies]
+        self._patience |= {id: self._patience.get(id, 1) - 1 for id in message_ids}
+        ready = [id for id in message_ids if id in self._replies and self._patience[id] <= 0]
+        found = [self._replies.pop(id) for id in ready]
+        late = [id for id in self._late if id not in message_ids]
+        self.came_late += len(late)
+        found += [self._late.pop(id) for id in late]
         self.most_in_hand = max(self.most_in_hand, len(found))
         self.received += found
         return found

@@ -204,6 +204,33 @@ def test_error_says_why_clients_are_missing() -> None:
         strategy(sizes=SIZES).start(LocalGrid([]), start(), 1, timeout=0.1)
 
 
+def test_clients_that_all_fail_are_not_awaited() -> None:
+    def broken(context: Context) -> Any:
+        raise RuntimeError("no disk")
+
+    app = client_app(model, broken, losses.cross_entropy)
+    with pytest.raises(FedShuffleError, match=r"0 of 4 clients came\. .*no disk"):
+        strategy().start(LocalGrid([app] * 4), start(), 1, timeout=1e6)
+
+
+def test_client_apps_of_others_are_told_at_once() -> None:
+    def train(message: Message, context: Context) -> Message:
+        return Message(message.content, reply_to=message)
+
+    only_train, echoes = ClientApp(), ClientApp()
+    only_train.train()(train)
+    echoes.query("info")(train)
+    for app in (only_train, echoes):  # one node is enough: all run the same app
+        with pytest.raises(FedShuffleError, match=r"node 100 .*client_app.*ConsistentFedAvg"):
+            strategy().start(LocalGrid([app]), start(), 1, timeout=1e6)
+
+
+def test_other_client_app_beside_ours_is_only_refused() -> None:
+    other = ClientApp()
+    result = strategy(sampling="full").start(LocalGrid([*apps(), other]), start(), 1)
+    assert result.train_metrics_clientapp[1]["replied"] == 4
+
+
 @pytest.mark.parametrize("nodes", [{1: 0, 2: 0}, {1: 4}, {1: -1}, {"a": 1}])
 def test_invalid_nodes_argument_is_refused(nodes: Any) -> None:
     with pytest.raises(FedShuffleError, match="nodes"):

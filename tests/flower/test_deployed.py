@@ -5,11 +5,12 @@ Flower's own simulator.
 import contextlib
 import importlib
 import os
+import re
 import signal
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -22,16 +23,22 @@ from torch import nn
 from fedshuffle import Federation, losses, train
 from fedshuffle.engines import Problem
 from fedshuffle.engines.sequential import SequentialEngine
-from fedshuffle.flower.local import COMPLETED, Deployment, available_port
+from fedshuffle.flower.local import COMPLETED, Deployment, available_port, write_node_key
 from fedshuffle.training.rounds import Run, simulate
 from fedshuffle.training.run_folder import RunFolder
 from fedshuffle.transforms import channel
 from tests.flower.deployment import CLIENTS, restart_killed_node
-from tests.processes import PATIENCE, wait_for, with_environment
+from tests.flower.quickstart_app import BEFORE, migrate, shares
+from tests.processes import LOOPBACK, PATIENCE, listening, wait_for, with_environment
 
 APP = Path(__file__).parent / "app"
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("flower")]
+
+
+needs_proc = pytest.mark.skipif(
+    not Path("/proc/self/environ").exists(), reason="looks into Linux's /proc"
+)
 
 
 @pytest.fixture
@@ -110,12 +117,90 @@ def test_secure_aggregation(deployment: Deployment, task: Any, tmp_path: Path) -
         torch.testing.assert_close(found[name], value, rtol=0, atol=1e-6)
 
 
-@pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="looks into Linux's /proc")
-def test_flowers_simulator_gives_the_same_model(task: Any, tmp_path: Path) -> None:
-    out, scripts = tmp_path / "out", Path(sys.executable).parent
+COUNTED_BEFORE = [64 / 4736, 576 / 4736, 4096 / 4736]
+COUNTED_AFTER = [8 / 96, 24 / 96, 64 / 96]
+"""How much each client counts in the app of docs/how-to/migrate-a-flower-app.md."""
+
+
+def test_the_migrated_quickstart_is_right(deployment: Deployment, tmp_path: Path) -> None:
+    config = {"num-server-rounds": 1, "out": str(tmp_path / "out")}
+    assert deployment.run(migrate(tmp_path / "app"), config) == COMPLETED
+    assert shares(tmp_path / "out") == pytest.approx(COUNTED_AFTER, rel=1e-5)
+
+
+def invalid_nodes(deployment: Deployment) -> dict[str, tuple[list[str], str]]:
+    """Commands of nodes that must not get in, and the error of each."""
+
+    def node(without: Sequence[str] = (), *instead: str) -> list[str]:
+        command = deployment.node_command(0)  # each with its own port
+        for option in without:
+            at = command.index(option)
+            del command[at : at + 2]
+        return [*command, *instead]
+
+    authority, key = "--root-certificates", "--auth-supernode-private-key"
+    other = str(deployment.keys / "other.key")
+    write_node_key(Path(other))
+    return {
+        "unregistered": (node([key], key, other), "Failed to activate SuperNode"),
+        "keyless": (node([key]), "must be registered"),
+        "plaintext": (node([authority, key], "--insecure"), "Connection reset|disconnected"),
+        "without-authority": (node([authority]), "CERTIFICATE_VERIFY_FAILED"),
+        "twin": (node(), "Failed to activate SuperNode"),
+    }
+
+
+def test_invalid_nodes_are_refused(deployment: Deployment) -> None:
+    tried = {
+        name: (deployment.start(name, *words, "--max-retries", "1"), error)
+        for name, (words, error) in invalid_nodes(deployment).items()
+    }
+    for name, (process, error) in tried.items():
+        assert process.wait(PATIENCE) != 0
+        said = (deployment.logs / f"{name}.log").read_text()
+        assert re.search(error, said), said
+        del deployment.processes[name]
+    deployment.await_online(CLIENTS)
+    assert len(deployment.flwr("supernode", "list", "local")["nodes"]) == CLIENTS
+
+
+@needs_proc
+def test_processes_listen_on_this_machine_only(deployment: Deployment) -> None:
+    heard = listening(with_environment(f"FLWR_HOME={deployment.folder}"))
+    assert int(deployment.address.split(":")[1]) in {port for _, port in heard}
+    assert len(heard) == 1 + CLIENTS
+    assert {address for address, _ in heard} <= LOOPBACK
+
+
+@needs_proc
+def test_flowers_simulator_gives_the_same_model(
+    simulator: Callable[[Path, str], str], task: Any, tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    said = simulator(APP, f'method="fedshuffle-mvr" marks="{tmp_path}" out="{out}"')
+    assert (out / "model.safetensors").exists(), said
+    assert_same(out, simulated(task, 2, "fedshuffle-mvr"))
+
+
+@needs_proc
+@pytest.mark.parametrize("migrated", [False, True])
+def test_quickstart_is_biased_before_and_right_after(
+    simulator: Callable[[Path, str], str], migrated: bool, tmp_path: Path
+) -> None:
+    app, out = migrate(tmp_path / "app") if migrated else BEFORE, tmp_path / "out"
+    said = simulator(app, f'num-server-rounds=1 out="{out}"')
+    assert out.exists(), said
+    assert shares(out) == pytest.approx(COUNTED_AFTER if migrated else COUNTED_BEFORE, rel=1e-5)
+
+
+@pytest.fixture(scope="module")
+def simulator(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[Path, str], str]]:
+    """Flower's simulator: a function that runs an app and returns what it printed."""
+    folder = tmp_path_factory.mktemp("simulator")
+    scripts = Path(sys.executable).parent
     environment = {
         **{name: value for name, value in os.environ.items() if not name.startswith("RAY_")},
-        "FLWR_HOME": str(tmp_path / "home"),
+        "FLWR_HOME": str(folder / "home"),
         "FLWR_TELEMETRY_ENABLED": "0",
         "FLWR_DISABLE_UPDATE_CHECK": "1",
         "FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION": "1",
@@ -123,22 +208,28 @@ def test_flowers_simulator_gives_the_same_model(task: Any, tmp_path: Path) -> No
         "RAY_ADDRESS": "local",  # or it would join another cluster of this machine
         "RAY_USAGE_STATS_ENABLED": "0",
         "RAY_AUTH_MODE": "token",
-        "RAY_AUTH_TOKEN_PATH": str(tmp_path / "token"),
+        "RAY_AUTH_TOKEN_PATH": str(folder / "token"),
         "PATH": os.pathsep.join([str(scripts), os.environ["PATH"]]),
     }
-    (tmp_path / "token").write_text("5e" * 32)
-    (tmp_path / "token").chmod(0o600)
-    words = [str(scripts / "flwr"), "run", str(APP), "local", "--stream"]
-    words += ["--federation-config", f"num-supernodes={len(task.SIZES)}"]
-    words += ["-c", f'method="fedshuffle-mvr" marks="{tmp_path}" out="{out}"']
+    (folder / "token").write_text("5e" * 32)
+    (folder / "token").chmod(0o600)
+
+    def run(app: Path, config: str) -> str:
+        words = [str(scripts / "flwr"), "run", str(app), "local", "--stream"]
+        words += ["--federation-config", f"num-supernodes={CLIENTS}", "-c", config]
+        for _ in range(5):  # Flower gives its SuperLink 15 seconds, too few on a busy machine
+            done = subprocess.run(
+                words, env=environment, cwd=folder, text=True, capture_output=True, timeout=PATIENCE
+            )
+            said = done.stdout + done.stderr
+            if "Failed to start local SuperLink" not in said:
+                break
+        return said
+
     try:
-        said = subprocess.run(
-            words, env=environment, cwd=tmp_path, text=True, capture_output=True, timeout=PATIENCE
-        )
-        assert (out / "model.safetensors").exists(), said.stdout + said.stderr
-        assert_same(out, simulated(task, 2, "fedshuffle-mvr"))
+        yield run
     finally:
-        home = f"FLWR_HOME={tmp_path}"
+        home = f"FLWR_HOME={folder}"
         for pid in with_environment(home):  # Flower leaves a SuperLink behind
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGTERM)

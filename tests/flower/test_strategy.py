@@ -39,7 +39,12 @@ pytestmark = pytest.mark.usefixtures("server_process")
 DEPLOYABLE = [
     method.name
     for method in methods.available()
-    if not (method.pooled or method.balanced_only or method.name == "fedlin-sparse")
+    if not (
+        method.pooled
+        or method.balanced_only
+        or method.direction.own_models
+        or method.name == "fedlin-sparse"
+    )
 ]
 
 
@@ -48,6 +53,17 @@ def test_model_is_that_of_the_simulator(name: str) -> None:
     options: dict[str, Any] = {"method": name, "work": methods.get(name).drop_fixed(WORK)}
     result = strategy(**options).start(LocalGrid(apps()), start(), 3)
     assert same(result.arrays, simulated(3, **options))
+
+
+def test_clients_with_models_of_their_own_are_refused() -> None:
+    with pytest.raises(FedShuffleError, match=r"fedawe start from models of their own.*Use mifa"):
+        strategy(method="fedawe")
+
+
+@pytest.mark.parametrize("name", ["train_config", "evaluate_config"])
+def test_configs_for_clients_are_refused(name: str) -> None:
+    with pytest.raises(FedShuffleError, match=f"{name} has 'lr'.*ConsistentFedAvg"):
+        strategy().start(LocalGrid(apps()), start(), 1, **{name: ConfigRecord({"lr": 0.1})})
 
 
 def test_step_size_and_epochs_may_vary() -> None:

@@ -484,7 +484,7 @@ def test_every_method_works_in_single_precision() -> None:
         tensors = [state.x, *(t for key, t in remembered(state).items() if key != "server step")]
         if state.clients is not None:
             tensors.append(state.clients.rows(np.arange(len(federation))))
-        assert {t.dtype for t in tensors} == {torch.float32}, method.name
+        assert {t.dtype for t in tensors if t.is_floating_point()} == {torch.float32}, method.name
         torch.testing.assert_close(
             state.x.double(), double[-1][0].x, rtol=1e-4, atol=1e-5, msg=method.name
         )
@@ -494,9 +494,12 @@ NAMES = covering(one.name for one in methods.available() if not (one.pooled or o
 
 
 def test_a_few_methods_cover_every_kind_of_request() -> None:
-    """What the kernel can do is used by somebody, and tried with every engine."""
+    """What the kernel can do is used by somebody, and tried with every engine. DiLoCo's local
+    optimiser is beside the kernel: see tests/engines/test_local_optimisers.py.
+    """
     used = frozenset[Kind]().union(*map(kinds, NAMES))
-    assert used == frozenset[Kind]().union(*(kinds(one.name) for one in methods.available()))
+    others = [one.name for one in methods.available() if one.name != "diloco"]
+    assert used == frozenset[Kind]().union(*map(kinds, others))
     parts = [part for name, *rest in used if name == "training" for part in rest[0]]
     assert {alpha for alpha, *_ in parts} == {0, 1, "other"}
     assert all(any(uses) for uses in zip(*(uses for _, *uses in parts), strict=True))

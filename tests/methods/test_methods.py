@@ -81,7 +81,8 @@ def test_unset_parts_of_local_work_are_the_methods_own() -> None:
         for work in (None, LocalWork(), LocalWork(**method.work)):
             resolved = Run(clients, method, work=work).workload.work
             assert None not in (resolved.epochs, resolved.batch_size, resolved.order)
-            assert all(getattr(resolved, part) == value for part, value in method.work.items())
+            fixed = LocalWork(**method.work)
+            assert all(getattr(resolved, part) == getattr(fixed, part) for part in method.work)
     set_where_open = LocalWork(epochs=2, batch_size=2, clip=1.0)
     assert Run(clients, "fedavg", work=set_where_open).workload.work.order == "replacement"
     assert Run(clients, "fedrr", work=LocalWork(interruption=MissLast())).workload.max_steps == 3

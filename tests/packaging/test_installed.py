@@ -203,6 +203,18 @@ from pyarrow import parquet
 columns = {"who": ["a", "b", "b"], "x": [1.0, 2.0, 4.0], "y": [0, 1, 1]}
 parquet.write_table(pa.table(columns), "t.parquet")
 """,
+    "huggingface": """
+import datasets, flwr_datasets.partitioner
+from fedshuffle import Federation
+rows = datasets.Dataset.from_dict({"who": ["a", "b"], "x": [[1.0], [2.0]]})
+assert len(Federation.from_huggingface(rows, client="who", fields=["x"])) == 2
+""",
+    "polars": """
+import polars
+from fedshuffle import Federation
+rows = polars.DataFrame({"who": ["a", "b"], "x": [1.0, 2.0]})
+assert len(Federation.from_frame(rows, client="who", fields=["x"])) == 2
+""",
     "frame": """
 import task
 assert list(task.trained().frame()["loss"].notna())

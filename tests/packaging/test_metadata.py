@@ -44,7 +44,7 @@ def test_the_citation_has_what_the_format_requires() -> None:
 
 def test_every_extra_for_users_can_be_asked_for_by_a_message() -> None:
     packages = {"sklearn": "scikit-learn", "dp_accounting": "dp-accounting"}
-    packages |= {"mlflow": "mlflow-skinny"}
+    packages |= {"mlflow": "mlflow-skinny", "PIL": "pillow", "flwr_datasets": "flwr-datasets"}
     for extra, modules in EXTRAS.items():
         assert {packages.get(name, name) for name in modules} <= requirements(extra), extra
     others = PROJECT["optional-dependencies"].keys() - EXTRAS.keys()

@@ -9,6 +9,13 @@ from fedshuffle.reports.comparison import write
 from tests.reports.examples import whole
 
 
+@pytest.fixture
+def unpainted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pictures are empty files, for tests that read texts alone: they take the most time."""
+    for place in ("fedshuffle.reports.rendering", "fedshuffle.reports.comparison"):
+        monkeypatch.setattr(f"{place}.encoded", lambda *_, **__: b"")
+
+
 @pytest.fixture(scope="session")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Where the report is."""

@@ -102,6 +102,7 @@ def test_labels_of_many_step_sizes_do_not_overlap_and_name_the_best() -> None:
     assert all(after - before > 30 for (before, _), (after, _) in pairwise(chart.xticks))
 
 
+@pytest.mark.usefixtures("unpainted")
 def test_each_step_size_that_was_tuned_has_a_chart(tmp_path: Path) -> None:
     tried = [trial(0.3, v, server_step_size=s) for s, v in ((0.5, 2.0), (1.0, 1.0), (2.0, 0.5))]
     server = curve("fedavg", run(1, 0.5), server_step_size=2.0, tuning=tried)
@@ -126,6 +127,7 @@ def test_each_step_size_that_was_tuned_has_a_chart(tmp_path: Path) -> None:
     assert "FedAvg: loss by step size (columns)" not in text
 
 
+@pytest.mark.usefixtures("unpainted")
 def test_without_a_search_there_is_no_chart_of_it(tmp_path: Path) -> None:
     found = Compared(results(curve("fedavg", run(1, 0.5))))
     assert charts.search(found, "own", "none") == []
@@ -169,6 +171,7 @@ def test_long_titles_and_labels_are_not_cut_off() -> None:
 # Who gains and who loses
 
 
+@pytest.mark.usefixtures("unpainted")
 def test_who_gains_and_who_loses(tmp_path: Path) -> None:
     """Against the first method, client by client, as means over the seeds."""
     comparison = Compared(measured(tmp_path))
@@ -223,6 +226,7 @@ def test_a_broken_table_of_clients_counts_as_none(tmp_path: Path, table: str | b
     assert clients.columns(Compared(found), tmp_path) == []
 
 
+@pytest.mark.usefixtures("unpainted")
 def test_methods_that_cannot_be_shown_are_named(tmp_path: Path) -> None:
     """The reference of a column is its first method that can be, and each column names it."""
     found = measured(tmp_path)

@@ -16,7 +16,8 @@ from fedshuffle import FedShuffleError
 from fedshuffle.methods import colour
 from fedshuffle.reports.comparison import write
 from fedshuffle.reports.comparison.figures import audits, curves, histogram
-from fedshuffle.reports.comparison.model import Compared
+from fedshuffle.reports.comparison.model import ROUNDS, STEPS, Compared
+from fedshuffle.reports.comparison.tables import csv_text
 from fedshuffle.reports.comparison.warnings import headlines
 from tests.reports.examples import EVIL, NASTY, curve, results, run, trial
 
@@ -109,20 +110,26 @@ def test_steps_are_an_axis_and_no_metric() -> None:
     both = curve("fedavg", run(1, 0.1, 0.2, 0.3, 0.4), run(2, 0.2, 0.3, diverged=True, rounds=2))
     compared = Compared(results(both))
     [line] = compared.lines
-    assert line.local_steps([0, 1, 2, 3, 4]).tolist() == [0, 7.5, 15, 15, 20]
-    assert compared.last_step("own") == 20
+    assert line.along(STEPS, [0, 1, 2, 3, 4]).tolist() == [0, 7.5, 15, 15, 20]
+    assert compared.end(STEPS, "own") == 20
     assert "total_steps" not in compared.metrics
     assert compared.title("total_steps") == "local steps so far"
     for record in both["runs"][0]["history"] + both["runs"][1]["history"]:
         del record["total_steps"]
-    assert not Compared(results(both)).counts_steps
+    assert Compared(results(both)).axes == [ROUNDS]
 
 
-def test_curves_may_be_drawn_over_local_steps() -> None:
-    compared = Compared(results(curve("fedavg", run(1, 0.1, 0.2, 0.3, 0.4))))
-    for by_steps, label, xs in ((False, "round", [1, 2, 3, 4]), (True, "steps", [5, 10, 15, 20])):
-        axes = curves(compared, "own", by_steps).axes[0]
-        assert label in axes.get_xlabel()
+def test_curves_may_be_drawn_over_local_steps_and_time() -> None:
+    timed = run(1, 0.1, 0.2, 0.3, 0.4)
+    for record in timed["history"]:
+        record["time"] = 0.5 * record["round"]
+    compared = Compared(results(curve("fedavg", timed)))
+    assert "time" not in compared.metrics
+    assert "round,total_steps,time,accuracy" in csv_text(compared)
+    expected: list[list[float]] = [[1, 2, 3, 4], [5, 10, 15, 20], [0.5, 1, 1.5, 2]]
+    for axis, xs in zip(compared.axes, expected, strict=True):
+        axes = curves(compared, "own", axis).axes[0]
+        assert axes.get_xlabel() == axis.title
         assert np.asarray(axes.lines[0].get_xdata()).tolist() == xs
         assert axes.get_xlim()[1] == pytest.approx(1.012 * xs[-1])
 
@@ -243,7 +250,7 @@ def test_the_page_is_self_contained_and_escaped(page: Path) -> None:
     assert len(sources) == 3
     assert all(source.startswith("data:image/png;base64,") for source in sources)
     data = json.loads(found.data[0])
-    assert data["steps"] == {"own": 150.0, "common:0.1": 150.0}
+    assert data["axes"]["steps"]["ends"] == {"own": 150.0, "common:0.1": 150.0}
     drawn = data["curves"][0]["metrics"]["accuracy"]
     assert (drawn["rounds"][-1], drawn["steps"][-1]) == (20, 150)
     assert [method["label"] for method in data["methods"]] == ["FedAvg", "_FedShuffle$", NASTY]

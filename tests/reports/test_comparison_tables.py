@@ -64,6 +64,7 @@ def test_those_within_a_deviation_of_the_best_are_marked() -> None:
     assert "FedNova" not in sentence
 
 
+@pytest.mark.usefixtures("unpainted")
 def test_one_method_is_not_called_the_best(tmp_path: Path) -> None:
     found = results(curve("fedavg", run(1, 0.5), momentum="mvr:0.2"))
     told = "Exact momentum (MVR) 0.8: FedAvg reaches 50.00%."
@@ -71,6 +72,7 @@ def test_one_method_is_not_called_the_best(tmp_path: Path) -> None:
     assert "may be chance" not in write(found, tmp_path)[-1].read_text()
 
 
+@pytest.mark.usefixtures("unpainted")
 def test_one_seed_says_that_a_gap_may_be_chance(tmp_path: Path) -> None:
     found = results(curve("fedavg", run(1, 0.5)), curve("fedshuffle", run(1, 0.5001)))
     assert "a gap between methods may be chance" in write(found, tmp_path)[-1].read_text()
@@ -189,6 +191,7 @@ def test_the_settings_of_a_variant_are_told() -> None:
     assert text.count(" is fedavg") == 2
 
 
+@pytest.mark.usefixtures("unpainted")
 def test_groups_of_clients(tmp_path: Path) -> None:
     """By hand: mean and deviation over the runs that ended."""
     runs = []
@@ -211,6 +214,7 @@ def test_groups_of_clients(tmp_path: Path) -> None:
     assert "Groups of clients" not in without.read_text(encoding="utf-8")
 
 
+@pytest.mark.usefixtures("unpainted")
 def test_warnings_come_before_the_ranking(tmp_path: Path) -> None:
     compared = Compared(misleading())
     found = [(kind, line.method.name) for kind, line, _ in warnings(compared)]
@@ -252,6 +256,7 @@ def test_a_single_step_size_is_reported_as_untuned() -> None:
     assert found(trial(0.1, 0.4), trial(0.3, 0.5), trial(1.0, 0.4)) == []
 
 
+@pytest.mark.usefixtures("unpainted")
 def test_healthy_results_have_no_warnings(tmp_path: Path) -> None:
     tried = [trial(0.1, 0.4), trial(0.3, 0.5), trial(1.0, 0.4)]
     good = results(

@@ -51,6 +51,10 @@ SIMULATED = {"fedlin-sparse", "mime-adam", "mime-lite-adam"}
 """Methods whose rounds are no affine maps: their weights are simulated over many rounds."""
 
 
+LINEAR = [name for name in NAMES if name != "diloco"]
+"""Methods whose clients do not rescale their gradients: others rest nowhere in particular."""
+
+
 def distinct() -> list[str]:
     """Methods that differ in more than the server, which ``expectation`` leaves out."""
     found: list[tuple[str, Method]] = []
@@ -73,7 +77,8 @@ def cases() -> Iterator[Any]:
     Those under a few samplings are fast; other samplings, fixed points and simulations are slow.
     """
     some = dict.fromkeys(("engines", "workers"), SENDERS)
-    some |= dict.fromkeys(("expectation", "fixed point"), distinct())
+    some |= {"rest": LINEAR, "descent": LINEAR, "expectation": distinct()}
+    some |= {"fixed point": [name for name in distinct() if name in LINEAR]}
     for name, one in conformance.CHECKS.items():
         for method in some.get(name, NAMES):
             long = name == "fixed point" or (name == "expectation" and method in SIMULATED)
@@ -553,7 +558,7 @@ def test_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("fedshuffle.testing.CHECKS", few)
     good = CliRunner().invoke(app, ["conformance", "fedavg"])
     assert good.exit_code == 0
-    assert "9 passed, 0 failed, 2 do not apply" in " ".join(good.output.split())
+    assert "11 passed, 0 failed, 2 do not apply" in " ".join(good.output.split())
 
     (tmp_path / "own_method.py").write_text(OWN, encoding="utf-8")
     monkeypatch.chdir(tmp_path)

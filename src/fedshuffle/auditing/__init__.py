@@ -1,5 +1,6 @@
 """The audit: which objective a method, or other people's code, really minimises. Needs no torch."""
 
+from fedshuffle.auditing.async_servers import audit_async_server
 from fedshuffle.auditing.audit import audit, contributions
 from fedshuffle.auditing.blackbox import audit_server
 from fedshuffle.auditing.findings import Finding
@@ -14,6 +15,7 @@ __all__ = [
     "Finding",
     "PrivacyAudit",
     "audit",
+    "audit_async_server",
     "audit_privacy",
     "audit_server",
     "clipping_report",

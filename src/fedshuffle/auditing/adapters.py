@@ -11,6 +11,7 @@ import json
 import logging
 import math
 from collections.abc import Callable, Iterator, Mapping
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from numpy.typing import ArrayLike
 from fedshuffle._arrays import FloatArray, IntArray, number, vector
 from fedshuffle.auditing.estimation import Observations, estimate
 from fedshuffle.auditing.findings import ServerProperties, describe_weights, uneven
+from fedshuffle.auditing.over_time import log_windows, window_findings
 from fedshuffle.auditing.result import Audit, blackbox_result
 from fedshuffle.errors import FedShuffleError, error_context, optional_import, user_error
 from fedshuffle.federation import Federation
@@ -33,6 +35,7 @@ __all__ = [
 ]
 
 _ASKED = 4  # a strategy that asks for the nodes more often in a round waits for more of them
+_STEP_SIZE = "lr"  # the key by which Flower's apps send the clients' step size
 _NEEDED = ("round", "client", "size", "steps", "weight")  # the columns of a log
 
 _Row = tuple[str, str, int, int, float, float]  # round, client, size, steps, weight, step size
@@ -121,8 +124,9 @@ class FlowerAggregator(Aggregator):
     """A strategy of Flower's message API, or what makes one when called without arguments.
 
     ``nodes`` is the number of clients of the federation, which the strategy sees as nodes. Clients
-    reply with their model under the strategy's key, their number of examples, and a loss of one;
-    if the strategy sends a clipping norm, they clip, as with Flower's own client modifiers.
+    reply with their model under the strategy's key, their numbers of examples and steps, and a loss
+    of one. If the strategy changes their step size (``lr``), they use it; if it sends a clipping
+    norm, they clip, as with Flower's own client modifiers.
     A round runs as in ``Strategy.start``, without a network. Which nodes the strategy would have
     picked is ignored: the audit's sampling decides who replies.
     """
@@ -169,12 +173,22 @@ class FlowerAggregator(Aggregator):
         model = np.zeros(replies.updates.shape[1]) if self._model is None else self._model
         grid, round = _Grid(self._nodes), replies.round + 1
         with _quiet():
-            config = app.ConfigRecord({})
+            config = app.ConfigRecord({_STEP_SIZE: 1.0})
             asked = list(strategy.configure_train(round, self._arrays(model), config, grid))
+            step_sizes = {message.metadata.dst_node_id: _step_size(message) for message in asked}
+            columns = replies.clients, replies.sizes, replies.steps
             answers = [
-                self._reply(client, model, update, size, _clipping_norm(asked))
-                for client, update, size in zip(
-                    replies.clients.tolist(), replies.updates, replies.sizes.tolist(), strict=True
+                self._reply(
+                    client,
+                    model,
+                    step_sizes.get(client + 1, 1.0) * update,
+                    {"num-examples": size, "num-steps": steps},
+                    _clipping_norm(asked),
+                )
+                for (client, size, steps), update in zip(
+                    zip(*(column.tolist() for column in columns), strict=True),
+                    replies.updates,
+                    strict=True,
                 )
             ]
             aggregate = strategy.aggregate_train
@@ -192,14 +206,20 @@ class FlowerAggregator(Aggregator):
         return self._flwr.ArrayRecord({"x": self._flwr.Array(model.copy())})
 
     def _reply(
-        self, client: int, model: FloatArray, update: FloatArray, size: int, clip: float | None
+        self,
+        client: int,
+        model: FloatArray,
+        update: FloatArray,
+        counts: Mapping[str, float],
+        clip: float | None,
     ) -> Any:
         app, more = self._flwr, {}
         if clip is not None:  # as fixedclipping_mod and adaptiveclipping_mod do
             kept = min(1.0, clip / max(float(np.linalg.norm(update)), 1e-300))
             update, more = kept * update, {"norm_bit": int(kept < 1)}
-        weight, loss = ("weighted_by_key", "num-examples"), ("train_loss_key", "train_loss")
-        numbers: dict[str, float] = {self._key(*weight): size, self._key(*loss): 1.0, **more}
+        keys = {"num-examples": "weighted_by_key", "num-steps": "steps_key"}
+        numbers = {self._key(keys[name], name): value for name, value in counts.items()}
+        numbers |= {self._key("train_loss_key", "train_loss"): 1.0, **more}
         key = self._key("arrayrecord_key", "arrays")
         arrays = self._arrays(model + update)
         content = app.RecordDict({key: arrays, "metrics": app.MetricRecord(numbers)})
@@ -214,6 +234,12 @@ class FlowerAggregator(Aggregator):
                 return str(getattr(strategy, name))
             strategy = getattr(strategy, "strategy", None)
         return default
+
+
+def _step_size(message: Any) -> float:
+    """The step size that the strategy tells a client, where it was given 1."""
+    records = message.content.config_records.values()
+    return next((float(record[_STEP_SIZE]) for record in records if _STEP_SIZE in record), 1.0)
 
 
 def _clipping_norm(messages: list[Any]) -> float | None:
@@ -261,8 +287,14 @@ def _quiet() -> Iterator[None]:
 
 
 def ensure_identity() -> None:
-    """Set the ids that messages carry, unless this is one of Flower's processes, which has them."""
-    identity = _flower("supercore.task_identity").TaskIdentity
+    """Set the ids that messages carry, unless this is one of Flower's processes, which has them.
+
+    Messages of older versions of Flower need none.
+    """
+    try:
+        identity = import_module("flwr.supercore.task_identity").TaskIdentity
+    except ImportError:
+        return
     for name in ("run_id", "node_id", "task_id"):
         try:
             getattr(identity, name)
@@ -280,8 +312,9 @@ def read_log(
     The weight is the number by which the server multiplied the client's update.
 
     The clients are those of the log, ordered by their ids; ``weights`` are those of the objective
-    that was meant, in that order, by size if not given. Rounds are assumed to be independent draws;
-    empty rounds are not in the log, and make no difference.
+    that was meant, in that order, by size if not given. Rounds are in the order of the log, or of
+    their numbers; they may be correlated, as clients come and go, if that lasts for much less than
+    a sixteenth of the log. Empty rounds are not in the log, and make no difference.
 
     Args:
         path: the log.
@@ -316,15 +349,20 @@ def read_log(
     of_client = sizes[np.unique(client, return_index=True)[1]]
     federation = dataclasses.replace(Federation.from_sizes(of_client, weights), ids=tuple(ids))
 
-    names = {name: k for k, name in enumerate(dict.fromkeys(rounds))}
+    in_order = list(dict.fromkeys(rounds))
+    if all(name.isdecimal() and len(name) < 1000 for name in in_order):
+        in_order.sort(key=int)
+    names = {name: k for k, name in enumerate(in_order)}
     distance = steps * step_size
     seen = Observations(
         len(names), np.array([names[r] for r in rounds]), client, weight * distance, weight, steps
     )
     taken = np.bincount(client) / len(names)
     counted = ServerProperties(rounds=len(names))
+    found = estimate(seen, federation.weights, None)
+    windows = log_windows(seen, in_order, len(ids))
     audit = blackbox_result(
-        estimate(seen, federation.weights, None),
+        found,
         describe_weights(counted, federation, taken, seen),
         federation,
         confidence,
@@ -333,7 +371,10 @@ def read_log(
         name=path.name,
         source=f"a log of {len(names)} rounds",
         how=f"{len(rows)} updates in {len(names)} rounds",
+        windows=windows,
     )
+    changes = window_findings(windows, found.weights, ids)
+    audit = dataclasses.replace(audit, findings=(*audit.findings, *changes))
     return audit, federation
 
 

@@ -26,15 +26,21 @@ from fedshuffle.auditing.estimation import (
     positive_sum,
     proportions,
 )
-from fedshuffle.auditing.findings import ServerProperties, describe_weights, uneven
+from fedshuffle.auditing.findings import (
+    ServerProperties,
+    adaptive_steps,
+    describe_weights,
+    uneven,
+)
 from fedshuffle.auditing.quadrature import expected_ratio
 from fedshuffle.auditing.result import Audit, blackbox_result
 from fedshuffle.auditing.server import QueryCohort, ServerQueries
+from fedshuffle.availability import Availability
 from fedshuffle.errors import FedShuffleError
 from fedshuffle.federation import Federation
 from fedshuffle.local_work import LocalWork
 from fedshuffle.randomness import check_seed
-from fedshuffle.sampling import Sampling, resolve
+from fedshuffle.sampling import AmongAvailable, Sampling, among_available, resolve
 
 _DESCRIBED = 64  # cohorts of a simulation that are compared to find a rule for the weights
 _DIFFERENT = 2000  # most different clients for which control variates are computed
@@ -48,6 +54,7 @@ def audit_server(
     sampling: str | Sampling = "full",
     work: LocalWork | None = None,
     *,
+    availability: str | Availability | None = None,
     step_sizes: Literal["equal", "scaled"] = "equal",
     step_size: float = 2.0**-6,
     draws: int = 2000,
@@ -61,7 +68,8 @@ def audit_server(
             from :mod:`fedshuffle.auditing.adapters`.
         federation: the clients, and the objective that is meant.
         sampling: how cohorts are drawn.
-        work: how many local steps clients take.
+        availability: who is there to be drawn.
+        work: how many local steps clients take, and by which local optimiser.
         step_sizes: ``"equal"`` for all clients, or ``"scaled"`` by 1 / (their planned steps), as
             clients of FedShuffle do.
         step_size: of the client with the most steps; matters for servers that are not linear.
@@ -84,7 +92,14 @@ def audit_server(
     number(confidence, "confidence", within="(0, 1)")
     if count(draws, "draws") < 2 * BATCHES:
         raise FedShuffleError(f"{draws} draws are too few to judge by: use {2 * BATCHES} or more.")
-    drawn = resolve(sampling, federation)
+    drawn = among_available(resolve(sampling, federation), availability, federation)
+    if isinstance(drawn, AmongAvailable):
+        if drawn.period > 1:
+            raise FedShuffleError(
+                f"{drawn!r} changes with time, and a server is asked about single rounds: audit its"
+                " log instead (fedshuffle audit --log), or give the availability of one time."
+            )
+        drawn = drawn.at(0)  # independent rounds
     if drawn.two_phase:
         raise FedShuffleError(
             f"sampling {drawn!r} depends on the updates, and those of the audit are not real: give"
@@ -103,7 +118,8 @@ def audit_server(
     found, how, properties = _measure(server)
     steps = server.workload.possible_steps[0]
     low, high = int(steps.min()), int(steps.max())
-    return blackbox_result(
+    adaptive, own, told = adaptive_steps(server.workload)
+    result = blackbox_result(
         found,
         properties,
         federation,
@@ -113,8 +129,16 @@ def audit_server(
         steps=None if server.scaled or low == high else (low, high),
         name=server.name,
         source=f"sampling {drawn!r}",
-        how=how,
+        how=f"{how}, for gradients of equal length" if adaptive else how,
+        notes=tuple(told),
+        optimiser=str(server.workload.optimiser),
+        adaptive=adaptive,
     )
+    if not adaptive:
+        return result
+    consistent = False if adaptive == "unequal" or result.consistent is False else None
+    findings = (*result.findings, *own)
+    return dataclasses.replace(result, consistent=consistent, exact=False, findings=findings)
 
 
 def _measure(server: ServerQueries) -> _Found:

@@ -7,7 +7,9 @@ contribution over the rounds of client i, so that only what varies *beyond* who 
 noise; for a log, by the mean over all rounds. Standard errors are those of a ratio, to first order:
 round k moves :math:`\hat w_i` by :math:`(v_{ki} - \hat w_i \sum_j v_{kj}) / (K \sum_j P_j)`, where
 v is the contribution or, with known probabilities, its difference from the client's mean, times
-``p_i`` over the client's share of rounds; it is zero for clients that did not take part.
+``p_i`` over the client's share of rounds; it is zero for clients that did not take part. The rounds
+of a log may be correlated, as clients come and go: there the standard error is that of the means
+over batches of successive rounds, where it is larger.
 """
 
 from collections.abc import Iterable
@@ -19,6 +21,7 @@ from fedshuffle._arrays import FloatArray, IntArray
 from fedshuffle.errors import FedShuffleError
 
 BATCHES = 32  # batches of draws or rounds that give the standard error of their mean
+LOG_BATCHES = 16  # batches of successive rounds of a log
 _FEW = 8  # clients seen less often get the spread of all clients
 _EXPLAINED = 1e-9  # relative differences up to this are rounding
 _FITS = 1000  # most iterations to fit proportions; ten to a hundred are usual
@@ -65,7 +68,8 @@ def estimate(
     probabilities: FloatArray | None,
     controls: Iterable[Control] = (),
 ) -> WeightEstimate:
-    """The effective weights of clients from independent rounds.
+    """The effective weights of clients from rounds: independent ones if probabilities are known,
+    else those of a log, in order.
 
     A client that was never seen is assumed to have the average ratio of effective to objective
     weight: its error is infinite, but the weights of the others come out right.
@@ -81,7 +85,7 @@ def estimate(
     unit = np.where(mean == 0, 1.0, np.abs(mean))[client]
     if probabilities is None:
         plain = _ratio(seen, count, total / seen.rounds, seen.contribution)
-        return _cautious(plain, count, apart / unit)
+        return _cautious(_correlated(plain, seen), count, apart / unit)
 
     def known(mean: FloatArray, apart: FloatArray) -> WeightEstimate:
         raw = probabilities * mean
@@ -122,6 +126,30 @@ def _ratio(
     errors: FloatArray = np.sqrt((present + weights**2 * absent) / max(k - 1, 1) / k) / whole
     errors[errors <= 1e-12 * np.abs(weights)] = 0.0  # rounding alone
     return WeightEstimate(weights, errors, count - 1)
+
+
+def _correlated(found: WeightEstimate, seen: Observations) -> WeightEstimate:
+    """Errors that hold if successive rounds are correlated, for much less long than a batch.
+
+    Batch b of K rounds moves ``w_i`` by ``sum_k (v_ki - w_i sum_j v_kj) / (K sum_j P_j)``; the
+    variance of the sum over batches follows from their spread and from how alike neighbours are.
+    """
+    n, k, weights = len(found.weights), seen.rounds, found.weights
+    if k < 4 * LOG_BATCHES:
+        return found
+    batch = seen.round * LOG_BATCHES // k
+    cells = np.bincount(batch * n + seen.client, seen.contribution, LOG_BATCHES * n)
+    moved = cells.reshape(LOG_BATCHES, n)
+    residuals = moved - weights * moved.sum(axis=1, keepdims=True)
+    whole = positive_sum(moved.sum(axis=0).astype(np.float64))
+    squares = (residuals**2).sum(axis=0)
+    alike = (residuals[1:] * residuals[:-1]).sum(axis=0) / np.where(squares > 0, squares, 1.0)
+    variance = LOG_BATCHES * residuals.var(axis=0, ddof=1) * (1 + 2 * np.maximum(alike, 0.0))
+    spread = np.sqrt(variance) / whole
+    spread[spread <= 1e-12 * np.abs(weights)] = 0.0  # rounding alone
+    larger = spread > found.errors
+    freedom = np.where(larger, np.minimum(found.freedom, LOG_BATCHES - 1.0), found.freedom)
+    return WeightEstimate(weights, np.where(larger, spread, found.errors), freedom)
 
 
 def _cautious(found: WeightEstimate, count: FloatArray, spread: FloatArray) -> WeightEstimate:

@@ -7,6 +7,7 @@ import numpy as np
 from fedshuffle import methods
 from fedshuffle._arrays import FloatArray
 from fedshuffle.auditing.adapters import Aggregator, Replies
+from fedshuffle.errors import FedShuffleError
 from fedshuffle.federation import Federation
 from fedshuffle.local_work import LocalWork
 from fedshuffle.methods import Cohort, Method
@@ -32,6 +33,11 @@ class MethodAggregator(Aggregator):
         seed: int = 0,
     ) -> None:
         self._method, self._federation = methods.get(method), federation
+        if self._method.direction.remembers:
+            raise FedShuffleError(
+                f"{self._method.name} remembers its clients, so a round alone does not show how"
+                " they count: use fedshuffle.audit, which follows it."
+            )
         work = self._method.local_work(LocalWork() if work is None else work)
         self._workload = work.on(federation.sizes)
         self._chain, self._seed = Chain(tuple(transforms)), check_seed(seed)
@@ -50,7 +56,8 @@ class MethodAggregator(Aggregator):
         clients, at = replies.clients, replies.round
         planned, done = self._workload.plan(clients, self._seed, at)
         weight, most = self._federation.weights[clients], self._workload.max_steps
-        cohort = Cohort(clients, weight, replies.probabilities, planned, done, most, at)
+        optimiser = self._workload.optimiser
+        cohort = Cohort(clients, weight, replies.probabilities, planned, done, most, at, optimiser)
         rule = self._method.averaging
         weights, scales = rule.aggregation_weights(cohort), rule.step_scale(cohort)
         context = ClientContext(self._seed, at, clients, done, scales, weights, self._shared)

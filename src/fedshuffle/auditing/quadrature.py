@@ -10,8 +10,9 @@ the expectation becomes an integral over t of the *generating function*
 of independent draws; in each a fixed number of clients is invited uniformly, and every invited
 client is kept with its probability.
 
-A client's numbers may be random, independently of the cohort (epochs drawn in every round): they
-are then given as A alternatives per client, with the chances of the alternatives.
+A client's numbers may be random, independently of the others (epochs drawn in every round): they
+are then given as A alternatives per client, with the chances of the alternatives, given that it
+takes part.
 """
 
 from collections.abc import Callable, Iterator
@@ -22,7 +23,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedshuffle._arrays import FloatArray, IntArray
+from fedshuffle.auditing.available_quadrature import AvailableDraw
 from fedshuffle.sampling import (
+    AmongAvailable,
     ApproximateIndependent,
     Cohorts,
     Full,
@@ -37,7 +40,8 @@ _ACCURACY = 1e-10  # the relative accuracy of every expectation
 _STRATA = 32  # with more strata than this the integral takes longer than sampling
 _BLOCK = 1 << 20  # most complex numbers that are held at a time
 
-_Draw = tuple[IntArray, FloatArray, int]  # members, their chances to be kept, number invited
+_Draw = tuple[IntArray, FloatArray, int, FloatArray | None]
+"""Members, their chances to be kept, number invited, and chances to be there if not all are."""
 
 
 def expected_ratio(
@@ -50,9 +54,9 @@ def expected_ratio(
 ) -> FloatArray | None:
     """``E[1{i in S} c_i (sum_S v) / (sum_S u) ** power]`` for every client i.
 
-    ``u``, ``c`` and ``v`` have shape (n, A), A alternatives with ``chances``; without ``v`` the
-    numerator is 1. If ``u`` is infinite, cohorts with that client count zero.
-    None if no exact formula is known for this sampling.
+    ``u``, ``c`` and ``v`` have shape (n, A), A alternatives with ``chances``, of all clients or of
+    each; without ``v`` the numerator is 1. If ``u`` is infinite, cohorts with that client count
+    zero. None if no exact formula is known for this sampling.
 
         >>> u = np.array([[1.0], [2.0], [3.0]])
         >>> share = expected_ratio(Uniform(3, 2), u, c=u)  # 7/36, 16/45 and 9/20
@@ -60,27 +64,33 @@ def expected_ratio(
         [35.0, 64.0, 81.0]
     """
     sampling = sampling.pool
-    chances = np.ones(1) if chances is None else chances
+    chances = np.broadcast_to(np.ones(1) if chances is None else chances, u.shape)
     c = np.ones_like(u) if c is None else c
     if isinstance(sampling, One):
-        return sampling.p * (_over(c, u, v, power) @ chances)
-    listed = sampling.cohorts(0) if len(chances) == 1 else None
+        alone: FloatArray = sampling.p * (_over(c, u, v, power) * chances).sum(axis=1)
+        return alone
+    listed = sampling.cohorts(0) if chances.shape[1] == 1 else None
     if listed is not None:
         return _by_cohorts(listed, u[:, 0], c[:, 0], None if v is None else v[:, 0], power)
     draws = _independent_draws(sampling)
     if draws is None:
         return None
+    if not draws:  # nobody is there
+        return np.zeros(len(sampling))
     # A lower bound of the sum of u over a cohort. If all may be dropped, one may be alone.
     dropping = not isinstance(sampling, Uniform | Stratified)
-    least = [u[members].min() * (1 if dropping else size) for members, _, size in draws]
+    least = [u[members].min() * (1 if dropping else size) for members, _, size, _ in draws]
     smallest = float(sum(least))
     if not np.isfinite(smallest):
         return np.zeros(len(sampling))
     finite = np.where(np.isfinite(u), u, 0.0)
-    largest = float(finite.max() + sampling.p @ (finite @ chances))
-    function, group_of = _generating_function(draws, u, c, v, chances)
+    largest = float(finite.max() + sampling.p @ (finite * chances).sum(axis=1))
+    found = _generating_function(draws, u, c, v, chances)
+    if found is None:
+        return None
+    function, group_of = found
     values = _integral(function, power, smallest=smallest, largest=largest)
-    return None if values is None else values[group_of]
+    return None if values is None else np.where(sampling.inclusion > 0, values[group_of], 0.0)
 
 
 def _independent_draws(sampling: Sampling) -> list[_Draw] | None:
@@ -88,20 +98,27 @@ def _independent_draws(sampling: Sampling) -> list[_Draw] | None:
     everyone, ones = np.arange(len(sampling)), np.ones(len(sampling))
     if isinstance(sampling, Stratified) and len(sampling.sizes) <= _STRATA:
         parts = zip(sampling.members, sampling.take.tolist(), strict=True)
-        return [(members, ones[members], take) for members, take in parts]
+        return [(members, ones[members], take, None) for members, take in parts]
     if isinstance(sampling, Uniform):
-        return [(everyone, ones, sampling.b)]
+        return [(everyone, ones, sampling.b, None)]
     if isinstance(sampling, ApproximateIndependent):
-        return [(everyone, sampling.keep, sampling.k)]
+        return [(everyone, sampling.keep, sampling.k, None)]
     if isinstance(sampling, (Independent, Full)):
-        return [(everyone, sampling.p, len(sampling))]
+        return [(everyone, sampling.p, len(sampling), None)]
+    if isinstance(sampling, AmongAvailable):
+        among = sampling.independent_draws()
+        return None if among is None or len(among) > _STRATA else among
     return None
 
 
 def nonempty_probability(sampling: Sampling) -> float:
-    """The probability that the cohort is not empty, from ``sum_i E[1{i in S} / |S|]``."""
+    """The probability that the cohort is not empty, from ``sum_i E[1{i in S} / |S|]``; NaN if
+    it is not known.
+    """
     sampling = sampling.pool
-    if isinstance(sampling, Stratified):
+    if isinstance(sampling, AmongAvailable):
+        return sampling.nonempty
+    if isinstance(sampling, Stratified | Uniform):
         return 1.0
     listed = sampling.cohorts(0)
     if listed is not None:
@@ -166,9 +183,9 @@ def _integral(
 
 def _generating_function(
     draws: list[_Draw], u: FloatArray, c: FloatArray, v: FloatArray | None, chances: FloatArray
-) -> tuple[Callable[[float], FloatArray], IntArray]:
+) -> tuple[Callable[[float], FloatArray], IntArray] | None:
     """The generating function of independent draws, a number for every group of interchangeable
-    clients; and the group of each client.
+    clients; and the group of each client. None if it would take too long.
 
     For one draw alone let ``G = E[e^{-t sum u}]``, ``H = E[(sum v) e^{-t sum u}]``, and F and J
     the same with ``1{i in S} c_i``. As v adds up and all else multiplies, a draw is the number
@@ -176,15 +193,22 @@ def _generating_function(
     the other draws. Without v, H is 0 and J is F.
     """
     group_of = np.zeros(len(u), dtype=np.int64)
-    functions: list[_DrawFunction] = []
+    functions: list[_DrawFunction | AvailableDraw] = []
     groups = 0
-    for members, keep, size in draws:
-        numbers = [array[members] for array in (u, c, v) if array is not None]
-        first, code, count = _group([keep, *(x for array in numbers for x in array.T)])
+    for members, keep, size, there in draws:
+        numbers = [array[members] for array in (chances, u, c, v) if array is not None]
+        columns = [keep, *(x for array in numbers for x in array.T)]
+        first, code, count = _group(columns if there is None else [there, *columns])
         group_of[members] = groups + code
         groups += len(first)
         each = [array[first] for array in numbers]
-        functions.append(_DrawFunction(size, count, keep[first], chances, *each))
+        if there is None:
+            functions.append(_DrawFunction(size, count, keep[first], *each))
+            continue
+        among = AvailableDraw(size, count, keep[first], there[first], *each)
+        if among.too_many:
+            return None
+        functions.append(among)
 
     def value(t: float) -> FloatArray:
         values = [function(t) for function in functions]

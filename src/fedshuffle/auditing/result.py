@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from rich.console import Console
 
+    from fedshuffle.auditing.over_time import Window
+
 _ROUNDING = 1e-8  # the smallest relative width of an interval: servers and expectations round
 _SURE = 5.0  # standard errors needed to call a weight wrong; corrects for testing many clients
 _ROWS = 24  # larger federations are shown in groups of clients instead of client by client
@@ -58,8 +60,11 @@ class Audit:
     confidence: float | None = None  # of each interval
     properties: ServerProperties = ServerProperties()  # noqa: RUF009
     """How a server or the system of a log behaves; all unknown for a method."""
+    windows: "tuple[Window, ...]" = ()  # of a log: who counts in its quarters
     notes: tuple[str, ...] = ()  # what transforms do without harm
     keeps_mean: bool | None = True  # whether transforms keep the mean update; None if it depends
+    optimiser: str = "sgd"  # what makes local steps of gradients
+    adaptive: str = ""  # "equal" or "unequal" numbers of steps of an adaptive one
 
     def facts(self) -> list[str]:
         """What is no fault, as sentences."""
@@ -106,7 +111,12 @@ class Audit:
         """The conclusion in a word or two, and a sentence that explains it."""
         if self.consistent:
             return "consistent", "it minimises the objective you meant."
+        if self.adaptive == "unequal":
+            told = "unequal numbers of adaptive steps minimise no weighted objective."
+            return "not consistent", told
         if self.consistent is None:
+            if self.adaptive:
+                return "undecided", "each client rescales its gradients: it depends on these."
             if self.keeps_mean is None:
                 return "undecided", "a transform may cut the weight of clients with long updates."
             if self.standard_errors is None:
@@ -167,10 +177,13 @@ class Audit:
             fields = ("name", "source", "intervals", "confidence")
             audited = {name: getattr(self, name) for name in fields}
             audited["properties"] = dataclasses.asdict(self.properties)
+            if self.source.startswith("a log"):
+                audited["windows"] = [dataclasses.asdict(window) for window in self.windows]
         names = (
             *("objective_weights", "effective_weights", "inclusion_probabilities"),
             *("total_variation", "largest_ratio", "consistent", "exact", "how"),
             *("standard_errors", "gaining", "losing", "notes", "keeps_mean"),
+            *("optimiser", "adaptive"),
         )
         data = {
             **audited,

@@ -82,8 +82,9 @@ class ServerQueries:
             if not len(members):
                 continue
             plan = self.workload.plan(members, self.seed, r)
-            scale = self.workload.max_steps / plan.planned if self.scaled else 1.0
-            distance = self.step_size * scale * plan.done.astype(np.float64)
+            lengths, most = self.workload.optimiser.lengths, np.array([self.workload.max_steps])
+            scale = lengths(most) / lengths(plan.planned) if self.scaled else 1.0
+            distance = self.step_size * scale * lengths(plan.done)
             sizes = self.federation.sizes[members]
             cohort = QueryCohort(r, members, sizes, plan.done, distance, share)
             if shuffled:

@@ -18,11 +18,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from fedshuffle import kernel
 from fedshuffle._arrays import FloatArray
 from fedshuffle.auditing.estimation import BATCHES, error_of_mean, positive_sum
 from fedshuffle.auditing.subject import Subject
 from fedshuffle.engines.base import Gathered, transformed_gradients
 from fedshuffle.kernel import Answer, ClientTask, FullGradient, LocalTraining, Request
+from fedshuffle.local_optimisers import LocalOptimiser
 from fedshuffle.methods import Cohort
 from fedshuffle.state import State
 from fedshuffle.training.rounds import Run, drive
@@ -77,6 +79,8 @@ class QuadraticClients:
 
     def update(self, task: ClientTask, x: Tensor) -> Tensor:
         """The update of a client after its local training from x."""
+        if task.optimiser is not None:
+            return self._update_by(task.optimiser, task, x)
         client, coefficients = task.minibatches.client, task.coefficients
         along = coefficients.alpha - coefficients.beta - coefficients.own_gradient
         direction = along * self._gradient(client, x)
@@ -92,6 +96,20 @@ class QuadraticClients:
             length = (1 - (1 - lost) ** length) / lost
         move: Tensor = -task.step_size * length * (direction * scale)
         return move
+
+    def _update_by(self, optimiser: LocalOptimiser, task: ClientTask, x: Tensor) -> Tensor:
+        """The update by a local optimiser, step by step."""
+        client, c, y = task.minibatches.client, task.coefficients, x.clone()
+        at_x, scale = self._gradient(client, x), c.scale if self.scaled else None
+        v = c.v
+        if c.own_gradient:
+            v = -at_x if v is None else v - at_x
+        made = optimiser.make([y], task.step_size)
+        for _ in range(task.minibatches.steps):
+            here = self._gradient(client, y)
+            y.grad = kernel.direction(y, x, here, at_x, c.alpha, c.beta, c.mu, v, scale)
+            made.step()
+        return y - x
 
     def run_round(
         self,

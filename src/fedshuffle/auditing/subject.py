@@ -8,24 +8,31 @@ differ, or no formula holds.
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
+from fedshuffle import schedules
 from fedshuffle._arrays import FloatArray, IntArray
+from fedshuffle.auditing.quadrature import nonempty_probability
 from fedshuffle.errors import FedShuffleError
 from fedshuffle.federation import Federation
 from fedshuffle.local_work import Workload
 from fedshuffle.methods import Cohort, Method
-from fedshuffle.sampling import Sampling
+from fedshuffle.probabilities import BetaRate
+from fedshuffle.sampling import AmongAvailable, Sampling
 from fedshuffle.sampling.base import check_cohort
+from fedshuffle.schedules import Schedule
+from fedshuffle.timing import UntilDeadline
 
 ROUNDS = 100  # to average over by default, if rounds differ
 _LATE_ROUNDS = (1000, 10_000, 100_000, 1_000_000)  # later rounds to test for changes
+_MOST_OUTCOMES = 1_000_000  # of all clients; for more the audit samples
 _MIXES = 8  # most alternatives of random epochs that rules are shown
 _FIELDS = frozenset(field.name for field in dataclasses.fields(Cohort))
+_FIELDS |= {"planned_length", "done_length", "max_length"}  # of the client's own steps
 _Values = FloatArray | IntArray
 
 
@@ -42,6 +49,22 @@ class Dependencies:
 
 
 @dataclass(frozen=True)
+class Outcomes:
+    """What a client that takes part may have planned and done, with the chances: (n, A) each."""
+
+    planned: IntArray
+    done: IntArray | None  # None if an interruption decides, whose distribution is not known
+    chances: FloatArray
+    known: bool
+    """Whether the chances are those of the steps done, also if these are random."""
+
+    @property
+    def number(self) -> int:
+        """The number of alternatives."""
+        return int(self.planned.shape[1])
+
+
+@dataclass(frozen=True)
 class Subject:
     """A method with the clients, the sampling and the local work to audit it on."""
 
@@ -50,11 +73,109 @@ class Subject:
     sampling: Sampling
     workload: Workload
     rounds: int = ROUNDS
+    step_size: Schedule | None = None  # to weigh rounds by; None if all count alike
+    within: range | None = None  # only these rounds, if rounds differ
 
     def cohort(self, clients: IntArray, planned: IntArray, seed: int = 0, round: int = 0) -> Cohort:
         """Clients as the rules see them."""
         steps = planned, self.workload.done(planned, clients, seed, round)
-        return Cohort.of(self.federation, self.sampling, self.workload, clients, steps, round)
+        cohort = Cohort.of(self.federation, self.sampling, self.workload, clients, steps, round)
+        return dataclasses.replace(cohort, probability=self.probability[clients])
+
+    @functools.cached_property
+    def outcomes(self) -> Outcomes:
+        """The steps of clients that take part."""
+        planned, chances = self.workload.possible_steps
+        given = self.sampling.step_chances
+        each = np.broadcast_to(chances, planned.shape) if given is None else given
+        stop = self.workload.work.interruption
+        if not isinstance(stop, UntilDeadline):
+            return Outcomes(planned, None, each, not self.dependencies.random)
+        most = planned.max(axis=0)
+        if len(planned) * int(most.sum()) > _MOST_OUTCOMES:
+            return Outcomes(planned, None, each, not stop.random)
+        parts = [share * stop.chances(column) for column, share in zip(planned.T, chances)]
+        joint = np.concatenate(parts, axis=1)
+        number = np.concatenate([np.arange(1, m + 1) for m in most])
+        plans = np.repeat(planned, most, axis=1)
+        happens = (joint > 0).any(axis=0)
+        joint = joint[:, happens] / np.maximum(joint.sum(axis=1), 1e-300)[:, None]
+        done = np.minimum(number[happens], plans[:, happens])
+        return Outcomes(plans[:, happens], done, joint, True)
+
+    def alternatives(self, round: int) -> Iterator[Cohort]:
+        """All clients as the rules see them, with each of their possible steps."""
+        everyone = np.arange(len(self.federation))
+        for k, planned in enumerate(self.outcomes.planned.T):
+            cohort = self.cohort(everyone, planned, round=round)
+            if self.outcomes.done is not None:
+                cohort = dataclasses.replace(cohort, done=self.outcomes.done[:, k])
+            yield cohort
+
+    @property
+    def timed(self) -> bool:
+        """Whether who takes part, or how much of the work is done, depends on the clock and on the
+        steps of the same round.
+        """
+        stops = isinstance(self.workload.work.interruption, UntilDeadline)
+        return stops or self.sampling.step_chances is not None
+
+    @functools.cached_property
+    def probability(self) -> FloatArray:
+        """What methods that divide by inclusion probability divide by."""
+        return self.method.averaging.long_run(self.sampling.p)
+
+    @property
+    def estimated(self) -> str | None:
+        """What is assumed of estimated probabilities; empty if nothing is, None without any."""
+        if (estimate := self.method.averaging.estimate) is None:
+            return None
+        sampling = self.sampling
+        if isinstance(sampling, AmongAvailable) and not sampling.availability.repeats:
+            return "as if participation did not drift, as it does: no estimate can be right"
+        if sampling.independent_rounds:
+            return ""
+        if not isinstance(estimate, BetaRate):
+            return "as if rounds were independent"
+        return "" if sampling.period == 1 else f"over many periods of {sampling.period} rounds"
+
+    @functools.cached_property
+    def plan(self) -> "list[tuple[int, float, Sampling]]":
+        """Rounds that stand for all, the share of each in what the model moves, and the sampling
+        that draws its cohort. Rounds with the same rules and the same sampling are one.
+        """
+        window, period = self.dependencies.window, self.sampling.period
+        if not window and period == 1:
+            return [(0, 1.0, self.sampling.at(0))]
+        every = window or (period if self.step_size is None else self.rounds)
+        rounds = self.within or range(every)
+        sizes = np.array([self.step_size_of(round) for round in rounds])
+        laws: dict[Hashable, Sampling] = {}
+        found: dict[Hashable, tuple[int, float, Sampling]] = {}
+        for round, share in zip(rounds, (sizes / sizes.sum()).tolist(), strict=True):
+            kind = self.sampling.kind_of_round(round)
+            if kind not in laws:
+                laws[kind] = self.sampling.at(round)
+            key = round if window else kind
+            first, so_far, law = found.get(key, (round, 0.0, laws[kind]))
+            found[key] = first, so_far + share, law
+        return list(found.values())
+
+    @functools.cached_property
+    def nonempty(self) -> float:
+        """The share of rounds in which somebody takes part, weighed as in the plan; NaN if it is
+        not known.
+        """
+        laws, shares = {id(law): law for _, _, law in self.plan}, dict[int, float]()
+        for _, share, law in self.plan:
+            shares[id(law)] = shares.get(id(law), 0.0) + share
+        return sum(shares[k] * nonempty_probability(law) for k, law in laws.items())
+
+    def step_size_of(self, round: int) -> float:
+        """By what a round is weighed."""
+        if self.step_size is None:
+            return 1.0
+        return schedules.value(self.step_size, round, "step size")
 
     @functools.cached_property
     def dependencies(self) -> Dependencies:

@@ -63,7 +63,7 @@ def _longest(subject: Subject) -> str:
     """Which clients go furthest on their way: step size times steps, at equal gradients."""
     steps = subject.workload.possible_steps[0][:, -1]
     cohort = subject.cohort(np.arange(len(steps)), steps)
-    distance = subject.method.averaging.step_scale(cohort) * cohort.done
+    distance = subject.method.averaging.step_scale(cohort) * cohort.done_length
     if np.ptp(distance) <= 1e-9 * distance.max():
         return "all clients go equally far, so that is decided by their gradients"
     ids, far, near = subject.federation.ids, int(distance.argmax()), int(distance.argmin())

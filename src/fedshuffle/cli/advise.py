@@ -13,6 +13,7 @@ from typer import Argument, Option
 
 from fedshuffle._terminal import plain_table
 from fedshuffle.cli.shared import AsJson, Settings, alone, console, emit, overrides
+from fedshuffle.errors import FedShuffleError
 
 if TYPE_CHECKING:
     from fedshuffle.config.schema import Config
@@ -60,6 +61,11 @@ def _advised_run(config: "Config") -> "AdvisedRun":
     from fedshuffle.config.schema import step_size_by_round
     from fedshuffle.theory.problem import AdvisedRun
 
+    if config.schedule != "wait":
+        raise FedShuffleError(
+            f"the theory is that of a server that waits, not of schedule {config.schedule!r}: add"
+            " --set schedule=wait."
+        )
     inputs = runner.inputs(replace(config, evaluation=None))
     return AdvisedRun(
         runner.initial_model(config),

@@ -11,6 +11,10 @@ from typer import Option
 from fedshuffle import auditing
 from fedshuffle._arrays import FloatArray, number
 from fedshuffle.cli.shared import (
+    AVAILABILITIES,
+    CLOCKS,
+    PROBABILITIES,
+    SCHEDULES,
     AsJson,
     Count,
     File,
@@ -23,10 +27,11 @@ from fedshuffle.cli.shared import (
 from fedshuffle.errors import FedShuffleError, error_context, require_training
 from fedshuffle.federation import Federation
 from fedshuffle.local_work import LocalWork
+from fedshuffle.timing import MessageSizes
 
 _SAMPLINGS = (
     "full, uniform:B, importance:B, independent:p1,p2,..., one, ais:B, stratified:B:K, optimal:B,"
-    " optimal:B:of:SAMPLING."
+    " optimal:B:of:SAMPLING, reshuffled:B."
 )
 
 
@@ -39,6 +44,16 @@ def audit(
     ] = None,
     method: Annotated[str, Option(help="Of 'fedshuffle methods', or module:METHOD.")] = "fedavg-rr",
     sampling: Annotated[str, Option(help=_SAMPLINGS)] = "full",
+    availability: Annotated[Text, Option(help=AVAILABILITIES)] = None,
+    probabilities: Annotated[Text, Option(help=PROBABILITIES)] = None,
+    schedule: Annotated[Text, Option(help=SCHEDULES)] = None,
+    clock: Annotated[Text, Option(help=CLOCKS)] = None,
+    rates: Annotated[
+        Text, Option(help="Tasks per second of each client: short for --clock rates:4,2,1.")
+    ] = None,
+    message_bytes: Annotated[
+        Text, Option(help="For a clock with bandwidths: bytes of the model and an update, 4e6,1e5.")
+    ] = None,
     epochs: Annotated[Text, Option(help="2 for all, 1,2,3 per client, or 2..5 drawn; 1.")] = None,
     batch_size: Annotated[Count, Option(help="Examples per local step; 1.")] = None,
     weights: Annotated[Text, Option(help="Objective weights, as --sizes; else by size.")] = None,
@@ -53,6 +68,12 @@ def audit(
     ] = None,
     log: Annotated[
         File, Option(help="Audit a log: CSV or JSONL of round,client,size,steps,weight.")
+    ] = None,
+    optimiser: Annotated[
+        Text, Option(help="Of the local steps: sgd, sgd:momentum=0.9, adamw, ... of torch.optim.")
+    ] = None,
+    step_size: Annotated[
+        Text, Option(help="A schedule by which rounds count, such as cosine:0.1.")
     ] = None,
     step_sizes: Annotated[str, Option(help="For --flower, --callable: equal or scaled.")] = "equal",
     confidence: Annotated[float, Option(help="Of intervals: --flower, --callable, --log.")] = 0.95,
@@ -77,7 +98,7 @@ def audit(
     seed: Annotated[int, Option(help="For audits that have to sample.")] = 0,
     draws: Annotated[Count, Option(help="To sample, if needed: 32000, others' code 2000.")] = None,
     rounds: Annotated[
-        Count, Option(help="For rules that depend on the round: how many to average over, 100.")
+        Count, Option(help="If rules, availability or step sizes change: those of the run, 100.")
     ] = None,
     check: Annotated[
         bool, Option("--check", help="Exit with 1 if not consistent, or not as private as claimed.")
@@ -88,8 +109,11 @@ def audit(
     from fedshuffle.auditing.adapters import Aggregator, FlowerAggregator, read_log
     from fedshuffle.auditing.privacy import print_privacy
     from fedshuffle.auditing.result import print_audit
+    from fedshuffle.auditing.subject import ROUNDS
     from fedshuffle.auditing.transforms import print_clipping
     from fedshuffle.config import imports, loader
+    from fedshuffle.sampling import among_available
+    from fedshuffle.timing import resolve_clock
 
     result: auditing.Audit | auditing.PrivacyAudit
     server = flower if flower is not None else function
@@ -104,32 +128,43 @@ def audit(
         report = auditing.clipping_report(clipping, federation, number(clip, "--clip"))
         emit(as_json, report.to_dict(), partial(print_clipping, console, report))
         return
+    if rates is not None:
+        if clock is not None:
+            raise FedShuffleError("give --clock or --rates, not both.")
+        clock = f"rates:{rates}"
     if not privacy:
         refuse_unused(context, [*private, "clip"], "an audit without --privacy")
     elif server is None:
         raise FedShuffleError("--privacy probes a server: give --flower or --callable.")
     else:
-        unused = ["weights", "epochs", "batch_size", "step_sizes", "draws"]
+        unused = ["weights", "epochs", "batch_size", "optimiser", "step_sizes", "draws"]
         refuse_unused(context, unused, "--privacy")
     if sum(one is not None for one in (flower, function, log)) > 1:
         raise FedShuffleError("give one of --flower, --callable and --log.")
-    rules = ["method", "momentum", "rounds", "channel"]
+    rules = ["method", "momentum", "rounds", "channel", "step_size", "probabilities"]
+    rules += ["schedule", "clock", "rates", "message_bytes"]
     if log is not None:
-        inputs = ["sizes", "data", "config", "sampling", "epochs", "batch_size"]
+        inputs = ["sizes", "data", "config", "sampling", "availability", "epochs", "batch_size"]
+        inputs.append("optimiser")
         refuse_unused(context, [*rules, *inputs, "step_sizes", "seed", "draws"], "--log")
     elif server is not None:
         refuse_unused(context, rules, "--flower, --callable")
     else:
         refuse_unused(context, ["step_sizes", "confidence"], "--method")
+    if availability is None and config is None:
+        refuse_unused(context, ["step_size"], "an audit without --availability")
     if config is not None:
-        refuse_unused(context, ["sizes", "data", "weights", "epochs", "batch_size"], "--config")
+        unused = ["sizes", "data", "weights", "epochs", "batch_size", "optimiser"]
+        refuse_unused(context, unused, "--config")
     objective = None if weights is None else _numbers(weights, "--weights")
     if log is not None:
         result, _ = read_log(log, weights=objective, confidence=confidence)
     else:
-        counts = {"draws": draws, "rounds": rounds, "channel": channel}
+        counts = {"draws": draws, "rounds": rounds, "channel": channel, "step_size": step_size}
         given: dict[str, Any] = {key: value for key, value in counts.items() if value is not None}
         on_the_way: dict[str, Any] = {}
+        if message_bytes is not None:
+            given["message_sizes"] = _message_sizes(message_bytes)
         here = Path.cwd()
         with imports.importable(here):
             if config is not None:
@@ -137,19 +172,25 @@ def audit(
                 from fedshuffle.config import runner
 
                 names = {"method": method, "sampling": sampling, "momentum": momentum}
+                names |= {"availability": availability, "probabilities": probabilities}
+                names["schedule"] = schedule
                 changes = {key: value for key, value in names.items() if was_given(context, key)}
+                changes |= {} if clock is None else {"clock": clock}
                 chosen = loader.load(config, changes)
                 with chosen.importable():
                     federation = runner.federation(chosen)
                     rule, drawn = runner.method(chosen), runner.sampling(chosen, federation)
-                    on_the_way = runner.on_the_way(chosen)
+                    on_the_way = runner.on_the_way(chosen) | runner.step_sizes(chosen)
+                    on_the_way |= runner.audited_timing(chosen, federation)
                 work = chosen.work
             else:
                 federation = _clients(sizes, data, objective)
-                rule = imports.method(method, here, momentum)
+                rule = imports.method(method, here, momentum).with_probabilities(probabilities)
                 drawn = imports.sampling(sampling, federation, here)
+                drawn = among_available(drawn, availability, federation, rounds or ROUNDS, here)
                 passes = None if epochs is None else loader.epochs(epochs, "--epochs")
-                work = LocalWork(passes, batch_size=batch_size)
+                work = LocalWork(passes, batch_size=batch_size, optimiser=optimiser)
+                on_the_way = {"schedule": schedule, "clock": resolve_clock(clock, federation)}
             if server is None:
                 given = on_the_way | given
                 result = auditing.audit(federation, rule, drawn, work, seed=seed, **given)
@@ -196,6 +237,14 @@ def _clients_of_run(
         )
     with config.importable():
         return runner.federation(config)
+
+
+def _message_sizes(text: str) -> MessageSizes:
+    """``DOWN,UP`` in bytes, or one number for both."""
+    sizes = _numbers(text, "--message-bytes")
+    if len(sizes) > 2 or sizes.min() < 0:
+        raise FedShuffleError(f"--message-bytes is {text!r}: give the bytes down and up, 4e6,1e5.")
+    return MessageSizes(float(sizes[0]), float(sizes[-1]))
 
 
 def _clients(sizes: str | None, data: Path | None, weights: Any) -> Federation:

@@ -1,5 +1,6 @@
-"""The commands about data: import a store, download a data set, show a store."""
+"""The commands about data: import a store or a trace, download a data set, show a store."""
 
+from collections.abc import Hashable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -10,7 +11,7 @@ from rich.filesize import decimal
 from rich.markup import escape
 from typer import Argument, Option
 
-from fedshuffle._arrays import histogram
+from fedshuffle._arrays import count, histogram
 from fedshuffle._terminal import plain_table
 from fedshuffle.cli.shared import AsJson, Command, DataFolder, Group, console, emit
 from fedshuffle.errors import FedShuffleError
@@ -18,7 +19,9 @@ from fedshuffle.errors import FedShuffleError
 if TYPE_CHECKING:
     from fedshuffle.data import Store
 
-app = typer.Typer(help="Federations on disk: import, show.", no_args_is_help=True, cls=Group)
+app = typer.Typer(
+    help="Federations on disk, and traces: import, show.", no_args_is_help=True, cls=Group
+)
 
 Text = str | None
 
@@ -93,6 +96,47 @@ def show_data(
     store = open_store(folder)
     facts = _describe(store)
     emit(as_json, facts, partial(_print_store, store.path.name, facts))
+
+
+@app.command(cls=Command, name="trace")
+def import_trace(
+    source: Annotated[Path, Argument(help="JSON of when each device came and went, in seconds.")],
+    out: Annotated[Path, Option(help="The trace to write, for --availability trace:FILE.")],
+    seconds_per_round: Annotated[float, Option(help="How long a round takes.")],
+    data: Annotated[
+        Path | None, Option(metavar="STORE", help="Name devices by the clients of this store.")
+    ] = None,
+    clients: Annotated[int | None, Option(help="Take this many devices, named 0, 1, ...")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Turn a device trace into who is there in which rounds.
+
+    The JSON is {"DEVICE": {"active": [SECONDS, ...], "inactive": [SECONDS, ...]}, ...}.
+    """
+    from fedshuffle.availability import convert_device_trace
+    from fedshuffle.data import open_store
+
+    if data is not None and clients is not None:
+        raise FedShuffleError("give either --data or --clients, not both.")
+    ids: Sequence[Hashable] = () if data is None else open_store(data).ids
+    if clients is not None:
+        ids = range(count(clients, "clients"))
+    trace = convert_device_trace(source, out, seconds_per_round=seconds_per_round, ids=ids)
+    empty = sum(map(len, trace.gaps))
+    facts = {"out": str(out), "clients": len(trace), "intervals": trace.intervals}
+    facts |= {"rounds": trace.period, "rounds_without_clients": empty}
+    emit(as_json, facts, partial(_print_trace, facts))
+
+
+def _print_trace(facts: dict[str, Any]) -> None:
+    empty, file = facts["rounds_without_clients"], facts["out"] + "+gaps"
+    lines = [
+        f"{facts['out']}: {facts['clients']:,} clients come and go in {facts['intervals']:,}"
+        f" intervals over {facts['rounds']:,} rounds."
+    ]
+    if empty:
+        lines.append(f"In {empty:,} rounds nobody is there: write --availability trace:{file}")
+    console.print(escape("\n".join(lines)), soft_wrap=True)
 
 
 def _names(text: str | None) -> list[str] | None:

@@ -15,6 +15,7 @@ from fedshuffle.cli.shared import (
     DataFolder,
     Jobs,
     Out,
+    alone,
     console,
     emit,
     refuse_unused,
@@ -31,6 +32,8 @@ _UNUSED = {
     "steps-cifar100": ["rounds"],
     "steps-plays": ["rounds"],
     "steps-default": ["rounds", "scale", "jobs"],
+    "availability": ["rounds", "data"],
+    "stragglers": ["rounds", "data"],
 }
 """The experiments, and the options that change nothing in each."""
 
@@ -42,7 +45,8 @@ def reproduce(
         Argument(
             help="quadratic (the toy figures), compression, theory, shakespeare, cifar100;"
             " steps-shakespeare, steps-cifar100, steps-plays (both step sizes tuned), steps-default"
-            " (what fedshuffle tune finds on the same data)."
+            " (what fedshuffle tune finds on the same data); availability (clients that come and"
+            " go); stragglers (accuracy against time)."
         ),
     ],
     out: Out,
@@ -72,6 +76,15 @@ def reproduce(
 
         rows = step_sizes.reproduce_default(out, data, progress=not as_json)
         emit(as_json, rows, partial(print, step_sizes.csv_of(rows), end=""))
+        return
+    if experiment in ("availability", "stragglers"):
+        require("demo", f"fedshuffle reproduce {experiment}")
+        from fedshuffle.experiments import availability, stragglers
+
+        study = availability if experiment == "availability" else stragglers
+        with alone(as_json):
+            rows = study.reproduce(out, scale, jobs, progress=not as_json)
+        emit(as_json, rows, partial(print, (out / "tables.md").read_text(encoding="utf-8"), end=""))
         return
     given = {} if rounds is None else {"rounds": rounds}
     if experiment == "quadratic":

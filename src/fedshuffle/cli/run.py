@@ -15,6 +15,10 @@ from typer import Argument, Option
 
 from fedshuffle._arrays import jsonable
 from fedshuffle.cli.shared import (
+    AVAILABILITIES,
+    CLOCKS,
+    PROBABILITIES,
+    SCHEDULES,
     AsJson,
     ConfigOut,
     Count,
@@ -49,6 +53,10 @@ def run(
     out: ConfigOut = None,
     rounds: Annotated[Count, Option(help="Rounds of training in all.")] = None,
     channel: Annotated[Text, Option(help=_CHANNELS)] = None,
+    availability: Annotated[Text, Option(help=AVAILABILITIES)] = None,
+    schedule: Annotated[Text, Option(help=SCHEDULES)] = None,
+    clock: Annotated[Text, Option(help=CLOCKS)] = None,
+    probabilities: Annotated[Text, Option(help=PROBABILITIES)] = None,
     engine: Annotated[Text, Option(help=_ENGINES)] = None,
     device: Annotated[Text, Option(help="Where to train: cpu, cuda or mps.")] = None,
     address: Annotated[Text, Option(help="HOST:PORT of a Ray cluster; else one starts.")] = None,
@@ -67,7 +75,8 @@ def run(
     from fedshuffle.training.run_folder import RunFolder
 
     given = {"rounds": rounds, "engine": engine, "device": device, "seed": seed}
-    given["channel"] = channel
+    given |= {"channel": channel, "availability": availability, "probabilities": probabilities}
+    given |= {"schedule": schedule, "clock": clock}
     changes: dict[str, Any] = {key: value for key, value in given.items() if value is not None}
     changes |= overrides(settings)
     extra = dict[str, Any]()
@@ -126,6 +135,7 @@ def _summary(result: "Result") -> dict[str, Any]:
     last, out = result.history[-1], Path(result.out or "")
     return {
         "rounds": last["round"],
+        **({"time": last["time"]} if "time" in last else {}),
         "diverged": result.diverged,
         "stopped": result.stopped,
         "metrics": jsonable(metrics_of(last)),
@@ -140,7 +150,8 @@ def _print_run(result: "Result", found: dict[str, Any], address: str | None) -> 
     from fedshuffle.config.runner import command
 
     out = Path(found["out"])
-    lines = [f"{found['rounds']} rounds are done."]
+    time = f" in {found['time']:,.4g} simulated seconds" if "time" in found else ""
+    lines = [f"{found['rounds']} rounds are done{time}."]
     lines += [f"Stopped early: {result.stopped}."] if result.stopped else []
     if result.diverged:
         lines = [f"Diverged: {result.diverged}. Lower the step size and begin again."]

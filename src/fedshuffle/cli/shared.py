@@ -34,6 +34,24 @@ DataFolder = Annotated[
     typer.Option(help="Folder of data sets; by default FEDSHUFFLE_DATA, or a cache."),
 ]
 
+AVAILABILITIES = (
+    "Who is there to be sampled: independent:0.9,0.5, markov:on=0.1,off=0.2, cyclic:24:0.5,"
+    " groups:2:KIND, drifting:0.9:0.1, trace:FILE; +leaves:0.1, +drop."
+)
+PROBABILITIES = (
+    "Inclusion probabilities from who took part: estimate, estimate:fedau:50,"
+    " estimate:ewma:0.05, estimate:bayes."
+)
+
+SCHEDULES = (
+    "For whom the server waits: wait, deadline:60, deadline:60+partial, over:8of10, fedasync:a=0.5,"
+    " fedbuff:K=10,C=100, queued:C=10, shuffled:C=10."
+)
+CLOCKS = (
+    "How long clients take: fixed:0.1,0.4 seconds per step, lognormal:0.1:1, classes:0.7x0.1,0.3x1,"
+    " table:FILE, rates:4,2; +jitter:exponential, +latency:0.2, +down:1e7, +up:1e6."
+)
+
 
 def overrides(settings: list[str] | None) -> dict[str, Any]:
     """The keys and values of ``--set``."""

@@ -171,6 +171,7 @@ def _variant_facts(config: Config, variant: Variant, method: Method, inputs: Run
         sampling = config_runner.sampling(config, inputs.federation)
     given = inputs.federation, method, sampling, config.work
     on_the_way = config_runner.on_the_way(config)
+    on_the_way |= config_runner.audited_timing(config, inputs.federation)
     with at(variant.place):  # some do not go with privacy or a channel
         run = Run(*given, rounds=config.rounds, **on_the_way)
     with imports.running(f"the audit of {method.name!r}", config.folder):
@@ -227,6 +228,8 @@ def majority(evaluate: Evaluation | Evaluations, metric: str) -> dict[str, float
     if metric.removeprefix(part.prefix) not in ("accuracy", "top-1"):
         return None
     data = part.data
+    if data.transform is not None:  # which may change the targets
+        return None
     targets = np.asarray(data.fields[-1]).reshape(len(data.fields[-1]), -1)
     counted = (targets != IGNORED).sum(1)
     per_client = np.add.reduceat(counted, data.offsets[:-1])
@@ -248,8 +251,8 @@ def _settings(comparison: Comparison, judge: Criterion, parameters: int) -> dict
             size = {key: value for key, value in size.items() if key != "step_size"}
         if size:
             found[name] = _words(size)
-    for name in ("transforms", "channel", "down_channel", "privacy"):
-        if tables.get(name, "none") != "none":
+    for name in ("schedule", "clock", "transforms", "channel", "down_channel", "privacy"):
+        if tables.get(name, "none") not in ("none", "wait"):
             found[name] = _words(tables[name])
     found |= {"parameters": parameters, "seeds": list(comparison.seeds)}
     if any(map(comparison.tuned, comparison.variants)) and short.evaluation is not None:

@@ -288,7 +288,7 @@ class Study:
 
 def _history(folder: Path, rounds: int) -> list[dict[str, Any]]:
     """The metrics in the rounds that were evaluated, and the steps and bytes until then."""
-    facts = set(RECORD_KEYS) - {"round"}
+    facts = set(RECORD_KEYS) - {"round", "time"}
     records = RunFolder(folder).metrics() if (folder / "run.json").exists() else []
     totals, kept = dict.fromkeys(("steps", "bytes_down", "bytes_up"), 0), []
     for record in records:

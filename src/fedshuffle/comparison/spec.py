@@ -118,7 +118,8 @@ class Comparison:
         metadata={"add": 'the methods to compare, such as ["fedavg-rr", "fedshuffle"]'}
     )
     """The methods to compare, by name or import path. An entry may also be a table with a ``name``,
-    a ``method`` and its own ``sampling``, ``work``, ``channel``, ``down_channel`` or step sizes.
+    a ``method`` and its own ``sampling``, ``availability``, ``probabilities``, ``schedule``,
+    ``clock``, ``work``, ``channel``, ``down_channel`` or step sizes.
     """
     momentum: tuple[str | None, ...] = (None,)
     """Each method is run with each of them; by default that of the run."""

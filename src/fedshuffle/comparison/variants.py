@@ -83,6 +83,10 @@ class _Keys:
     step_sizes: tuple[float, ...] = ()
     server_step_sizes: tuple[float, ...] = ()
     sampling: str = ""
+    availability: str = ""
+    probabilities: str = ""
+    schedule: str = ""
+    clock: str = ""
     work: Annotated[Any, lambda value, key: value] = None
     channel: str = ""
     down_channel: str = ""

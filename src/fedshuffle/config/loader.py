@@ -27,6 +27,7 @@ from fedshuffle.config.schema import (
     without_none,
 )
 from fedshuffle.errors import FedShuffleError, error_context, nearest_name, unknown
+from fedshuffle.local_optimisers import LocalOptimiser
 from fedshuffle.local_work import (
     AtMost,
     EpochRange,
@@ -202,12 +203,20 @@ def _spec(kinds: Mapping[str, Callable[..., Any]]) -> Callable[[Any, str], Any]:
             raise FedShuffleError(f"{key} needs one name: write {choices}.")
         (word,) = given
         arguments = {name: entry for name, entry in table.items() if name != word}
-        if word == "store" and arguments:
-            raise _unknown_key(key, next(iter(arguments)), {"store": str})
         name = read_text(table[word], f"{key}.{word}")
+        if word == "store":
+            return _store(name, arguments, key)
         return kinds[word](name, arguments) if arguments else kinds[word](name)
 
     return read
+
+
+def _store(path: str, options: Mapping[str, Any], key: str) -> StorePath:
+    known = {"store": str, "transform": str}
+    for name in options:
+        if name not in known:
+            raise _unknown_key(key, name, known)
+    return StorePath(path, **{k: read_text(v, f"{key}.{k}") for k, v in options.items()})
 
 
 _data = _spec({"use": ImportSpec, "store": StorePath})
@@ -262,6 +271,12 @@ def _interruption(value: Any, key: str) -> Interruption:
         return interruption
 
 
+def _optimiser(value: Any, key: str) -> LocalOptimiser:
+    text = read_text(value, key)
+    with at(key):
+        return LocalOptimiser.read(text)
+
+
 _READERS: dict[Any, Callable[[Any, str], Any]] = {
     str: read_text,
     Path: read_text,
@@ -276,6 +291,7 @@ _READERS: dict[Any, Callable[[Any, str], Any]] = {
     int | Sequence[int] | EpochRange: epochs,
     int | Literal["min", "mean"]: lambda v, key: v if isinstance(v, str) else count(v, key),
     Interruption: _interruption,
+    LocalOptimiser | str | type: _optimiser,
 }
 """Each turns the value at a key of the file into the value of a field, or raises an error."""
 
@@ -292,6 +308,7 @@ _FORMS: dict[Any, str] = {
     int | Sequence[int] | EpochRange: 'whole number, `"2..5"` at random, or a list: one per client',
     int | Literal["min", "mean"]: 'whole number, `"min"` or `"mean"`',
     Interruption: '`"at-most:20"`, `"miss-last:1"` or `"random-stop:0.2"`',
+    LocalOptimiser | str | type: '`"sgd:momentum=0.9"`, `"adamw"` or another of `torch.optim`',
 }
 """How a value of each type is written in a file, for the reference."""
 
@@ -369,8 +386,8 @@ def plain(value: Any) -> Any:
     match value:
         case ImportSpec(path, arguments):
             return {"use": path, **arguments}
-        case StorePath(path):
-            return {"store": path}
+        case StorePath(path, transform):
+            return {"store": path} | ({} if transform is None else {"transform": transform})
         case ScheduleSpec(name, arguments):
             return {"schedule": name, **arguments}
         case EpochRange(low, high):
@@ -382,6 +399,12 @@ def plain(value: Any) -> Any:
             raise FedShuffleError(
                 f"work.interruption: {value!r} has no name in a config. Call fedshuffle.train."
             )
+        case LocalOptimiser(kind):
+            if not isinstance(kind, str):
+                raise FedShuffleError(
+                    f"work.optimiser: {value} has no name in a config. Call fedshuffle.train."
+                )
+            return str(value)
         case Path():
             return str(value)
         case tuple():

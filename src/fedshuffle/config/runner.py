@@ -3,11 +3,12 @@
 Beside the files of :mod:`fedshuffle.training.run_folder` the folder holds
 
     DIR/config.toml           the config as it was run
-    DIR/model.safetensors     the final model, by the names of its state_dict
+    DIR/model.safetensors     the final model without frozen parameters, by its state_dict's names
 """
 
 import copy
 import functools
+import math
 import random
 import shlex
 from collections.abc import Iterator
@@ -24,18 +25,28 @@ from torch import nn
 from torch.nn.utils import vector_to_parameters
 
 import fedshuffle
-from fedshuffle import _files, devices, engines, fingerprint, losses, tuning
+from fedshuffle import _files, devices, engines, fingerprint, losses, schedules, tuning
 from fedshuffle import sampling as samplings
 from fedshuffle._arrays import expect
 from fedshuffle.config import imports, loader
-from fedshuffle.config.schema import Config, DataSpec, ImportSpec, at, step_size_by_round
+from fedshuffle.config.schema import (
+    Config,
+    DataSpec,
+    ImportSpec,
+    StorePath,
+    at,
+    step_size_by_round,
+)
 from fedshuffle.engines import Loss
 from fedshuffle.errors import FedShuffleError, error_context, unknown
 from fedshuffle.federation import Federation
 from fedshuffle.methods import Method
 from fedshuffle.randomness import Purpose, generator, restored_generators
 from fedshuffle.sampling import Sampling
+from fedshuffle.schedules import Schedule
+from fedshuffle.timing import resolve_clock
 from fedshuffle.training import Evaluate, Result, train
+from fedshuffle.training.message_sizes import message_sizes
 from fedshuffle.training.run_folder import RunFolder
 from fedshuffle.transforms import Transform
 from fedshuffle.tuning.step_sizes import check as check_tuning
@@ -131,6 +142,7 @@ def tune(
             server_step_size=None if server == 1.0 else server,  # from what is usual for the method
             down_channel=config.down_channel,
             **on_the_way(config),
+            **timing(config, parts.federation),
             seed=config.seed,
             engine=engine,
             device=config.device,
@@ -176,6 +188,7 @@ def _train(
             server_step_size=step_size_by_round(config.server_step_size, config.rounds),
             down_channel=config.down_channel,
             **on_the_way(config),
+            **timing(config, parts.federation),
             seed=config.seed,
             engine=engine,
             device=config.device,
@@ -190,8 +203,12 @@ def _train(
             progress=progress,
         )
         if folder:
-            state = result.model.state_dict()
-            tensors = {name: t.detach().cpu().contiguous().clone() for name, t in state.items()}
+            left_out, state = _frozen(result.model), result.model.state_dict()
+            tensors = {
+                name: t.detach().cpu().contiguous().clone()
+                for name, t in state.items()
+                if name not in left_out
+            }
             _files.write_file(folder.path / "model.safetensors", safetensors.torch.save(tensors))
     return result
 
@@ -229,19 +246,21 @@ def load_model(folder: Path | str, model: nn.Module | None = None) -> nn.Module:
             " model=..., or put the modules of the run back as they were."
         )
     whole = run.path / "model.safetensors"
-    if whole.exists():  # also holds frozen parameters and buffers
+    if whole.exists():  # also holds buffers
         unreadable = f"{str(whole)!r} cannot be read; put back a copy of it"
         with error_context(unreadable, (OSError, RuntimeError, SafetensorError)):
-            found.load_state_dict(safetensors.torch.load_file(whole))
-    elif fingerprint.frozen(found) != settings.get("frozen_sha256"):
+            state = found.state_dict()
+            fixed = {name: state[name] for name in _frozen(found)}
+            found.load_state_dict({**fixed, **safetensors.torch.load_file(whole)})
+    if fingerprint.frozen(found) != settings.get("frozen_sha256"):
         raise FedShuffleError(
-            f"the frozen parameters or buffers of the model are not those of {path}, and its"
-            " checkpoints hold only trained parameters. Give a model with the same."
+            f"the frozen parameters or buffers of the model are not those of {path}, which holds"
+            " only trained parameters. Give a model with the same."
         )
-    state = run.latest()
-    if state is not None:  # a resumed run may be ahead of the last final model
+    latest = run.latest()
+    if latest is not None:  # a resumed run may be ahead of the last final model
         trained = [p for p in found.parameters() if p.requires_grad]
-        vector_to_parameters(state.x, trained)
+        vector_to_parameters(latest.x, trained)
         for parameter in trained:  # do not share memory
             parameter.data = parameter.data.clone()
     elif not whole.exists():
@@ -249,6 +268,12 @@ def load_model(folder: Path | str, model: nn.Module | None = None) -> nn.Module:
             f"{path} holds neither a model nor a complete checkpoint: run it again."
         )
     return found.eval()
+
+
+def _frozen(model: nn.Module) -> set[str]:
+    """The names of frozen parameters in a state_dict, also where two layers share one."""
+    every = model.named_parameters(remove_duplicate=False)
+    return {name for name, parameter in every if not parameter.requires_grad}
 
 
 # The parts of a config ----------------------------------------------------------------------------
@@ -273,15 +298,20 @@ def initial_model(config: Config) -> nn.Module:
 
 
 def method(config: Config) -> Method:
-    """The method of a config, with its momentum."""
+    """The method of a config, with its momentum, and with probabilities to estimate."""
     with at("method"):
-        return imports.method(config.method, config.folder, config.momentum)
+        found = imports.method(config.method, config.folder, config.momentum)
+    with at("probabilities"):
+        return found.with_probabilities(config.probabilities)
 
 
 def sampling(config: Config, federation: Federation) -> Sampling:
-    """The sampling of a config, for its federation."""
+    """The sampling of a config, for its federation, among the clients that are there."""
     with at("sampling"):
-        return imports.sampling(config.sampling, federation, config.folder)
+        drawn = imports.sampling(config.sampling, federation, config.folder)
+    with at("availability"):
+        there = config.availability, federation, config.rounds, config.folder
+        return samplings.among_available(drawn, *there)
 
 
 def transforms(config: Config) -> list[Transform]:
@@ -299,12 +329,49 @@ def on_the_way(config: Config) -> dict[str, Any]:
     return {"transforms": transforms(config), "channel": config.channel, "privacy": config.privacy}
 
 
+def timing(config: Config, federation: Federation) -> dict[str, Any]:
+    """For whom the server waits and how long clients take, as arguments of ``train``."""
+    with at("clock"):
+        clock = resolve_clock(config.clock, federation, config.folder)
+    return {"schedule": config.schedule, "clock": clock}
+
+
+def audited_timing(config: Config, federation: Federation) -> dict[str, Any]:
+    """The same as arguments of ``audit`` and ``Run``, which do not know the model."""
+    found = timing(config, federation)
+    if found["clock"] is None or not found["clock"].has_bandwidths:
+        return found
+    sizes = message_sizes(initial_model(config), method(config), transforms(config), config.channel)
+    return {**found, "message_sizes": sizes}
+
+
+def step_sizes(config: Config) -> dict[str, Any]:
+    """What rounds count by where clients come and go, as arguments of ``audit``."""
+    if config.availability is None:
+        return {}
+    both = [
+        step_size_by_round(size, config.rounds)
+        for size in (config.step_size, config.server_step_size)
+    ]
+    if not any(map(callable, both)):
+        return {"rounds": config.rounds}
+    return {"step_size": functools.partial(_product, both), "rounds": config.rounds}
+
+
+def _product(sizes: list[Schedule], round: int) -> float:
+    return math.prod(schedules.value(size, round, "step size") for size in sizes)
+
+
 def federation(config: Config, source: DataSpec | None = None, key: str = "data") -> Federation:
     """The data of a config, or of another source; ``key`` is named in errors."""
     source = config.data if source is None else source
     if not isinstance(source, ImportSpec):
         with at(f"{key}.store"):
-            return Federation.open(config.folder / source.path)
+            stored = Federation.open(config.folder / source.path)
+        if source.transform is None:
+            return stored
+        with config.importable(), at(f"{key}.transform"):
+            return stored.with_transform(imports.function(source.transform, {}, config.folder))
     # The data must be the same whenever a run is resumed, and for every seed of the run.
     with config.importable(), at(key), _seeded(0, Purpose.SPLIT):
         return imports.call(source.path, source.arguments, config.folder, Federation)
@@ -329,6 +396,9 @@ def _check_names(config: Config) -> None:
         if isinstance(spec, ImportSpec):
             with at(key):
                 imports.function(spec.path, spec.arguments, config.folder, complete=True)
+        elif isinstance(spec, StorePath) and spec.transform is not None:
+            with at(f"{key}.transform"):
+                imports.function(spec.transform, {}, config.folder)
 
 
 def _loss(config: Config) -> Loss:

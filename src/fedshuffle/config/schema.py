@@ -15,7 +15,9 @@ from pathlib import Path
 from types import NoneType
 from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args, get_type_hints
 
+from fedshuffle import availability as availabilities
 from fedshuffle import methods, schedules
+from fedshuffle import probabilities as estimates
 from fedshuffle._arrays import count
 from fedshuffle.config import imports
 from fedshuffle.errors import FedShuffleError, error_context
@@ -23,6 +25,8 @@ from fedshuffle.local_work import LocalWork
 from fedshuffle.privacy import Privacy
 from fedshuffle.randomness import check_seed
 from fedshuffle.schedules import Schedule
+from fedshuffle.timing import clock_text, parse_schedule
+from fedshuffle.timing.settings import check as check_timing
 from fedshuffle.transforms import channels
 from fedshuffle.tuning import DEFAULT_SHARE
 
@@ -53,13 +57,14 @@ class ImportSpec:
 
 @dataclass(frozen=True)
 class StorePath:
-    """A federation stored in a folder.
+    """A federation stored in a folder, and the import path of a transform of its examples.
 
     >>> StorePath("stores/clinics").path
     'stores/clinics'
     """
 
     path: str
+    transform: str | None = None
 
 
 DataSpec = ImportSpec | StorePath
@@ -151,7 +156,8 @@ class Config:
         metadata={"add": 'a section [data] with use = "module:function" or store = "folder"'}
     )
     """A function that returns the ``Federation``; the other keys of ``[data]`` are its arguments.
-    Or ``store = "folder"``: a federation that was imported.
+    Or ``store = "folder"``: a federation that was imported, and perhaps ``transform =
+    "module:function"``, which its minibatches pass through.
     """
     seed: int = 0
     """The seed of everything random, also of the initial model."""
@@ -162,6 +168,22 @@ class Config:
     sampling: str = "full"
     """Who takes part, such as ``"uniform:10"``, or ``"module:function"``, which takes the
     federation.
+    """
+    availability: str | None = None
+    """Who is there to be sampled, such as ``"markov:on=0.1,off=0.2"`` or ``"trace:week.csv"``; by
+    default everybody.
+    """
+    schedule: str = "wait"
+    """For whom the server waits: ``"wait"`` for the whole cohort, ``"deadline:60"``,
+    ``"over:8of10"``, ``"fedbuff:K=10,C=100"`` and others; all but the first need a ``clock``.
+    """
+    clock: str | None = None
+    """How long clients take, such as ``"lognormal:0.1:1"`` seconds per local step or
+    ``"table:devices.csv"``; by default time does not matter.
+    """
+    probabilities: str | None = None
+    """``"estimate"``, ``"estimate:fedau:50"`` and others estimate inclusion probabilities from who
+    took part so far; by default they are known.
     """
     step_size: StepSize = 0.1
     """The local step size of the client with the most local steps."""
@@ -206,6 +228,17 @@ class Config:
             methods.get(self.method)
         if self.momentum is not None:
             methods.parse_momentum(self.momentum)
+        if self.availability is not None:
+            with at("availability"):
+                availabilities.check(self.availability)
+        with at("schedule"):
+            check_timing(parse_schedule(self.schedule), self.clock)
+        if self.clock is not None:
+            with at("clock"):
+                clock_text.check(self.clock)
+        if self.probabilities is not None:
+            with at("probabilities"):
+                estimates.parse(self.probabilities)
         with at("channel"):
             channels.channel(self.channel)
         with at("down_channel"):
@@ -224,8 +257,10 @@ class Config:
         return replace(changed, origin=self.origin + notes)
 
     def pinned(self) -> "Config":
-        """This config with schedules that do not change when more rounds are asked for."""
+        """This config with schedules and drifts that stay the same if there are more rounds."""
         pinned: dict[str, Any] = {}
+        if self.availability is not None:
+            pinned["availability"] = availabilities.pinned(self.availability, self.rounds)
         for name in ("step_size", "server_step_size"):
             size = getattr(self, name)
             if isinstance(size, ScheduleSpec) and "rounds" in schedules.parameters(size.name):

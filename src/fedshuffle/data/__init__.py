@@ -6,6 +6,7 @@ Federated. Import anything else with :func:`import_chunks`. Open the result with
 """
 
 from fedshuffle.data.importers.files import FORMATS, import_chunks, import_file
+from fedshuffle.data.padding import padded
 from fedshuffle.data.storage.store import Store, open_store
 
-__all__ = ["FORMATS", "Store", "import_chunks", "import_file", "open_store"]
+__all__ = ["FORMATS", "Store", "import_chunks", "import_file", "open_store", "padded"]

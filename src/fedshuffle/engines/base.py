@@ -56,7 +56,8 @@ class OneWorker(Engine):
             rows = x.new_empty(len(tasks), len(x))
             for row, task in zip(rows, tasks, strict=True):
                 client, round = np.array([task.minibatches.client]), task.minibatches.round
-                request = FullGradient((x,), client, np.ones((1, 1)), round, task.weight_decay)
+                one, decay, seed = np.ones((1, 1)), task.weight_decay, task.minibatches.seed
+                request = FullGradient((x,), client, one, round, decay, seed=seed)
                 row.copy_(self.full_gradients([request])[0].sums[0, 0])
         return rows
 
@@ -71,7 +72,10 @@ def client_context(
     """Add the client, the round and the stage to what the user's model or loss raises."""
     return error_context(
         lambda error: TrainingError(
-            user_error(error), client=problem.federation.ids[client], round=round, stage=stage
+            str(error) if isinstance(error, FedShuffleError) else user_error(error),
+            client=problem.federation.ids[client],
+            round=round,
+            stage=stage,
         )
     )
 

@@ -71,11 +71,12 @@ class _Layer(NamedTuple):
 
 
 def by_hand(problem: Problem) -> ByHand | None:
-    """The gradient of a stack of linear layers; None for any other model.
+    """The gradient of a stack of linear layers; None for any other model, and where a transform
+    makes what the model sees of the federation's fields.
 
     For one client, ``shares`` and ``keep`` are numbers, and tables are the parameters themselves.
     """
-    layers = _layers(problem)
+    layers = _layers(problem) if problem.federation.transform is None else []
     slope = _slope(problem, layers[-1].width) if layers else None
     return None if slope is None else ByHand(partial(_descend, layers, slope[0]), slope[1])
 

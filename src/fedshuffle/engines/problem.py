@@ -1,10 +1,9 @@
 """The problem an engine works on: a model, a loss, and the federation's examples."""
 
-import copy
 import functools
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -12,10 +11,13 @@ from torch import Tensor, nn
 from torch.nn.modules.loss import _Loss
 from torch.nn.parameter import is_lazy
 
-from fedshuffle import losses
+from fedshuffle import fingerprint, losses
 from fedshuffle._arrays import IntArray, expect
+from fedshuffle.engines.copies import shareable, shared_copy
+from fedshuffle.engines.example_transform import transformed
 from fedshuffle.errors import FedShuffleError, error_context
 from fedshuffle.federation import Federation
+from fedshuffle.randomness import NO_ADDRESS, Address
 
 GRADIENT_ROWS = 1024  # full gradients are computed in pieces of at most this many examples
 
@@ -23,13 +25,24 @@ Loss = Callable[..., Tensor]
 """``loss(model, *fields)``: the mean loss over the examples of a minibatch, a scalar tensor."""
 
 
+class Piece(NamedTuple):
+    """Some examples of a client: their rows, the share of their loss in that over all pieces, and
+    where their transform draws.
+    """
+
+    rows: IntArray
+    share: float
+    address: Address
+
+
 class Problem:
     """A module and a loss over a federation, with the model's parameters as one flat vector.
 
-    The module is a copy: the one given stays as it is. A client's objective is the loss over all
-    its examples at once.
+    The module is a copy: the one given stays as it is. Copies share the memory of frozen
+    parameters, so a large frozen base is held once. A client's objective is the loss over all its
+    examples at once.
 
-    >>> from fedshuffle import losses
+    >>> from fedshuffle import fingerprint, losses
     >>> federation = Federation.from_arrays(torch.eye(4), torch.arange(4), sizes=[1, 3])
     >>> Problem(nn.Linear(4, 4), losses.cross_entropy, federation).start.shape
     torch.Size([20])
@@ -49,25 +62,22 @@ class Problem:
             ),
             Exception,
         ):
-            self.model = copy.deepcopy(model)
+            self.model = shared_copy(model)
         self.loss = loss
         self.federation = federation
         self.parameters = {k: p for k, p in self.model.named_parameters() if p.requires_grad}
         if not self.parameters:
-            raise FedShuffleError("the model has no trainable parameters.")
-        kinds = {(p.dtype, p.device) for p in self.parameters.values()}
-        if len(kinds) > 1:
             raise FedShuffleError(
-                f"the model mixes parameters of {sorted(map(str, kinds))}. Convert it to one dtype"
-                " and device."
+                "the model has no trainable parameters: none has requires_grad. To train adapters"
+                " that were loaded, use PeftModel.from_pretrained(..., is_trainable=True)."
             )
-        self.dtype, self.device = kinds.pop()
+        self.dtype, self.device = _one_kind(self.parameters)
         # Data on disk stay there: minibatches are converted one by one.
         self._stored = federation.path is not None
         fields = federation.tensors()
         self.fields = fields if self._stored else tuple(map(self._converted, fields))
         self.start = torch.cat([p.detach().reshape(-1) for p in self.parameters.values()])
-        self._untouched = copy.deepcopy(self.model)
+        self._untouched = shared_copy(self.model)
         self._given = list(model.parameters())
         self._shares: dict[int, list[float]] = {}
         self.tried: dict[str, str] = {}
@@ -90,11 +100,16 @@ class Problem:
 
     def replica(self) -> nn.Module:
         """A copy of the model as it was given, without anything that running it leaves behind."""
-        return copy.deepcopy(self._untouched)
+        return shared_copy(self._untouched)
 
     def loss_at(self, x: Tensor, batch: tuple[Tensor, ...]) -> Tensor:
         """The mean loss of model ``x`` on a minibatch."""
         return self.loss(self.load(x), *batch)
+
+    @functools.cached_property
+    def frozen_sha256(self) -> str:
+        """A digest of what training does not change; it is computed once."""
+        return fingerprint.frozen(self.model)
 
     @property
     def random(self) -> bool:
@@ -112,11 +127,18 @@ class Problem:
         model = self.replica()
         parameters = {k: p for k, p in model.named_parameters() if p.requires_grad}
         versions = [p._version for p in parameters.values()]
+        frozen = {name: p._version for name, p in shareable(model).items()}
         with forked(self.device):
             before = _random_state(self.device)
             few = torch.arange(min(2, int(self.federation.offsets[-1])))
             loss = self.loss(model, *self.batch(few))
             random = not torch.equal(before, _random_state(self.device))
+        for name, parameter in shareable(model).items():
+            if parameter._version != frozen[name]:
+                raise FedShuffleError(
+                    f"the forward pass changes the frozen parameter {name!r}, which all copies of"
+                    " the model share. Make it trainable, or leave it constant."
+                )
         buffers = dict(self._untouched.named_buffers())
         for name, buffer in model.named_buffers():
             if name in buffers and not torch.equal(buffer, buffers[name]):
@@ -133,39 +155,55 @@ class Problem:
         return positions + self.federation.offsets[client]
 
     def pieces(
-        self, client: int, positions: IntArray | None = None
-    ) -> list[tuple[IntArray, float]]:
-        """A client's examples (or those at some positions) in pieces: their rows, and the share of
-        each piece's loss in the loss over all of them.
+        self, client: int, positions: IntArray | None = None, address: Address | None = None
+    ) -> list[Piece]:
+        """A client's examples (or those at some positions) in pieces, with the randomness of an
+        address.
 
         A piece counts by the number of values that its mean is taken over (see
         :mod:`fedshuffle.losses`). A piece without any is left out.
         """
-        whole = positions is None
+        whole = positions is None and self.federation.transform is None
+        seed, round, own, first = address or Address(client=client)
         if positions is None:
             positions = np.arange(int(self.federation.sizes[client]))
         rows = self.rows(client, positions)
-        parts = [rows[k : k + GRADIENT_ROWS] for k in range(0, len(rows), GRADIENT_ROWS)]
+        parts = [
+            Piece(rows[k : k + GRADIENT_ROWS], 1.0, Address(seed, round, own, first + k))
+            for k in range(0, len(rows), GRADIENT_ROWS)
+        ]
         if len(parts) == 1:
-            return [(rows, 1.0)]
+            return parts
         shares = self._shares.get(client) if whole else None
         if shares is None:
             shares = self._loss_shares(parts)
         if whole:  # for the next round
             self._shares[client] = shares
-        return [(part, share) for part, share in zip(parts, shares, strict=True) if share]
+        pairs = zip(parts, shares, strict=True)
+        return [part._replace(share=share) for part, share in pairs if share]
 
-    def _loss_shares(self, parts: Sequence[IntArray]) -> list[float]:
-        weights = [float(len(part)) for part in parts]
+    def _loss_shares(self, parts: Sequence[Piece]) -> list[float]:
+        weights = [float(len(part.rows)) for part in parts]
         if losses.tells_counts(self.loss):
             model = self.replica()
             with torch.no_grad(), forked(self.device):
-                weights = [losses.counted(self.loss, model, self.batch(part)) for part in parts]
+                batches = (self.batch(part.rows, part.address) for part in parts)
+                weights = [losses.counted(self.loss, model, batch) for batch in batches]
         total = sum(weights)
         return [weight / total if total else 0.0 for weight in weights]
 
-    def batch(self, rows: Any) -> tuple[Tensor, ...]:
-        """The examples at these rows."""
+    def batch(self, rows: Any, address: Address = NO_ADDRESS) -> tuple[Tensor, ...]:
+        """The examples at these rows as the loss takes them, with the randomness of an address."""
+        return self.transformed(self.gather(rows), address)
+
+    def transformed(self, fields: tuple[Tensor, ...], address: Address) -> tuple[Tensor, ...]:
+        """What the federation's transform makes of the fields of a minibatch."""
+        if self.federation.transform is None:
+            return fields
+        return tuple(map(self._converted, transformed(self.federation.transform, fields, address)))
+
+    def gather(self, rows: Any) -> tuple[Tensor, ...]:
+        """The examples at these rows as the federation holds them."""
         index = torch.as_tensor(rows, device=self.fields[0].device)
         flat = index.reshape(-1)
         found = tuple(field.index_select(0, flat) for field in self.fields)
@@ -230,6 +268,18 @@ def _check_model(model: nn.Module) -> None:
                 " from client to client and are not averaged. Use GroupNorm, or"
                 " track_running_stats=False."
             )
+
+
+def _one_kind(parameters: Mapping[str, nn.Parameter]) -> tuple[torch.dtype, torch.device]:
+    """The dtype and the device of all parameters."""
+    kinds = {(p.dtype, p.device): name for name, p in parameters.items()}
+    if len(kinds) > 1:
+        shown = [f"{name!r} of {dtype} on {device}" for (dtype, device), name in kinds.items()]
+        raise FedShuffleError(
+            f"the model mixes trainable parameters: {', '.join(sorted(shown))}. Convert them to one"
+            " dtype and device."
+        )
+    return next(iter(kinds))
 
 
 def _check_gradients(

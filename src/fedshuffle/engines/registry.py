@@ -179,6 +179,8 @@ class _Trials:
 
     def _measured(self, engine: Engine) -> float:
         tiny = _shortened(self._request, 4, self._request.tasks[:2])
+        # Adaptive steps would enlarge what rounding changes in a gradient of almost zero.
+        tiny = replace(tiny, tasks=[replace(task, optimiser=None) for task in tiny.tasks])
         wanted = ReferenceEngine(self._problem).local_training([tiny])[0].sums
         found = engine.local_training([tiny])[0].sums
         if not (found - wanted).norm() <= tolerance(self._problem.dtype) * wanted.norm() + 1e-12:

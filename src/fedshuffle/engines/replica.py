@@ -72,13 +72,13 @@ class Replica:
         last_axis = {2: -2} if by_hand else {4: -3} if channels_last else {}
         self.layout = Layout([p.shape for p in problem.parameters.values()], last_axis)
         self.flat = self.layout.arrange(problem.start).clone()
-        self._views = self.layout.views(self.flat)
+        self.views = self.layout.views(self.flat)
         if by_hand is not None:
             self._scratch: list[Tensor] = []
             return
         self._model = problem.replica()
         self._parameters = [p for p in self._model.parameters() if p.requires_grad]
-        for parameter, view in zip(self._parameters, self._views, strict=True):
+        for parameter, view in zip(self._parameters, self.views, strict=True):
             parameter.data = view
         if channels_last and isinstance(problem.loss, MeanLoss):  # it runs the model as a whole
             _pool_first(self._model)
@@ -112,12 +112,12 @@ class Replica:
         """
         length = length or len(batch[0])
         if self.by_hand and clip == math.inf:
-            return self.by_hand.descend(self._views, batch, by / length, into._views, keep)
+            return self.by_hand.descend(self.views, batch, by / length, into.views, keep)
         found: list[Tensor] | tuple[Tensor, ...]
         if self.by_hand:
-            found = self._scratch = self._scratch or [torch.empty_like(v) for v in self._views]
+            found = self._scratch = self._scratch or [torch.empty_like(v) for v in self.views]
             torch._foreach_zero_(found)
-            observed = self.by_hand.descend(self._views, batch, 1 / length, found)
+            observed = self.by_hand.descend(self.views, batch, 1 / length, found)
         else:
             with base.model_randomness(self.problem, seed):
                 loss = self.problem.loss(self._model, *batch)
@@ -128,7 +128,7 @@ class Replica:
             by *= min(1.0, clip / norm) if norm else 1.0
         if keep != 1:
             into.flat.mul_(keep)
-        torch._foreach_add_(into._views, found, alpha=by)
+        torch._foreach_add_(into.views, found, alpha=by)
         return observed
 
 

@@ -17,6 +17,7 @@ from fedshuffle.engines import base
 from fedshuffle.engines.cpu_tuning import flushed_denormals, keep_freed_memory, threads_for
 from fedshuffle.engines.gradients import Batch
 from fedshuffle.engines.local_losses import LocalLosses
+from fedshuffle.engines.optimisers import over
 from fedshuffle.engines.problem import GRADIENT_ROWS, Problem
 from fedshuffle.engines.replica import Replica, fastest_replica
 from fedshuffle.kernel import Answer, ClientTask, FullGradient, LocalTraining
@@ -129,12 +130,16 @@ class SequentialEngine(base.OneWorker):
         scale: Tensor | None,
         losses: LocalLosses,
     ) -> None:
-        """The kernel with a scale, or without g(y): the whole direction first, then the step."""
+        """The whole direction first, then the step: the kernel with a scale, or without g(y), and
+        local optimisers.
+        """
         coefficients, gamma = task.coefficients, task.step_size
         alpha, beta, mu = coefficients.alpha, coefficients.beta, coefficients.mu
         here, there, y = self._here, self._there, self._here.flat
         direction = self._collected
         assert direction is not None
+        views = here.views, direction.views
+        optimiser = over(task, (y, direction.flat), views)
         shrink = mu + alpha * task.weight_decay
         fixed = x * -(mu + beta * task.weight_decay)
         if v is not None:
@@ -150,7 +155,11 @@ class SequentialEngine(base.OneWorker):
                 there.descend(again, -beta, direction, clip=task.clip, seed=seed)
             if shrink:  # last, for the model may change its parameters when it runs
                 direction.flat.add_(y, alpha=shrink)
-            if scale is None:
+            if optimiser is not None:
+                if scale is not None:
+                    direction.flat.mul_(scale)
+                optimiser.step()
+            elif scale is None:
                 y.add_(direction.flat, alpha=-gamma)
             else:
                 y.addcmul_(direction.flat, scale, value=-gamma)
@@ -175,19 +184,24 @@ class SequentialEngine(base.OneWorker):
         """The minibatches of a client: the seed of the model's own randomness, the length, and the
         examples. Lengths are noted for the losses, if there will be any.
         """
-        stream = task.minibatches
+        stream, step = task.minibatches, 0
+        as_they_are = self.problem.federation.transform is None
         seed = stream.model_seed() if self._random else 0
         for positions, lengths in stream.portions(_GATHERED_ROWS, self._draw):
-            rows = self.problem.rows(stream.client, positions)
-            fields = self._here.ready(self.problem.batch(rows))
+            fields = self.problem.gather(self.problem.rows(stream.client, positions))
+            if as_they_are:
+                fields = self._here.ready(fields)
             if losses is not None:
                 losses.lengths += lengths
             parts = zip(*(field.split_with_sizes(lengths) for field in fields), strict=True)
             for length, batch in zip(lengths, parts, strict=True):
                 if self.stop:
                     raise base.Stopped
-                yield seed, length, batch
-                seed += 1
+                if not as_they_are:
+                    changed = self.problem.transformed(batch, stream.address(step))
+                    batch = self._here.ready(changed)
+                yield seed + step, length, batch
+                step += 1
 
     def _full_gradient(self, request: FullGradient) -> Answer:
         here, layout = self._here, self._here.layout
@@ -202,9 +216,11 @@ class SequentialEngine(base.OneWorker):
                 own.flat.zero_()
                 with base.client_context(self.problem, client, request.round, "full gradient"):
                     needed = request.chain or weights.any()
-                    for some, share in self.problem.pieces(client) if needed else ():
+                    address = request.address(client)
+                    pieces = self.problem.pieces(client, None, address) if needed else ()
+                    for some, share, drawn in pieces:
                         self._restore(here, point)
-                        here.descend(here.ready(self.problem.batch(some)), share, own)
+                        here.descend(here.ready(self.problem.batch(some, drawn)), share, own)
                 if request.chain:
                     rows[i] = own.flat
                 for total, weight in zip(sums, weights.tolist(), strict=True):
@@ -217,5 +233,7 @@ class SequentialEngine(base.OneWorker):
 
 def _needs_direction(task: ClientTask) -> bool:
     """Whether the whole direction of a step must be computed before the step."""
+    if task.optimiser is not None:
+        return True
     alpha, beta = bool(task.coefficients.alpha), bool(task.coefficients.beta)
     return beta and not alpha if task.coefficients.scale is None else alpha or beta

@@ -1,8 +1,10 @@
 """What travels to workers in other processes and on other machines: the problem, then requests.
 
-The model and the loss are pickled, with their code where no module has it, as in a notebook.
-Tensors travel apart from the requests, each only once. Those that all workers need, such as the
-model at the start of the round, become one object that a cluster sends to each machine once.
+The model and the loss are pickled, with their code where no module has it, as in a notebook. Frozen
+parameters and the data travel as tensors, which the workers of a machine share. All of this travels
+once, when workers start. Tensors of requests travel apart from the requests, each only once. Those
+that all workers need, such as the model at the start of the round, become one object that a cluster
+sends to each machine once.
 """
 
 import hashlib
@@ -13,16 +15,19 @@ import tempfile
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import lru_cache
 from typing import IO, Any, NamedTuple
 
 import cloudpickle
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
+from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from fedshuffle import fingerprint
 from fedshuffle.engines.base import Engine
+from fedshuffle.engines.copies import shareable
 from fedshuffle.engines.gradients import check_gradient_norm, gradient_norm
 from fedshuffle.engines.problem import Problem
 from fedshuffle.errors import FedShuffleError, TrainingError, error_context
@@ -77,11 +82,13 @@ def from_shared_memory(handle: int) -> list[Tensor]:
     return found
 
 
-def dump_problem(problem: Problem) -> bytes:
-    """The problem for workers, without data in memory: they follow as tensors."""
-    federation = problem.federation
+def dump_problem(problem: Problem) -> tuple[bytes, list[Tensor]]:
+    """The problem for workers, pickled without frozen parameters and data in memory; and these, as
+    tensors that workers can share.
+    """
+    federation, fields = problem.federation, list[Tensor]()
     if federation.path is None:
-        federation = replace(federation, fields=())
+        federation, fields = replace(federation, fields=()), list(problem.fields)
     precision = torch.get_default_dtype(), torch.get_float32_matmul_precision()
     data, norm = (federation, _stamp(federation)), gradient_norm(problem)
     with error_context(
@@ -92,15 +99,25 @@ def dump_problem(problem: Problem) -> bytes:
         Exception,
     ):
         model = problem.replica().cpu()
-        return bytes(cloudpickle.dumps((precision, model, problem.loss, data, norm, problem.tried)))
+        frozen = list(shareable(model).values())
+        numbers = {id(parameter): number for number, parameter in enumerate(frozen)}
+        content = precision, model, problem.loss, data, norm, problem.tried, len(frozen)
+        buffer = io.BytesIO()
+        pickler = _CodePickler(buffer, protocol=5)
+        pickler.replace = lambda part: numbers.get(id(part))
+        pickler.dump(content)
+    return buffer.getvalue(), [*(parameter.detach() for parameter in frozen), *fields]
 
 
 def load_problem(
-    dumped: bytes, fields: Sequence[Tensor], device: torch.device | str = "cpu"
+    dumped: bytes, tensors: Sequence[Tensor], device: torch.device | str = "cpu"
 ) -> Problem:
-    """The problem and torch's settings where it was dumped; the fields are data in memory."""
+    """The problem and torch's settings where it was dumped; the tensors stay where they are."""
+    unpickler = _Unpickler(io.BytesIO(dumped))
+    unpickler.replace = lru_cache(maxsize=None)(lambda k: nn.Parameter(tensors[k], False))
     try:
-        (dtype, precision), model, loss, (federation, stamp), norm, tried = pickle.loads(dumped)
+        content = unpickler.load()
+        (dtype, precision), model, loss, (federation, stamp), norm, tried, frozen = content
     except (ImportError, AttributeError) as error:
         raise FedShuffleError(
             "a worker cannot import what the model or the loss needs"
@@ -115,7 +132,7 @@ def load_problem(
             " Copy it to every machine of the cluster once more."
         )
     if federation.path is None:
-        federation = replace(federation, fields=tuple(fields))
+        federation = replace(federation, fields=tuple(tensors[frozen:]))
     problem = Problem(model.to(device), loss, federation)
     problem.tried = tried  # all workers compute in the same way
     check_gradient_norm(problem, norm)
@@ -199,7 +216,8 @@ class _Unpickler(pickle.Unpickler):
 def _without_tensors(request: Any) -> tuple[bytes, dict[int, Tensor]]:
     """A pickled request in which numbers stand for its tensors, and these.
 
-    Transforms may be of the user, so they are pickled with their code where no module has it.
+    Transforms and classes of optimisers may be of the user, so they are pickled with their code
+    where no module has it.
     """
     tensors: dict[int, Tensor] = {}
 
@@ -208,6 +226,8 @@ def _without_tensors(request: Any) -> tuple[bytes, dict[int, Tensor]]:
             tensors[id(thing)] = thing  # referenced, so that its id stays unique
             return id(thing)
         if isinstance(thing, Transform) and not isinstance(thing, Chain):
+            return pickled(_CodePickler, thing, skip=thing)
+        if isinstance(thing, type) and issubclass(thing, Optimizer):
             return pickled(_CodePickler, thing, skip=thing)
         return None
 

@@ -6,9 +6,10 @@ result is that of the reference engine.
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import chain
 from typing import NamedTuple
 
 import numpy as np
@@ -22,9 +23,10 @@ from fedshuffle.engines.gradients import Batch, Descend, Tables, by_hand, by_vma
 from fedshuffle.engines.local_losses import GroupLosses
 from fedshuffle.engines.packing import PackedMinibatches
 from fedshuffle.engines.problem import GRADIENT_ROWS, Problem
+from fedshuffle.engines.row_optimiser import RowOptimiser
 from fedshuffle.errors import FedShuffleError
 from fedshuffle.kernel import Answer, ClientTask, FullGradient, LocalTraining
-from fedshuffle.randomness import ReusableGenerator
+from fedshuffle.randomness import Address, ReusableGenerator
 from fedshuffle.transforms import NO_TRANSFORMS
 
 _MAX_NUMBERS = 1 << 22  # parameters of a group, so that memory does not grow with cohorts
@@ -98,13 +100,15 @@ class VectorizedEngine(base.OneWorker):
             for k, request in enumerate(requests)
             for row, task in enumerate(request.tasks)
         ]
-        # Similar lengths side by side; and apart from others those that need no gradient at y.
+        # Similar lengths side by side; and apart from others those that need no gradient at y, or
+        # have another optimiser.
         tasks.sort(key=lambda one: -one.task.minibatches.steps)
-        for needed in (True, False):
-            alike = [one for one in tasks if bool(one.task.coefficients.alpha) is needed]
-            for group in self._groups(alike):
-                found = self._train_group(group, starts, sums, first, gathered)
-                metrics[:, [place[one.request] + one.row for one in group]] = found
+        alike: dict[Hashable, list[_Owned]] = defaultdict(list)
+        for one in tasks:
+            alike[one.task.optimiser, bool(one.task.coefficients.alpha)].append(one)
+        for group in chain.from_iterable(map(self._groups, alike.values())):
+            found = self._train_group(group, starts, sums, first, gathered)
+            metrics[:, [place[one.request] + one.row for one in group]] = found
         answers = []
         for k, total in enumerate(torch.split(torch.cat(sums, dim=1), np.diff(first).tolist())):
             loss, norm = metrics[:, place[k] : place[k + 1]]
@@ -118,7 +122,8 @@ class VectorizedEngine(base.OneWorker):
 
     def own_gradients(self, x: Tensor, tasks: Sequence[ClientTask]) -> Tensor:
         clients = np.array([task.minibatches.client for task in tasks])
-        request = FullGradient((x,), clients, np.eye(len(tasks)), tasks[0].minibatches.round)
+        stream = tasks[0].minibatches
+        request = FullGradient((x,), clients, np.eye(len(tasks)), stream.round, seed=stream.seed)
         with torch.inference_mode(False):  # local training may be in it
             rows = self.full_gradients([request])[0].sums[:, 0]
         return rows.addcmul_(x.new_tensor([[task.weight_decay] for task in tasks]), x)
@@ -176,11 +181,16 @@ class VectorizedEngine(base.OneWorker):
 
     def _local(self, x: Tables, group: "list[_Owned]", starts: Tables) -> tuple[Tables, FloatArray]:
         """The models of a group of clients after their local steps, with a row per client:
-        y <- y - gamma D (alpha g(y) - beta g(x) + v + mu (y - x)); and their mean losses.
+        y <- y - gamma D (alpha g(y) - beta g(x) + v + mu (y - x)), or as their local optimiser
+        steps along that; and their mean losses.
         """
         like, tasks = x[0], [one.task for one in group]
         coefficients = [task.coefficients for task in tasks]
         gamma, decay = np.array([(task.step_size, task.weight_decay) for task in tasks]).T
+        optimiser = None
+        if tasks[0].optimiser is not None:  # it multiplies by the step sizes itself
+            optimiser = RowOptimiser(tasks[0].optimiser, x, gamma)
+            gamma = np.ones_like(gamma)
         alpha, beta, mu = np.array([(c.alpha, c.beta, c.mu) for c in coefficients]).T
         shrink, anchor = gamma * (mu + alpha * decay), gamma * (mu + beta * decay)
         along, against = like.new_tensor(-gamma * alpha), like.new_tensor(gamma * beta)
@@ -195,16 +205,15 @@ class VectorizedEngine(base.OneWorker):
 
         y = [table.clone() for table in x]
         packed = self._packed(tasks)
-        losses, padded = GroupLosses(self._by_hand, packed), packed.full or bool(self._by_hand)
-        for rows, examples, shares in packed.side_by_side() if padded else packed.by_length():
+        losses = GroupLosses(self._by_hand, packed)
+        for rows, batch, shares in self._batches(packed, tasks, at_y or at_x):
             if self.stop:
                 raise base.Stopped
-            batch = self.problem.batch(examples) if at_y or at_x else ()
             share = torch.as_tensor(shares, dtype=like.dtype, device=like.device)
             here = [table[rows] for table in y]  # views, unless the rows are scattered
             limit = None if clip is None else clip[rows]
             into, kept = here, None if keep is None else keep[rows]
-            if scale is not None:  # the whole step first, then it is scaled
+            if scale is not None or optimiser is not None:  # the whole direction first
                 into, kept = _scaled(here, less[rows]), None
             again = batch
             if at_y and at_x and not self._by_hand:  # a model may change its inputs
@@ -219,12 +228,59 @@ class VectorizedEngine(base.OneWorker):
                 self._clipped(there, again, share, against[rows], into, None, limit)
             for more in constant:
                 torch._foreach_add_(into, [table[rows] for table in more])
-            if scale is not None:
+            if optimiser is not None:
+                if scale is not None:
+                    torch._foreach_mul_(into, [table[rows] for table in scale])
+                optimiser.step(rows, here, list(torch._foreach_neg(into)))
+            elif scale is not None:
                 torch._foreach_addcmul_(here, into, [table[rows] for table in scale])
             if not isinstance(rows, slice):
                 for table, part in zip(y, here, strict=True):
                     table[rows] = part
         return y, losses.means()
+
+    def _batches(
+        self, packed: PackedMinibatches, tasks: Sequence[ClientTask], needed: bool
+    ) -> Iterator[tuple[slice | list[int], Batch, FloatArray]]:
+        """The clients that step together, their examples, if needed, and the shares of these."""
+        done = [0] * len(tasks)
+        padded = packed.full or bool(self._by_hand)
+        for rows, examples, shares in packed.side_by_side() if padded else packed.by_length():
+            if self.problem.federation.transform is None or not needed:
+                yield rows, self.problem.gather(examples) if needed else (), shares
+                continue
+            clients = list(range(rows.stop)) if isinstance(rows, slice) else rows
+            streams = [tasks[k].minibatches for k in clients]
+            addresses = [one.address(done[k]) for k, one in zip(clients, streams, strict=True)]
+            for k in clients:
+                done[k] += 1
+            named = [(stream.client, stream.round) for stream in streams]
+            for some, batch in self._transformed(examples, addresses, named, "local training"):
+                if len(some) == len(clients):
+                    yield rows, batch, shares
+                else:
+                    yield [clients[k] for k in some], batch, shares[some]
+
+    def _transformed(
+        self,
+        examples: IntArray,
+        addresses: Sequence[Address],
+        named: Sequence[tuple[int, int]],
+        stage: str,
+    ) -> Iterator[tuple[list[int], Batch]]:
+        """The minibatches of clients, a row each, after the transform; those of one shape together.
+
+        Errors name the client and the round.
+        """
+        found: dict[object, list[tuple[int, Batch]]] = defaultdict(list)
+        fields = self.problem.gather(examples)
+        for k, (address, (client, round)) in enumerate(zip(addresses, named, strict=True)):
+            with base.client_context(self.problem, client, round, stage):
+                batch = self.problem.transformed(tuple(field[k] for field in fields), address)
+            found[tuple((field.shape, field.dtype) for field in batch)].append((k, batch))
+        for alike in found.values():
+            batches = zip(*(batch for _, batch in alike), strict=True)
+            yield [k for k, _ in alike], tuple(torch.stack(field) for field in batches)
 
     def _constants(self, group: "list[_Owned]", starts: Tables) -> list[Tensor | None]:
         """The vector v of each client, less its own full gradient if that is asked for."""
@@ -300,22 +356,34 @@ class VectorizedEngine(base.OneWorker):
         for length, pieces in self._pieces(requests).items():
             width = max(1, min(self.width, 64 * GRADIENT_ROWS // length))
             for begin in range(0, len(pieces), width):
-                rows, at, places, each_weights = zip(*pieces[begin : begin + width], strict=True)
-                here = [table[torch.tensor(at, device=points.device)] for table in tables]
-                found = [torch.zeros_like(table) for table in here]
-                each = points.new_full((len(at), length), 1 / length)
-                with threads_for(self.problem, len(at) * length):
-                    self._descend(here, self.problem.batch(np.stack(rows)), each, found, None)
-                weights = np.zeros((len(answers), len(at)))
-                for k, (place, row) in enumerate(zip(places, each_weights, strict=True)):
-                    weights[place, k] = row
-                flat = torch.cat([_flat(table) for table in found], dim=1)
-                answers.addmm_(flat.new_tensor(weights), flat)
+                for some, batch in self._examples(pieces[begin : begin + width]):
+                    at = torch.tensor([piece.point for piece in some], device=points.device)
+                    here = [table[at] for table in tables]
+                    found = [torch.zeros_like(table) for table in here]
+                    each = points.new_full((len(at), length), 1 / length)
+                    with threads_for(self.problem, len(at) * length):
+                        self._descend(here, batch, each, found, None)
+                    weights = np.zeros((len(answers), len(at)))
+                    for k, piece in enumerate(some):
+                        weights[piece.answers, k] = piece.weights
+                    flat = torch.cat([_flat(table) for table in found], dim=1)
+                    answers.addmm_(flat.new_tensor(weights), flat)
         parts = torch.split(answers, [math.prod(shape) for shape in shapes])
         return [
             base.finished_gradients(request, part.view(*shape, -1))
             for request, part, shape in zip(requests, parts, shapes, strict=True)
         ]
+
+    def _examples(self, pieces: "Sequence[_Piece]") -> "Iterator[tuple[Sequence[_Piece], Batch]]":
+        """Pieces of one length with their examples; those of one shape together."""
+        rows = np.stack([piece.rows for piece in pieces])
+        if self.problem.federation.transform is None:
+            yield pieces, self.problem.gather(rows)
+            return
+        addresses = [piece.address for piece in pieces]
+        named = [(address.client, address.round) for address in addresses]
+        for some, batch in self._transformed(rows, addresses, named, "full gradient"):
+            yield [pieces[k] for k in some], batch
 
     def _pieces(self, requests: Sequence[FullGradient]) -> "dict[int, list[_Piece]]":
         """Every piece of every client's data, once for each of the points, by length."""
@@ -325,10 +393,13 @@ class VectorizedEngine(base.OneWorker):
             count = len(request.points)
             end = answer + count * request.weights.shape[1]
             for client, weights in zip(request.clients.tolist(), request.weights, strict=True):
-                for rows, share in self.problem.pieces(client) if weights.any() else ():
+                address = request.address(client)
+                pieces = self.problem.pieces(client, None, address) if weights.any() else ()
+                for rows, share, drawn in pieces:
                     for j in range(count):
                         places = slice(answer + j, end, count)
-                        found[len(rows)].append((rows, point + j, places, weights * share))
+                        one = _Piece(rows, drawn, point + j, places, weights * share)
+                        found[len(rows)].append(one)
             point, answer = point + count, end
         return found
 
@@ -341,8 +412,14 @@ class _Owned(NamedTuple):
     task: ClientTask
 
 
-_Piece = tuple[IntArray, int, slice, FloatArray]
-"""Add the mean gradient of these rows at this point to these answers, with these weights."""
+class _Piece(NamedTuple):
+    """Add the mean gradient of these rows at this point to these answers, with these weights."""
+
+    rows: IntArray
+    address: Address
+    point: int
+    answers: slice
+    weights: FloatArray
 
 
 def _each_client(request: FullGradient) -> FullGradient:

@@ -154,7 +154,7 @@ class ThreadsEngine(Workers):
 
 
 class ProcessesEngine(Workers):
-    """Workers as separate processes, which share the data."""
+    """Workers as separate processes, which share the data and the model's frozen parameters."""
 
     def __init__(self, problem: Problem, make: type[OneWorker], workers: int) -> None:
         super().__init__(f"{make.name}:{workers}:processes", problem, workers)
@@ -165,7 +165,7 @@ class ProcessesEngine(Workers):
             )
         make(problem)  # reports what is wrong with the model here, not in a worker
         self._make = make
-        self._dumped = serialization.dump_problem(problem)
+        self._dumped, self._tensors = serialization.dump_problem(problem)
         self._data: IO[bytes] | None = None
         self._running: list[WorkerProcess] = []
         weakref.finalize(self, _end, self._running, os.getpid())
@@ -188,8 +188,8 @@ class ProcessesEngine(Workers):
         return [[serialization.load_answer(one) for one in answers] for answers in found]
 
     def _start(self) -> None:
-        if self._data is None and self.problem.federation.path is None:
-            self._data = serialization.share_memory(self.problem.fields)
+        if self._data is None and self._tensors:
+            self._data = serialization.share_memory(self._tensors)
             weakref.finalize(self, self._data.close)
         for _ in range(self.workers):
             worker = WorkerProcess(_serve, self._make, self._dumped, self._data is not None)
@@ -224,13 +224,13 @@ def _end(running: "list[WorkerProcess]", owner: int) -> None:
         running.pop().end()
 
 
-def _serve(connection: Connection, make: type[OneWorker], dumped: bytes, in_memory: bool) -> None:
+def _serve(connection: Connection, make: type[OneWorker], dumped: bytes, shared: bool) -> None:
     """Run a worker process: build the engine, then answer until the parent is gone."""
     reply: tuple[bool, Any] = True, None
     try:
-        fields = serialization.from_shared_memory(recv_handle(connection)) if in_memory else []
+        tensors = serialization.from_shared_memory(recv_handle(connection)) if shared else []
         torch.set_num_threads(1)
-        engine = make(serialization.load_problem(dumped, fields))
+        engine = make(serialization.load_problem(dumped, tensors))
     except Exception as error:
         reply = False, serialization.sendable(error)
     while True:

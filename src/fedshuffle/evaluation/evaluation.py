@@ -12,12 +12,14 @@ from torch import Tensor, nn
 
 from fedshuffle._arrays import IGNORED, FloatArray, IntArray, count, expect
 from fedshuffle.engines import Loss
+from fedshuffle.engines.example_transform import transformed
 from fedshuffle.errors import FedShuffleError
 from fedshuffle.evaluation import metrics as named
 from fedshuffle.evaluation.clients import ClientTable
 from fedshuffle.evaluation.metrics import Metric, SetMetric, flatten, shape
 from fedshuffle.federation import Federation
-from fedshuffle.losses import counted, predict, tells_counts
+from fedshuffle.losses import MeanLoss, counted, predict, tells_counts
+from fedshuffle.randomness import Address
 
 
 class _Values(NamedTuple):
@@ -81,6 +83,7 @@ class Evaluation:
         if self.loss is not None and not callable(self.loss):
             raise FedShuffleError(f"the loss is {self.loss!r:.60}, but must be a function.")
         self._metrics = [named.get(metric, self.loss) for metric in self.metrics]
+        self._predict = self.loss.predict if isinstance(self.loss, MeanLoss) else predict
         self._sets = [m for m in self._metrics if isinstance(m, SetMetric)]
         # A loss without values per example is evaluated by itself, in batches of its own.
         means = [m for m in self._metrics if isinstance(m, Metric)]
@@ -115,7 +118,7 @@ class Evaluation:
             if self._opaque:
                 _mean_loss(self.loss, model, batch)
             if self._means or self._sets:
-                outputs, targets = predict(model, batch)
+                outputs, targets = self._predict(model, batch)
                 for mean in self._means:
                     mean.sums(outputs, targets)
                 for metric in self._sets:
@@ -126,6 +129,8 @@ class Evaluation:
         examples, classes, _ = flatten(outputs, targets)
         if len(classes) and not metric.undefined(classes):
             metric.compute(examples, classes, np.ones(len(classes)))
+        if self.data.transform is not None:  # which may change the targets
+            return
         every = self.data.tensors()[-1].cpu()
         parts = [every[a:b] for a, b in pairwise(self.data.offsets.tolist())]
         if not every.is_floating_point():
@@ -190,7 +195,7 @@ class Evaluation:
         flat = []
         begin = 0
         for batch in self._batches(model, 0, int(offsets[-1])):
-            outputs, targets = predict(model, batch)
+            outputs, targets = self._predict(model, batch)
             first = int(np.searchsorted(offsets, begin, side="right")) - 1
             last = int(np.searchsorted(offsets, begin + len(targets)))
             starts = np.maximum(offsets[first:last] - begin, 0)  # of the clients in the batch
@@ -262,15 +267,21 @@ class Evaluation:
     def _batches(self, model: nn.Module, first: int, last: int) -> Iterator[list[Tensor]]:
         """Copies of examples on the model's device, floating-point ones in its precision."""
         like = next((p for p in model.parameters() if p.is_floating_point()), None)
+
+        def converted(field: Tensor) -> Tensor:
+            if like is None:
+                return field
+            return field.to(like.device, like.dtype if field.is_floating_point() else None)
+
         for begin in range(first, last, self.batch_size):
             rows = slice(begin, min(begin + self.batch_size, last))
             batch = []
             for part in (field[rows] for field in self.data.fields):  # may be read from disk here
                 own = part.clone() if isinstance(part, Tensor) else torch.from_numpy(np.array(part))
-                if like is not None:
-                    own = own.to(like.device, like.dtype if own.is_floating_point() else None)
-                batch.append(own)
-            yield batch
+                batch.append(converted(own))
+            if self.data.transform is not None:  # always with the same draws
+                batch = list(transformed(self.data.transform, batch, Address(part=begin)))
+            yield list(map(converted, batch))
 
 
 class Evaluations:

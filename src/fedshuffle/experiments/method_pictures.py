@@ -79,6 +79,9 @@ def _picture(*curves: str | Curve, **settings: Any) -> Picture:
 
 PICTURES: dict[str, Picture] = {
     "fedavg": _picture(Curve("fedavg", "#0072B2"), "fedavg-rr", "fedavg-min", "fedavg-mean"),
+    "fedau": _picture(
+        "fedau", Curve("fedau+fedshuffle", "#0072B2", "FedAU with FedShuffle's step sizes")
+    ),
     "fednova": _picture("fednova", "fednova-rr", "fednova-original", "fednova-original-rr"),
     "fedshuffle": _picture("fedshuffle", "fedshuffle-so", "fedshuffle-gen", "fedshuffle-mvr"),
     "fedrr-nastya": _picture(
@@ -114,6 +117,20 @@ PICTURES: dict[str, Picture] = {
         Curve("fedadam", server_step_size=0.005),
         Curve("fedyogi", server_step_size=0.005),
         Curve("fedadam+fedshuffle", "#009E73", "FedAdam with FedShuffle", 1, 0.005),
+    ),
+    "diloco": _picture(
+        Curve("diloco", step=0.05, server_step_size=0.7),
+        Curve("diloco", "#D55E00", "DiLoCo, steps times 0.2", 0.01, 0.7),
+        sizes=(2, 2, 2),
+    ),
+    "mifa": _picture("mifa", Curve("mifa+fedshuffle", "#E69F00", "MIFA with FedShuffle")),
+    "fedvarp": _picture(
+        "fedvarp", Curve("fedvarp+fedshuffle", "#0072B2", "FedVARP with FedShuffle")
+    ),
+    "fedawe": _picture("fedawe", Curve("fedawe+fedshuffle", "#0072B2", "FedAWE with FedShuffle")),
+    "amplified": _picture(
+        Curve("amplified", step=1 / 2),
+        Curve("amplified+fedshuffle", "#0072B2", "Amplified, with FedShuffle", 1 / 2),
     ),
     "baselines": _picture("pooled-sgd", "pooled-rr", "distributed-gd", "non-local-mvr"),
     "momentum": _picture(

@@ -26,26 +26,25 @@ from PIL import Image
 from fedshuffle._arrays import jsonable
 from fedshuffle._files import results_folder, write_file
 from fedshuffle._terminal import Console
+from fedshuffle.comparison import Comparison
 from fedshuffle.comparison.results import Curve, Results
 from fedshuffle.config import Config, resume
 from fedshuffle.config.schema import resized
 from fedshuffle.errors import FedShuffleError
 from fedshuffle.experiments import real
+from fedshuffle.reports.comparison import write as write_report
 from fedshuffle.reports.comparison.model import Compared, Line
+from fedshuffle.reports.comparison.warnings import annotate
 from fedshuffle.reports.rendering import LIGHT, clean, encoded
 from fedshuffle.training.run_folder import RunFolder
 
 DATA_SETS = {"shakespeare": "Shakespeare", "cifar100": "CIFAR-100", "plays": "Plays"}
-DEFAULT_METHODS = {
-    "fedshuffle-capped:rho=2": ("rho = 2", "FedShuffle (rho = inf)"),
-}
-"""What is tuned and trained without any choice of step sizes, and what it is called in the study;
-where the study has no such entry, the next one is nearest to it.
-"""
+DEFAULT_METHODS = {"fedshuffle-capped:rho=2": "rho = 2"}
+"""What is tuned and trained without a choice of step sizes, and what the study calls it."""
 FIRST_STEP_SIZE = 0.1
 """That of a config that says nothing."""
 SEEDS = (0, 1, 2)
-SHOWN = ("FedAvg", "rho = 2", "rho = 2, Adam", "FedShuffle (rho = inf)")
+SHOWN = ("FedAvg", "rho = 2", "rho = 2, stratified, Adam", "FedShuffle (rho = inf)")
 """The curves of the picture, where a data set has them."""
 
 
@@ -171,9 +170,18 @@ def _cell(row: Row, metric: str) -> str:
     if not values:
         return "diverged" if lost == len(row.curve["runs"]) else ""
     scale, digits = (100, 2) if metric.startswith("accuracy") else (1, 3)
-    spread = f" ± {scale * np.std(values, ddof=1):.{digits}f}" if len(values) > 1 else ""
     note = f" ({lost} diverged)" if lost and metric == "accuracy" else ""
-    return f"{scale * np.mean(values):.{digits}f}{spread}{note}"
+    return f"{mean_and_deviation(values, scale, digits)}{note}"
+
+
+def mean_and_deviation(values: Sequence[float], scale: float, digits: int) -> str:
+    """The mean of some runs and, of several, their standard deviation.
+
+    >>> mean_and_deviation([0.25, 0.75], scale=100, digits=1)
+    '50.0 ± 35.4'
+    """
+    spread = f" ± {scale * np.std(values, ddof=1):.{digits}f}" if len(values) > 1 else ""
+    return f"{scale * np.mean(values):.{digits}f}{spread}"
 
 
 def summary(name: str, results: Results) -> Iterable[dict[str, Any]]:
@@ -224,29 +232,54 @@ def csv_of(rows: Iterable[Mapping[str, Any]]) -> str:
 
 
 def default_table(rows: Sequence[Mapping[str, str]], found: Mapping[str, Results]) -> str:
-    """What tuning reaches beside the best of the study, for each data set and method."""
+    """What tuning reaches beside the study, for each data set and method."""
     lines = [
-        "| data | method | found by `tune` | accuracy | at the study's best | difference |",
-        "|---|---|---|---:|---:|---:|",
+        "| data | method | found by `tune` | accuracy | in the study | difference"
+        " | best method of the study |",
+        "|---|---|---|---:|---:|---:|---:|",
     ]
     for data, results in found.items():
-        best = {row.name: row.values("accuracy") for row in rows_of(results)}
-        for method, names in DEFAULT_METHODS.items():
+        study = {row.name: row for row in rows_of(results)}
+        finished = [r for r in study.values() if len(r.values("accuracy")) == len(r.curve["runs"])]
+        best = max(finished, key=lambda row: np.mean(row.values("accuracy")), default=None)
+        for method, name in DEFAULT_METHODS.items():
             own = [row for row in rows if (row["data"], row["method"]) == (data, method)]
-            reached = [float(row["accuracy"]) for row in own if row["diverged"] == "False"]
-            wanted = next((best[name] for name in names if name in best), [])
-            pairs = (f"{float(r['step_size']):g}, {float(r['server_step_size']):g}" for r in own)
             if not own:
                 continue
-            cells = [DATA_SETS[data], names[0], "; ".join(dict.fromkeys(pairs))]
+            reached = [float(row["accuracy"]) for row in own if row["diverged"] == "False"]
+            wanted = study[name].values("accuracy") if name in study else []
+            pairs = (f"{float(r['step_size']):g}, {float(r['server_step_size']):g}" for r in own)
             lost = len(own) - len(reached)
             note = f" ({lost} diverged)" if reached and lost else ""
-            cells.append(f"{100 * np.mean(reached):.2f}{note}" if reached else "diverged")
-            cells.append(f"{100 * np.mean(wanted):.2f}" if wanted else "")
             both = reached and wanted
-            cells.append(f"{100 * (np.mean(reached) - np.mean(wanted)):+.2f}" if both else "")
+            cells = [
+                DATA_SETS[data],
+                name,
+                "; ".join(dict.fromkeys(pairs)),
+                f"{mean_and_deviation(reached, 100, 2)}{note}" if reached else "diverged",
+                mean_and_deviation(wanted, 100, 2) if wanted else "",
+                f"{100 * (np.mean(reached) - np.mean(wanted)):+.2f}" if both else "",
+                ""
+                if best is None
+                else f"{mean_and_deviation(best.values('accuracy'), 100, 2)} ({best.name})",
+            ]
             lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)
+
+
+def run_part(
+    part: Comparison, out: Path, name: str, experiment: str, jobs: int | None, progress: bool
+) -> Results:
+    """Run a comparison that is part of a study into a folder of ``out``, and write its report."""
+    command = f"fedshuffle reproduce {experiment} --out {out}"
+    results = part.run(out / name, jobs=jobs, progress=progress, command=command, annotate=annotate)
+    write_report(results, out / name)
+    if not results["complete"]:
+        raise FedShuffleError(
+            f"some runs in {str(out / name)!r} failed: its report says which. The same command"
+            " tries them again."
+        )
+    return results
 
 
 # Pictures -----------------------------------------------------------------------------------------
@@ -286,6 +319,23 @@ def _curve(axes: Any, line: Line, x: str, k: int) -> None:
 _BLOCK = re.compile(r"(<!-- generated: ([\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
+def write_picture(figure: Figure, path: Path) -> None:
+    """Write a small PNG file."""
+    results_folder(path.parent)
+    with Image.open(io.BytesIO(encoded(figure, "png", dpi=110))) as image:
+        image.convert("RGB").quantize(256).save(path, optimize=True)
+
+
+def fill(page: Path, blocks: Mapping[str, str]) -> None:
+    """Put generated blocks in their places on a page; others stay."""
+
+    def block(match: re.Match[str]) -> str:
+        begin, name, end = match.groups()
+        return f"{begin}{blocks[name]}\n{end}" if name in blocks else match[0]
+
+    write_file(page, _BLOCK.sub(block, page.read_text(encoding="utf-8")))
+
+
 def write(study: Path, docs: Path) -> None:
     """Write all that the docs show of the study in a folder."""
     found: dict[str, Results] = {}
@@ -309,16 +359,8 @@ def write(study: Path, docs: Path) -> None:
         text = default.read_text(encoding="utf-8")
         write_file(research / "step-sizes-default.csv", text)
         blocks["default"] = default_table(list(csv.DictReader(io.StringIO(text))), found)
-    path = results_folder(docs / "images") / "step-sizes.png"
-    with Image.open(io.BytesIO(encoded(draw(found), "png", dpi=110))) as image:
-        image.convert("RGB").quantize(256).save(path, optimize=True)
-    page = research / "step-sizes.md"
-
-    def block(match: re.Match[str]) -> str:
-        begin, name, end = match.groups()
-        return f"{begin}{blocks[name]}\n{end}" if name in blocks else match[0]
-
-    write_file(page, _BLOCK.sub(block, page.read_text(encoding="utf-8")))
+    write_picture(draw(found), docs / "images" / "step-sizes.png")
+    fill(research / "step-sizes.md", blocks)
 
 
 if __name__ == "__main__":

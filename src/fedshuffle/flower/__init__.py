@@ -1,8 +1,10 @@
 """Flower: the methods of this library on real clients.
 
-On the server, :class:`FedShuffleStrategy` samples clients, sends each its step size, local work and
-seed, and aggregates the updates by inclusion probability. On a client, :func:`client_app` is a
-ready ``ClientApp``; :class:`Client` handles one message: use it in your own ``ClientApp``. The
+:class:`ConsistentFedAvg` takes the place of Flower's FedAvg in an app with a ``train`` function of
+its own, and :class:`ConsistentFedBuff` trains such an app without rounds. In the exact option,
+:class:`FedShuffleStrategy` on the server samples clients, sends each its step size, local work and
+seed, and aggregates the updates by inclusion probability; on a client, :func:`client_app` is a
+ready ``ClientApp``, and :class:`Client` handles one message in a ``ClientApp`` of your own. The
 module ``local`` starts a deployment on this machine. Needs ``fedshuffle[flower]``.
 """
 
@@ -12,11 +14,22 @@ from fedshuffle._lazy import attach
 from fedshuffle.errors import optional_import
 
 if TYPE_CHECKING:
+    from fedshuffle.flower.asynchronous import ConsistentFedBuff
     from fedshuffle.flower.client import Client, client_app
+    from fedshuffle.flower.consistent_fedavg import ConsistentFedAvg
     from fedshuffle.flower.secure_aggregation import SecureAggregation
     from fedshuffle.flower.strategy import FedShuffleStrategy
+    from fedshuffle.flower.train_replies import effective_steps
 
-__all__ = ["Client", "FedShuffleStrategy", "SecureAggregation", "client_app"]
+__all__ = [
+    "Client",
+    "ConsistentFedAvg",
+    "ConsistentFedBuff",
+    "FedShuffleStrategy",
+    "SecureAggregation",
+    "client_app",
+    "effective_steps",
+]
 
 _load = attach(__name__)
 

@@ -5,16 +5,19 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import torch
 
-from fedshuffle import sampling
+from fedshuffle import probabilities, sampling
 from fedshuffle._arrays import FloatArray, count, vector
-from fedshuffle.errors import FedShuffleError, unknown
+from fedshuffle.errors import FedShuffleError, error_context, unknown
 from fedshuffle.flower.chain import WireChain
 from fedshuffle.kernel import FullGradient, LocalTraining, Request
+from fedshuffle.local_optimisers import SGD, LocalOptimiser
 from fedshuffle.local_work import LocalWork
 from fedshuffle.methods import Method, averaging
 from fedshuffle.privacy import Mechanism
+from fedshuffle.probabilities import Estimate
 from fedshuffle.sampling import Sampling
 from fedshuffle.state import State
+from fedshuffle.timing import OverSelection, TrainingSchedule, Wait
 from fedshuffle.training.rounds import Run, advance
 
 
@@ -35,8 +38,19 @@ def check_settings(method: Method, work: LocalWork, drawn: str | Sampling, withh
             "real clients report the steps they did: leave work.interruption out, and limit the"
             " time on the client (client_app(seconds=...))."
         )
+    optimiser = LocalOptimiser.of(method.local_work(work).optimiser or SGD)
+    if not isinstance(optimiser.kind, str):
+        raise FedShuffleError(
+            f"clients would not know the local optimiser {optimiser}: only its name is sent. Use"
+            " one of torch.optim, such as 'adamw'."
+        )
     if not withheld:
         return
+    if not optimiser.plain:
+        raise FedShuffleError(
+            f'with sizes="withheld" clients scale their steps by the number of them, which is right'
+            f" for plain 'sgd' only: leave out the local optimiser {optimiser}, or the withholding."
+        )
     if method.local_work(work).steps is not None:
         raise FedShuffleError('with sizes="withheld" the local work is given in epochs, not steps.')
     by_size = ("importance", "one", "ais", "stratified")
@@ -62,6 +76,11 @@ def check_transforms(run: Run, resume: bool) -> None:
     """Refuse chains that real clients cannot run."""
     WireChain(run.chain).texts  # noqa: B018  # fails if clients would not know a transform
     name, stateful = run.method.name, run.method.direction.client_state
+    if run.method.direction.own_models:
+        raise FedShuffleError(
+            f"clients of {name} start from models of their own, which the strategy does not offer."
+            " Use mifa or fedvarp."
+        )
     first = _first_request(run)
     if isinstance(first, FullGradient) and first.chain:
         raise FedShuffleError(
@@ -92,6 +111,17 @@ def cost(mechanism: Mechanism, rounds: int) -> str:
     return f"{rounds} rounds cost epsilon {budget.spent(rounds):.3g} at delta {budget.delta:.1e}"
 
 
+def check_estimated(run: Run, secure: bool) -> None:
+    """Refuse what does not go together with estimated response probabilities."""
+    if run.mechanism is not None:
+        raise FedShuffleError(
+            "estimated response probabilities depend on who replied, so weights tell who did, and"
+            " privacy would not hold: state response_probability as a number."
+        )
+    if secure:
+        raise _lost_rounds()
+
+
 def check_secure(run: Run, retries: int, response_probability: FloatArray) -> None:
     """Refuse what needs more than the sum of the updates, or weights that are not known before."""
     method = run.method
@@ -115,10 +145,44 @@ def check_secure(run: Run, retries: int, response_probability: FloatArray) -> No
     if retries:
         raise FedShuffleError("Flower's secure aggregation asks every client once: no retries.")
     if (response_probability < 1).any():
+        raise _lost_rounds()
+
+
+def check_schedule(run: Run, schedule: TrainingSchedule, secure: bool) -> None:
+    """Refuse to leave out slow clients where everybody is needed."""
+    if secure and not isinstance(schedule, Wait):
         raise FedShuffleError(
-            "Flower's secure aggregation loses the whole round if a client drops out before it"
-            " trains, so no response probability describes who is in the sum: leave"
-            " response_probability out."
+            "secure aggregation waits for all clients that take part, or loses the round: leave out"
+            f" schedule {str(schedule)!r}."
+        )
+    if not isinstance(schedule, OverSelection):
+        return
+    if run.mechanism is not None:
+        raise FedShuffleError(
+            "a client that is among the first displaces another, so one client changes more than"
+            f" its own update, and privacy would not hold: use a deadline, not {str(schedule)!r}."
+        )
+    if isinstance(_first_request(run), FullGradient):
+        raise FedShuffleError(
+            f"{run.method.name} asks clients twice in a round, and those who are first may differ:"
+            f" use a deadline, not {str(schedule)!r}."
+        )
+
+
+def _lost_rounds() -> FedShuffleError:
+    return FedShuffleError(
+        "Flower's secure aggregation loses the whole round if a client drops out before it trains,"
+        " so no response probability describes who is in the sum: leave response_probability out."
+    )
+
+
+def check_config(name: str, config: Mapping[str, object] | None) -> None:
+    """Refuse a config that no client would see."""
+    if config:
+        raise FedShuffleError(
+            f"{name} has {next(iter(config))!r}, which this strategy does not pass on: leave it"
+            " out, and give work=LocalWork(...) and step_size to the strategy. ConsistentFedAvg"
+            " passes it on, to clients with a train function of their own."
         )
 
 
@@ -144,6 +208,17 @@ def population(clients: int | None, sizes: Sequence[int] | str) -> int:
     return count(len(sizes), "the number of sizes")
 
 
-def probabilities(values: float | Sequence[float], clients: int) -> FloatArray:
+def response_probability(
+    values: float | Sequence[float] | str | Estimate, clients: int
+) -> tuple[FloatArray, Estimate | None]:
+    """That each client replies, and the rule that estimates it instead, if any."""
+    if isinstance(values, str | Estimate):
+        return np.ones(clients), response_estimate(values)
     given = np.full(clients, values) if np.ndim(values) == 0 else values
-    return vector(given, "response_probability", range(clients), within="(0, 1]")
+    return vector(given, "response_probability", range(clients), within="(0, 1]"), None
+
+
+def response_estimate(rule: str | Estimate | None) -> Estimate | None:
+    """The rule that estimates response probabilities, if any."""
+    with error_context("response_probability"):
+        return None if rule is None else probabilities.resolve(rule)

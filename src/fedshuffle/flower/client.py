@@ -24,6 +24,7 @@ from fedshuffle.flower import secure_aggregation as secure
 from fedshuffle.flower.chain import WireChain
 from fedshuffle.flower.client_memory import ClientMemory
 from fedshuffle.kernel import ClientTask, FullGradient, StepCoefficients
+from fedshuffle.local_optimisers import LocalOptimiser
 from fedshuffle.local_work import LocalWork, Minibatches
 
 Data = Any
@@ -166,7 +167,16 @@ class Client:
         )
         # Transforms see the aggregation weight; the second sum is what the client sends.
         weights = [request.weight, 1.0]
-        task = ClientTask(minibatches, step_size, step, weights, request.clip, request.weight_decay)
+        optimiser = LocalOptimiser.read(request.optimiser)
+        task = ClientTask(
+            minibatches,
+            step_size,
+            step,
+            weights,
+            request.clip,
+            request.weight_decay,
+            None if optimiser.plain else optimiser,
+        )
         return task, clock
 
     def _plan(self, request: protocol.TrainRequest) -> tuple[int, float]:

@@ -43,6 +43,8 @@ class ClientRegistry:
         """The nodes that were asked who they are, each with its deadline."""
         self._refused: dict[Node, tuple[str, float]] = {}
         """Nodes that are no clients: why, and when to ask again."""
+        self._foreign: Node | None = None
+        """A node that runs another client app; Flower gives all nodes the same."""
 
     def sizes(self) -> IntArray:
         """The numbers of examples, once every client has introduced itself."""
@@ -56,7 +58,7 @@ class ClientRegistry:
         new node, which has not replied yet, has no entry.
         """
         online = self._online()
-        if self.registered is None and any(self._nodes.get(c) not in online for c in clients):
+        if self.registered is None:  # also if all are there, so that nobody joins unnoticed
             self._poll(online)
         found: dict[int, Node | None] = {
             client: node for client in clients if (node := self._nodes.get(client)) in online
@@ -85,12 +87,27 @@ class ClientRegistry:
             self._poll(self._online(), _FEW if clients == 1 else None)
             if len(self.infos) >= clients:
                 return
+            self._check_hopeless(clients)
             if len(self.infos) != shown:
                 shown = len(self.infos)
                 _log.info("%d of %d clients are connected.", shown, clients)
             if time.monotonic() >= end:
-                raise FedShuffleError(self._why_too_few(clients))
+                raise self._too_few(clients, f" within {self.timeout:g} seconds")
             time.sleep(_PAUSE)
+
+    def _check_hopeless(self, wanted: int) -> None:
+        """Do not wait where the same client app fails at every node."""
+        if self.infos:
+            return
+        if self._foreign is not None:
+            raise FedShuffleError(
+                f"the client app at node {self._foreign} is not fedshuffle's, which this strategy"
+                " needs: app = fedshuffle.flower.client_app(model=..., data=..., loss=...). To keep"
+                " your own train function, use the strategy ConsistentFedAvg."
+            )
+        failed = [node for node, (_, then) in self._refused.items() if then < math.inf]
+        if len(failed) >= self.clients and not self._asked.waiting:
+            raise self._too_few(wanted)
 
     def _online(self) -> set[Node]:
         return set(self.grid.get_node_ids())
@@ -125,6 +142,8 @@ class ClientRegistry:
                 self._refuse(node, *_SILENT)
 
     def _introduce(self, node: Node, reply: Message, online: set[Node]) -> None:
+        if protocol.is_foreign(reply):
+            self._foreign = node
         try:
             info = protocol.read(reply, ClientInfo)
             self._check(node, info, online)
@@ -138,19 +157,20 @@ class ClientRegistry:
         self._refused.pop(node, None)
 
     def _refuse(self, node: Node, why: str, seconds: float) -> None:
-        _log.warning("node %d is not a client of this run: it %s", node, why)
+        if self._refused.get(node, ("",))[0] != why:
+            _log.warning("node %d is not a client of this run: it %s", node, why)
         self._refused[node] = why, time.monotonic() + seconds
 
-    def _why_too_few(self, wanted: int) -> str:
-        came = f"{len(self.infos)} of {wanted} clients came within {self.timeout:g} seconds"
+    def _too_few(self, wanted: int, when: str = "") -> FedShuffleError:
+        came = f"{len(self.infos)} of {wanted} clients came{when}"
         if self._refused:
             node, (why, _) = next(reversed(self._refused.items()))
             others = f" (as {len(self._refused) - 1} more)" if len(self._refused) > 1 else ""
-            return f"{came}. Node {node} was refused{others}: it {why}"
+            return FedShuffleError(f"{came}. Node {node} was refused{others}: it {why}")
         absent = next(c for c in range(self.clients) if c not in self.infos)
         given = "or give the sizes of all clients (sizes=[...]), so that one is enough"
         remedy = "or another" if wanted == 1 else given
-        return f"{came}; client {absent} is missing. Start it, {remedy}."
+        return FedShuffleError(f"{came}; client {absent} is missing. Start it, {remedy}.")
 
     def _check(self, node: Node, info: ClientInfo, online: set[Node]) -> None:
         says = f"it says that it is client {info.client}"
@@ -158,8 +178,9 @@ class ClientRegistry:
             raise FedShuffleError(f"{says}, but is not registered so.")
         if info.client >= self.clients:
             raise FedShuffleError(
-                f"{says}, but there are clients 0 to {self.clients - 1} only. Give the strategy the"
-                " right number of clients."
+                f"{says}, but there are clients 0 to {self.clients - 1} only, and with another the"
+                f" objective would change. Start a new run with clients={info.client + 1}, or use"
+                " ConsistentFedAvg, which lets clients join."
             )
         if (other := self._nodes.get(info.client, node)) in online - {node}:
             raise FedShuffleError(

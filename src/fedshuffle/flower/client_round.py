@@ -11,7 +11,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from fedshuffle._arrays import FloatArray
+from fedshuffle._arrays import FloatArray, IntArray
 from fedshuffle.flower.secure_aggregation import SecureSum
 from fedshuffle.flower.update_buffer import UpdateBuffer
 from fedshuffle.kernel import Answer, FullGradient, LocalTraining, Request
@@ -30,6 +30,8 @@ class ClientRound:
         """The clients that have replied to every request so far."""
         self.missing: dict[int, str] = {}
         """The clients that have not, and why."""
+        self.exchanges: list[tuple[IntArray, IntArray]] = []
+        """Who was asked in each exchange so far, and who replied."""
         self.gradients: list[UpdateBuffer] = []
         """The replies to each request for full gradients so far,"""
         self.trained: UpdateBuffer | SecureSum | None = None
@@ -73,7 +75,8 @@ class ClientRound:
         self.trained = buffer
 
     def _keep(self, replied: dict[int, int]) -> None:
-        chosen = np.isin(self.cohort.clients, list(replied))
+        asked, chosen = self.cohort.clients, np.isin(self.cohort.clients, list(replied))
+        self.exchanges.append((asked, asked[chosen]))
         self.cohort = self.cohort.only(chosen, self._probability())
 
     def _probability(self) -> FloatArray:

@@ -25,6 +25,8 @@ MAX_NORM = 1e18
 """Larger updates and gradients are refused: their squares overflow float32."""
 POLL_SECONDS = 0.2
 """Between two polls for replies."""
+NOT_FIRST = "was not among the first"
+"""Why a client is missing if the server does not wait for everybody that it asks."""
 _AT_ONCE = 16  # messages in memory at a time
 
 Node = int
@@ -163,12 +165,14 @@ def send(
     nodes_of: Callable[[Sequence[int]], Mapping[int, Node | None]],
     timeout: float,
     retries: int = 0,
+    first: int | None = None,
 ) -> dict[int, str]:
     """Do an exchange; returns the clients without a valid reply within the timeout, and why.
 
     A client that fails, or is not connected, is asked again ``retries`` times. ``nodes_of`` gives
     the node of each client, without waiting: None for one that is not connected, no entry for one
-    that is not known yet.
+    that is not known yet. If only the ``first`` few valid replies are taken, nobody waits for
+    the others; of those that come at the same time, clients that were asked first are.
     """
     attempts = dict.fromkeys(exchange.clients, retries + 1)
     to_ask = dict.fromkeys(attempts, "")  # with the reason why the last attempt failed
@@ -179,8 +183,12 @@ def send(
         attempts[client] -= 1
         (to_ask if attempts[client] > 0 else missing)[client] = why
 
-    end = time.monotonic() + timeout
-    too_late = f"did not reply within {timeout:g} seconds"
+    def left_out(why: str) -> dict[int, str]:
+        away = {client: said or "is not connected" for client, said in to_ask.items()}
+        return missing | dict.fromkeys(outbox.waiting.values(), why) | away
+
+    end, taken = time.monotonic() + timeout, 0
+    too_late = f"did not reply within {round(timeout, 2):g} seconds"
     while True:
         ttl = max(end - time.monotonic(), 1.0)
         nodes: dict[int, Node] = {}
@@ -195,11 +203,12 @@ def send(
         for client, reply in outbox.pull():
             if why := too_late if expired(reply) else exchange.accept(client, reply):
                 failed(client, why)
+            elif (taken := taken + 1) == first:
+                return left_out(NOT_FIRST)
         if not outbox.waiting and not to_ask:
             return missing
         if time.monotonic() >= end:
-            away = {client: why or "is not connected" for client, why in to_ask.items()}
-            return missing | dict.fromkeys(outbox.waiting.values(), too_late) | away
+            return left_out(too_late)
         time.sleep(POLL_SECONDS)
 
 

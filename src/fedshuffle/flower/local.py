@@ -24,6 +24,7 @@ import time
 import tomllib
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,7 @@ CONNECTION = "local"
 """The deployment's name in its Flower configuration."""
 COMPLETED = "finished:completed"
 """The status of a run that went well."""
+_FLOWER = (1, 41)  # the first version whose programs take the options below
 _START = 300.0  # seconds until all must be up
 _STOP = 15.0  # seconds between asking processes to end and killing them
 _GUARD = """
@@ -83,6 +85,11 @@ class Deployment:
             raise FedShuffleError(
                 "flower-superlink, a program of Flower, is neither beside this Python nor on the"
                 " PATH. Install it with pip install 'fedshuffle[flower]'."
+            )
+        if tuple(map(int, version("flwr").split(".")[:2])) < _FLOWER:
+            raise FedShuffleError(
+                f"a local deployment needs Flower {'.'.join(map(str, _FLOWER))} or newer, and here"
+                f" is {version('flwr')}. Upgrade it: pip install -U 'fedshuffle[flower]'."
             )
         self._port = available_port(port or 0)
         self._progress = progress

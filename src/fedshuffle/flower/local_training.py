@@ -16,6 +16,7 @@ from fedshuffle.flower.exchange import Exchange, check_size
 from fedshuffle.flower.protocol import Reply
 from fedshuffle.flower.update_buffer import Update, UpdateBuffer
 from fedshuffle.kernel import ClientTask, LocalTraining
+from fedshuffle.local_optimisers import SGD
 from fedshuffle.state import ClientRows
 
 
@@ -70,6 +71,7 @@ def local_training(request: LocalTraining, options: TrainingOptions) -> Exchange
             mu=float(step.mu),
             clip=float(task.clip),
             weight_decay=float(task.weight_decay),
+            optimiser=str(task.optimiser or SGD),
             own_gradient=bool(step.own_gradient),
             send_gradient=options.send_gradient,
             weight=float(options.weights[client]),

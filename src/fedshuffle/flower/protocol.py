@@ -27,7 +27,7 @@ from torch import Tensor
 
 from fedshuffle.errors import FedShuffleError, error_context, one_line
 
-PROTOCOL = 4
+PROTOCOL = 5
 """Both sides must use the same version; raise it with every change of this file."""
 
 INFO, TRAIN, FULL_GRADIENT = "query.info", "train", "train.full_gradient"
@@ -76,6 +76,8 @@ class TrainRequest:
     mu: float
     clip: float
     weight_decay: float
+    optimiser: str
+    """The local optimiser, as a config writes it."""
     own_gradient: bool
     """Whether the client subtracts its full gradient at x in every step."""
     send_gradient: bool
@@ -193,6 +195,13 @@ def error_of(message: Message) -> str:
     """The error that a node sent instead of a reply."""
     reason = (message.error.reason or "no reason given").strip().split("\n")[-1][:300]
     return f"{reason} (Flower's error {message.error.code})"
+
+
+def is_foreign(reply: Message) -> bool:
+    """Whether a reply shows that the node runs a client app that is not ours."""
+    if reply.has_error():  # Flower's own, where an app has no function for a message
+        return "function registered with name" in (reply.error.reason or "")
+    return _FIELDS not in reply.content.config_records
 
 
 def vectors(message: Message, dtype: torch.dtype, **shapes: Sequence[int]) -> dict[str, Tensor]:

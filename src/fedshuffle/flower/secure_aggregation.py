@@ -31,7 +31,6 @@ from flwr.common import (
     parameters_to_ndarrays,
 )
 from flwr.common.secure_aggregation.secaggplus_constants import RECORD_KEY_CONFIGS
-from flwr.compat.common import recorddict_compat
 from flwr.server import LegacyContext
 from flwr.server.workflow import SecAggPlusWorkflow
 from flwr.server.workflow.constant import MAIN_CONFIGS_RECORD, MAIN_PARAMS_RECORD, Key
@@ -44,6 +43,11 @@ from fedshuffle.flower import protocol
 from fedshuffle.flower.exchange import POLL_SECONDS, Exchange, Node, Outbox
 from fedshuffle.flower.update_buffer import UpdateBuffer
 from fedshuffle.kernel import Answer, LocalTraining
+
+try:
+    from flwr.compat.common import recorddict_compat
+except ImportError:  # where it was before
+    from flwr.common import recorddict_compat
 
 LEVELS = 2**30
 """The number of integers that a coordinate is rounded to."""

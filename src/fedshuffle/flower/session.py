@@ -15,6 +15,7 @@ from flwr.serverapp import Grid
 from torch import Tensor
 
 from fedshuffle import fingerprint
+from fedshuffle._arrays import FloatArray
 from fedshuffle.errors import FedShuffleError
 from fedshuffle.flower import exchange, secure_aggregation
 from fedshuffle.flower.chain import WireChain
@@ -23,9 +24,11 @@ from fedshuffle.flower.client_round import ClientRound
 from fedshuffle.flower.exchange import Exchange, send
 from fedshuffle.flower.local_training import TrainingOptions, local_training
 from fedshuffle.flower.protocol import ClientInfo
+from fedshuffle.flower.stragglers import limits
 from fedshuffle.flower.update_buffer import UpdateBuffer
 from fedshuffle.kernel import FullGradient, LocalTraining
 from fedshuffle.methods import Cohort
+from fedshuffle.probabilities import Replies
 from fedshuffle.state import State
 from fedshuffle.training.rounds import Run
 from fedshuffle.training.simulation import reduced
@@ -109,7 +112,15 @@ class Session:
     _state_after: dict[int, int] = field(default_factory=dict)
     """After how many rounds each client last replied, and so its state is known,"""
     _empty_rounds: list[float] = field(default_factory=list)
-    """and the stated probabilities of the last rounds in which nobody replied."""
+    """and the probabilities of the last rounds in which nobody replied."""
+
+    def __post_init__(self) -> None:
+        self.replies: Replies | None = None
+        """Who replied so far, if response probabilities are estimated from that."""
+        if (estimate := self.strategy.response_estimate) is not None:
+            self.replies = Replies(estimate, len(self.run.federation))
+            if self.state.replies:
+                self.replies.restore(self.state.replies)
 
     def arrays(self) -> ArrayRecord:
         """The model now."""
@@ -183,12 +194,18 @@ class Session:
 
     def _until_training(self) -> tuple[ClientRound, LocalTraining | State]:
         """Begin a round, and do all exchanges before local training."""
-        round = ClientRound(self.run, self.state, self.strategy.response_probability)
+        round = ClientRound(self.run, self.state, self._response_probability())
         while isinstance(request := round.next(), FullGradient):
             query = exchange.full_gradients(request)
             self._send(round, query)
             round.add_gradients(query.replies)
         return round, request
+
+    def _response_probability(self) -> FloatArray:
+        """That each client replies, as stated or as estimated from the rounds before."""
+        if self.replies is None:
+            return self.strategy.response_probability
+        return self.replies.probabilities(np.arange(len(self.replies)))
 
     def _exchange(self, round: ClientRound, request: LocalTraining) -> Exchange[UpdateBuffer]:
         secure, direction = self.strategy.secure_aggregation, self.run.method.direction
@@ -223,8 +240,10 @@ class Session:
         round.add_training(found)
 
     def _send(self, round: ClientRound, query: Exchange[UpdateBuffer]) -> None:
-        timeout, retries = self.strategy.timeout, self.strategy.retries
-        round.missing |= send(self.grid, query, self.registry.nodes, timeout, retries)
+        elapsed = time.perf_counter() - round.begun
+        timeout, first = limits(self.strategy.schedule, self.strategy.timeout, elapsed)
+        retries, nodes = self.strategy.retries, self.registry.nodes
+        round.missing |= send(self.grid, query, nodes, timeout, retries, first)
         round.bytes.update(query.bytes)
 
     def _end(self, done: ClientRound) -> dict[str, Any]:
@@ -235,6 +254,11 @@ class Session:
         asked, cohort = self.run.cohort(self.state.round), done.cohort
         _log_missing(done.missing, f"round {after.round}")
         self._stop_if_nobody_replies(asked, done)
+        if self.replies is not None:
+            for asked_clients, replied in done.exchanges:
+                self.replies.add(asked_clients, replied)
+            kept = {name: torch.from_numpy(array) for name, array in self.replies.state().items()}
+            after = replace(after, replies=kept)
         self.state = after
         self._state_after |= dict.fromkeys(cohort.clients.tolist(), after.round)
         record: dict[str, Any] = reduced(after.metrics, cohort)
@@ -257,8 +281,9 @@ class Session:
     def _follows_dropout_model(self, done: ClientRound) -> bool:
         """Whether the round follows the dropout model, and unfinished work is corrected for."""
         cohort, method, biased = done.cohort, self.run.method, f"Round {self.state.round} is biased"
-        expected = [c for c in done.missing if done.response_probability[c] == 1]
-        if expected:
+        certain = (done.response_probability == 1) & (self.replies is None)
+        expected = [c for c in done.missing if certain[c] or self.strategy.favours_fast]
+        if expected and not self.strategy.favours_fast:  # which was said before
             some = ", ".join(map(str, expected[:5]))
             remedy = (
                 " Give the probability that clients reply (response_probability=...), or ask again"
@@ -271,7 +296,9 @@ class Session:
             )
         weight, full = method.averaging.weight, replace(cohort, done=cohort.planned)
         unfinished = cohort.clients[cohort.done < cohort.planned]
-        corrected = np.allclose(weight(cohort) * cohort.done, weight(full) * full.done)
+        corrected = np.allclose(
+            weight(cohort) * cohort.done_length, weight(full) * full.done_length
+        )
         if len(unfinished) and not corrected:
             _log.warning(
                 f"{biased}: client {unfinished[0]} and {len(unfinished) - 1} more did not finish"
@@ -313,4 +340,5 @@ def _refuse_infinite(after: State, trained: object) -> None:
 
 def _log_missing(missing: dict[int, str], stage: str) -> None:
     for client, why in sorted(missing.items()):
-        _log.warning("%s: client %d %s", stage, client, why)
+        level = logging.INFO if why == exchange.NOT_FIRST else logging.WARNING
+        _log.log(level, "%s: client %d %s", stage, client, why)

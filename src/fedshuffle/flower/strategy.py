@@ -15,19 +15,22 @@ from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Result, Strategy
 from numpy.typing import ArrayLike
 
-from fedshuffle import methods
+from fedshuffle import fingerprint, methods
 from fedshuffle._arrays import count, expect, number
 from fedshuffle.errors import FedShuffleError
 from fedshuffle.federation import Federation
-from fedshuffle.flower import checks
+from fedshuffle.flower import checks, stragglers
 from fedshuffle.flower.client_registry import ClientRegistry
 from fedshuffle.flower.secure_aggregation import SecureAggregation
 from fedshuffle.flower.session import Model, Session
 from fedshuffle.local_work import LocalWork
 from fedshuffle.methods import Method, averaging
 from fedshuffle.privacy import Privacy
+from fedshuffle.probabilities import Estimate
+from fedshuffle.probabilities.drift import drift_warning
 from fedshuffle.sampling import Sampling
 from fedshuffle.schedules import Schedule
+from fedshuffle.timing import OverSelection, TrainingSchedule, Wait
 from fedshuffle.training.monitoring import RECORD_KEYS
 from fedshuffle.training.rounds import Run
 from fedshuffle.training.run_folder import RunFolder
@@ -63,6 +66,13 @@ class FedShuffleStrategy(Strategy):  # type: ignore[misc]  # Flower is untyped h
         response_probability: the dropout model: the probability that a client replies, ``retries``
             included, one for all or one each, independently of its data and of everything else.
             With 1, a round in which a client does not reply is biased, and is logged as such.
+            ``"estimate"``, or another rule of :mod:`fedshuffle.probabilities`, estimates it for
+            each client from who was asked and who replied so far; a client that is away does not
+            reply. Checkpoints hold what estimates follow from.
+        schedule: for whom a round waits: all (``"wait"``), those who reply in time
+            (``"deadline:60"``, in seconds), or the first of more that are asked
+            (``"over:8of10"``). Replies that come later are dropped, and ``response_probability`` is
+            that of being in time.
         timeout: seconds to wait for the replies of one exchange, and for clients at the start.
         retries: how often a client that fails or is away is asked again before time is up.
         out: a folder for metrics and checkpoints.
@@ -94,7 +104,8 @@ class FedShuffleStrategy(Strategy):  # type: ignore[misc]  # Flower is untyped h
         *,
         sizes: Sequence[int] | Literal["asked", "withheld"] = "asked",
         weights: Sequence[float] | None = None,
-        response_probability: float | Sequence[float] = 1.0,
+        response_probability: float | Sequence[float] | str | Estimate = 1.0,
+        schedule: str | TrainingSchedule = "wait",
         timeout: float = 600.0,
         retries: int = 0,
         out: Path | str | None = None,
@@ -111,13 +122,23 @@ class FedShuffleStrategy(Strategy):  # type: ignore[misc]  # Flower is untyped h
     ) -> None:
         self.clients = checks.population(clients, sizes)
         self.method = methods.get(method)
+        self.schedule = stragglers.synchronous(schedule)
+        sampling = stragglers.asked(self.schedule, sampling, self.clients)
         self.sampling, self.seed = sampling, seed
         self.asked = isinstance(sizes, str) and sizes == "asked"
         self.withheld = isinstance(sizes, str) and sizes == "withheld"
         # Without sizes as if everybody had one minibatch: a step is then an epoch.
         self.sizes: ArrayLike = np.ones(self.clients, int) if isinstance(sizes, str) else sizes
         self.weights = weights
-        self.response_probability = checks.probabilities(response_probability, self.clients)
+        self.response_probability, self.response_estimate = checks.response_probability(
+            response_probability, self.clients
+        )
+        certain = self.response_estimate is None and bool((self.response_probability == 1).all())
+        self.favours_fast = certain and not isinstance(self.schedule, Wait)
+        """Whether nothing corrects for clients that are slow."""
+        if certain and isinstance(self.schedule, OverSelection):
+            share = self.schedule.keep / self.schedule.ask
+            self.response_probability = np.full(self.clients, share)
         self.timeout = number(timeout, "timeout", within="(0, inf)")
         self.retries = 0 if retries == 0 else count(retries, "retries")
         self.checkpoint_every = count(checkpoint_every, "checkpoint_every")
@@ -142,6 +163,9 @@ class FedShuffleStrategy(Strategy):  # type: ignore[misc]  # Flower is untyped h
         if secure_aggregation is not None:
             expect(secure_aggregation, SecureAggregation, "secure_aggregation")
             checks.check_secure(run, self.retries, self.response_probability)
+        checks.check_schedule(run, self.schedule, secure_aggregation is not None)
+        if self.response_estimate is not None:
+            checks.check_estimated(run, secure_aggregation is not None)
         self._session: Session | None = None
 
     def start(
@@ -161,11 +185,13 @@ class FedShuffleStrategy(Strategy):  # type: ignore[misc]  # Flower is untyped h
             initial_arrays: such as ``ArrayRecord(model.state_dict())``.
             num_rounds: the number of rounds in all.
             timeout: seconds to wait for one exchange, if not the strategy's own.
-            train_config: not used: clients get all they need in their tasks.
-            evaluate_config: not used.
+            train_config, evaluate_config: refused unless empty: the strategy itself tells clients
+                what to do.
             evaluate_fn: called with the round and the arrays before the first round and after each.
         """
         rounds = count(num_rounds, "num_rounds")
+        checks.check_config("train_config", train_config)
+        checks.check_config("evaluate_config", evaluate_config)
         if timeout is not None:
             self.timeout = number(timeout, "timeout", within="(0, inf)")
         with self.folder.locked() if self.folder else nullcontext():
@@ -185,6 +211,7 @@ class FedShuffleStrategy(Strategy):  # type: ignore[misc]  # Flower is untyped h
             finally:  # the last round, or where an error ends the run
                 if self.folder and session.state.round > saved:
                     self.folder.save(session.state)
+            _warn_of_drift(session)
         return result
 
     def _run_round(
@@ -209,12 +236,15 @@ class FedShuffleStrategy(Strategy):  # type: ignore[misc]  # Flower is untyped h
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
         """The messages of the next round, for Flower's own loop; full gradients are asked here."""
+        checks.check_config("train_config", config)
         if self.folder:
             raise FedShuffleError("only start writes metrics and checkpoints: leave out out.")
         if self.secure_aggregation is not None:
             raise FedShuffleError("only start offers secure aggregation: call start.")
         if self.privacy is not None:
             raise FedShuffleError("only start knows how many rounds privacy pays for: call start.")
+        if not isinstance(self.schedule, Wait):
+            raise FedShuffleError("only start keeps a schedule: call start, or leave out schedule.")
         if self.retries:
             raise FedShuffleError("only start asks clients again: leave out retries.")
         if self._session is None or server_round == 1:
@@ -246,10 +276,18 @@ class FedShuffleStrategy(Strategy):  # type: ignore[misc]  # Flower is untyped h
         """Log what is about to run."""
         name, smallest = self.method.name, self.response_probability.min()
         settings = f"{name} over {self.clients} clients, sampling {self.sampling}, seed {self.seed}"
-        if smallest == 1:
+        if not isinstance(self.schedule, Wait):
+            settings += f", schedule {self.schedule}"
+        if self.response_estimate is not None:
+            _log.info(f"{settings}; response probability by {self.response_estimate}")
+        elif self.favours_fast:
+            _log.info(settings)
+            _log.warning(stragglers.slow_clients_count_less(self.schedule))
+        elif smallest == 1:
             _log.info(settings)
             return
-        _log.info(f"{settings}; response probability {smallest:g} and more")
+        else:
+            _log.info(f"{settings}; response probability {smallest:g} and more")
         if not isinstance(self.method.averaging.normaliser, averaging.InclusionProbability):
             _log.warning(
                 f"{name} does not weigh clients by inclusion probability, so clients that drop out"
@@ -281,7 +319,7 @@ class FedShuffleStrategy(Strategy):  # type: ignore[misc]  # Flower is untyped h
         model = Model(arrays, info)
         x = model.flat(arrays)
         store = self.folder.client_store(len(x), x.dtype) if self.folder else None
-        state = run.start(x, store)
+        state, estimate = run.start(x, store), self.response_estimate
         if self.folder:
             settings = {
                 **run.settings(first),
@@ -290,7 +328,9 @@ class FedShuffleStrategy(Strategy):  # type: ignore[misc]  # Flower is untyped h
                 "dtype": str(model.dtype),
                 "model_sha256": _sha256(json.dumps([model.trained, str(model.dtype)]).encode()),
                 "frozen_sha256": _sha256(json.dumps(info.frozen).encode()),
+                "schedule": None if isinstance(self.schedule, Wait) else str(self.schedule),
                 "response_probability_sha256": _sha256(self.response_probability.tobytes()),
+                "response_estimate": estimate and fingerprint.part(estimate),
                 "rounds": rounds,
             }
             state = self.folder.begin(settings, state, self.resume)
@@ -308,6 +348,14 @@ class FedShuffleStrategy(Strategy):  # type: ignore[misc]  # Flower is untyped h
             rounds=rounds,
             response_probability=self.response_probability,
         )
+
+
+def _warn_of_drift(session: Session) -> None:
+    if (past := session.replies) is None:
+        return
+    what = f"who replies changed over the {session.state.round} rounds"
+    if said := drift_warning(past.estimate, past.drift(), what, "response_probability"):
+        _log.warning(said)
 
 
 def _sha256(data: bytes) -> str:

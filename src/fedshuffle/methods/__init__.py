@@ -26,6 +26,7 @@ from fedshuffle.methods.averaging import (
     Normaliser,
     RatioOfSums,
     SumOne,
+    Unnormalised,
     objective_weight,
     own_steps,
     steps_of_the_longest,
@@ -39,6 +40,7 @@ from fedshuffle.methods.directions import (
     GlobalMomentum,
     LocalPlan,
     MethodState,
+    OwnModels,
     Plain,
     Reported,
     RoundContext,
@@ -63,6 +65,7 @@ __all__ = [
     "Method",
     "MethodState",
     "Normaliser",
+    "OwnModels",
     "Plain",
     "RatioOfSums",
     "Reported",
@@ -71,6 +74,7 @@ __all__ = [
     "StepCoefficients",
     "Steps",
     "SumOne",
+    "Unnormalised",
     "available",
     "colour",
     "get",
@@ -223,7 +227,7 @@ def parse_momentum(text: str) -> Direction:
     return kinds[name](number(share, f"the A of momentum {text!r}")) if share else kinds[name]()
 
 
-_FAMILIES = ["fedavg", "fednova", "fedshuffle", "fedprox", "scaffold"]
-_FAMILIES += ["fedlin", "mime", "adaptive", "baselines"]
+_FAMILIES = ["fedavg", "fedau", "fednova", "fedshuffle", "fedprox", "scaffold", "fedlin", "mime"]
+_FAMILIES += ["adaptive", "diloco", "mifa", "fedvarp", "fedawe", "amplified", "baselines"]
 for _family in _FAMILIES:
     _OWN.update(register(m).name for m in import_module(f"{__name__}.{_family}").METHODS)

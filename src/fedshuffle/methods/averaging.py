@@ -23,7 +23,9 @@ from numpy.typing import NDArray
 from fedshuffle._arrays import FloatArray, IntArray
 from fedshuffle.errors import FedShuffleError
 from fedshuffle.federation import Federation
+from fedshuffle.local_optimisers import SGD, LocalOptimiser
 from fedshuffle.local_work import Workload
+from fedshuffle.probabilities import Estimate
 from fedshuffle.sampling import Sampling
 
 
@@ -54,6 +56,25 @@ class Cohort:
     max_steps: int
     """The largest number of local steps of any client of the federation."""
     round: int = 0
+    optimiser: LocalOptimiser = SGD
+    """What makes steps of the gradients."""
+
+    @property
+    def planned_length(self) -> FloatArray:
+        """How far the planned steps go along a constant gradient, per step size: for plain SGD
+        their number (see :meth:`~fedshuffle.local_optimisers.LocalOptimiser.lengths`).
+        """
+        return self.optimiser.lengths(self.planned)
+
+    @property
+    def done_length(self) -> FloatArray:
+        """How far the steps that were done go."""
+        return self.optimiser.lengths(self.done)
+
+    @property
+    def max_length(self) -> float:
+        """How far the largest number of steps goes."""
+        return float(self.optimiser.lengths(np.array([self.max_steps]))[0])
 
     @classmethod
     def of(
@@ -67,7 +88,8 @@ class Cohort:
     ) -> "Cohort":
         """These clients of a federation, with the steps that they planned and did."""
         weight, probability = federation.weights[clients], sampling.p[clients]
-        return cls(clients, weight, probability, *steps, workload.max_steps, round)
+        most, optimiser = workload.max_steps, workload.optimiser
+        return cls(clients, weight, probability, *steps, most, round, optimiser)
 
     def only(self, chosen: NDArray[np.bool_] | IntArray, probability: FloatArray) -> "Cohort":
         """The chosen clients, with other inclusion probabilities."""
@@ -96,18 +118,20 @@ def steps_of_the_longest(clients: Cohort) -> FloatArray:
     >>> steps_of_the_longest(cohort).tolist()
     [3.0, 3.0]
     """
-    return np.full(clients.planned.shape, float(clients.max_steps))
+    return np.full(clients.planned.shape, clients.max_length)
 
 
 def own_steps(clients: Cohort) -> FloatArray:
     """``c_i = tau_i``, the planned steps: a client that takes more steps makes them smaller.
+
+    Here and below, steps count by their length, which is their number for plain SGD.
 
     >>> steps, half = np.array([1, 3]), np.array([0.5, 0.5])
     >>> cohort = Cohort(np.arange(2), np.array([0.25, 0.75]), half, steps, steps, max_steps=3)
     >>> own_steps(cohort).tolist()
     [1.0, 3.0]
     """
-    return clients.planned.astype(np.float64)
+    return clients.planned_length
 
 
 # Aggregation weights w-tilde -----------------------------------------------------------------
@@ -132,7 +156,7 @@ def weight_per_step(clients: Cohort) -> FloatArray:
     >>> weight_per_step(cohort).tolist()
     [0.25, 0.25]
     """
-    return clients.weight / clients.done
+    return clients.weight / clients.done_length
 
 
 def weight_per_share_done(clients: Cohort) -> FloatArray:
@@ -143,7 +167,7 @@ def weight_per_share_done(clients: Cohort) -> FloatArray:
     >>> weight_per_share_done(cohort).tolist()
     [0.25, 0.75]
     """
-    return clients.weight * (clients.planned / clients.done)
+    return clients.weight * (clients.planned_length / clients.done_length)
 
 
 # Normalisers q -------------------------------------------------------------------------------
@@ -173,8 +197,10 @@ class Normaliser(abc.ABC):
         return None
 
 
+@dataclass(frozen=True)
 class InclusionProbability(Normaliser):
-    """``q_i^S = p_i``: in expectation every client counts by its weight.
+    """``q_i^S = p_i``: in expectation every client counts by its weight. The probability is that of
+    the sampling, or an estimate from who took part so far.
 
     >>> steps, half = np.array([1, 3]), np.array([0.5, 0.5])
     >>> cohort = Cohort(np.arange(2), np.array([0.25, 0.75]), half, steps, steps, max_steps=3)
@@ -182,8 +208,26 @@ class InclusionProbability(Normaliser):
     [0.5, 1.5]
     """
 
+    estimate: Estimate | None = None
+
+    def __repr__(self) -> str:
+        return f"InclusionProbability({self.estimate or ''})".removesuffix("()")
+
     def divide(self, weights: FloatArray, cohort: Cohort) -> FloatArray:
         return weights / cohort.probability
+
+
+class Unnormalised(Normaliser):
+    """``q = 1``: for methods that remember who does not take part, so that nobody is missing.
+
+    >>> steps, half = np.array([1, 3]), np.array([0.5, 0.5])
+    >>> cohort = Cohort(np.arange(2), np.array([0.25, 0.75]), half, steps, steps, max_steps=3)
+    >>> Unnormalised().divide(cohort.weight, cohort).tolist()
+    [0.25, 0.75]
+    """
+
+    def divide(self, weights: FloatArray, cohort: Cohort) -> FloatArray:
+        return weights
 
 
 class SumOne(Normaliser):
@@ -216,13 +260,13 @@ class EffectiveSteps(Normaliser):
     """
 
     def divide(self, weights: FloatArray, cohort: Cohort) -> FloatArray:
-        steps, total = float(cohort.weight @ cohort.done), float(cohort.weight.sum())
+        steps, total = float(cohort.weight @ cohort.done_length), float(cohort.weight.sum())
         if total < 1e-150:  # its square underflows
             return weights / total * (steps / total)
         return weights * (steps / total**2)
 
     def ratio(self, weights: FloatArray, clients: Cohort) -> RatioOfSums:
-        return RatioOfSums(u=clients.weight, v=clients.weight * clients.done, power=2)
+        return RatioOfSums(u=clients.weight, v=clients.weight * clients.done_length, power=2)
 
 
 @dataclass(frozen=True)
@@ -263,10 +307,23 @@ class FedShuffleGen:
         """The names of the three rules."""
         return {name: _name(getattr(self, name)) for name in self.__dataclass_fields__}
 
+    @property
+    def estimate(self) -> Estimate | None:
+        """How inclusion probabilities are estimated; None if they are known, or not needed."""
+        normaliser = self.normaliser
+        return normaliser.estimate if isinstance(normaliser, InclusionProbability) else None
+
+    def long_run(self, p: FloatArray) -> FloatArray:
+        """What clients are divided by in a long run: ``p``, or what its estimate amounts to."""
+        if self.estimate is None:
+            return p
+        # In buffers of asynchronous schedules, p is a number of updates and may exceed 1.
+        return np.maximum(p, self.estimate.limit(np.minimum(p, 1.0)))
+
     def step_scale(self, clients: Cohort) -> FloatArray:
         """``gamma_i / eta = tau_max / c_i``."""
         c = self.step_normalisation(clients)
-        return clients.max_steps / _positive(c, clients, "step normalisation c")
+        return clients.max_length / _positive(c, clients, "step normalisation c")
 
     def client_weights(self, clients: Cohort) -> FloatArray:
         """``w-tilde_i``."""

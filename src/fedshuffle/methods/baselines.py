@@ -42,7 +42,7 @@ class NonLocalMVR(Direction):
     a: float = 0.1
     down, up, trips = 2, 2, 1  # both models; two gradients
     gradients_per_step, full_gradients = 0, 2
-    needs_joint = True
+    needs_joint = needs_independent_rounds = True
 
     def __post_init__(self) -> None:
         check_share(self.a)

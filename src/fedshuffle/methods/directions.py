@@ -15,7 +15,7 @@ import numpy as np
 from fedshuffle._arrays import FloatArray, IntArray, number
 from fedshuffle.errors import FedShuffleError
 from fedshuffle.kernel import FullGradient, StepCoefficients
-from fedshuffle.methods.averaging import Cohort, InclusionProbability, Normaliser
+from fedshuffle.methods.averaging import Cohort, FedShuffleGen, InclusionProbability, Normaliser
 from fedshuffle.transforms import NO_TRANSFORMS, Chain, Transform
 
 if TYPE_CHECKING:
@@ -27,6 +27,16 @@ MethodState = Mapping[str, "Tensor"]
 
 OfState = Callable[[int, "Tensor"], StepCoefficients]
 """The coefficients of a client, from its place in the cohort and the vector that it keeps."""
+
+
+@dataclass(frozen=True, slots=True)
+class OwnModels:
+    """Clients start from models that they keep, and keep the server's next one."""
+
+    groups: "Sequence[tuple[IntArray, Tensor]]"
+    """Places in the cohort, with the model of the clients there."""
+    mean: "Tensor"
+    """The model that the server moves from."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +52,12 @@ class LocalPlan:
     from its update and the last vector."""
     state_weights: FloatArray | None = None
     """A weight per client, for the sum of the changes of what clients keep."""
+    add: "Tensor | None" = None
+    """A vector that the server adds to the aggregated update."""
+    factors: FloatArray | None = None
+    """A factor per client on its aggregation weight."""
+    own: OwnModels | None = None
+    """If clients do not start from the server's model."""
 
     def each(
         self, n: int, places: IntArray | None = None, states: "Tensor | None" = None
@@ -75,7 +91,16 @@ class RoundContext:
     cohort: Cohort
     step_sizes: FloatArray
     """The step size of each client of the cohort."""
-    normaliser: Normaliser
+    averaging: FedShuffleGen
+    step_size: float
+    """The step size that those of the clients are multiples of."""
+    kept: "Callable[[IntArray], Tensor]"
+    """What some clients keep, a row each."""
+
+    @property
+    def normaliser(self) -> Normaliser:
+        """The q of the averaging rule."""
+        return self.averaging.normaliser
 
     def gradient(self, *points: "Tensor", through: Chain = NO_TRANSFORMS) -> FullGradient:
         """Ask for ``sum_i w_i / p_i grad f_i(point)`` over the cohort, at one point or more; at a
@@ -128,8 +153,22 @@ class Direction(abc.ABC):
     """Full gradients that a client computes per round besides."""
     client_state: bool = False
     """Whether clients keep a vector from round to round."""
+    needs_linear: bool = False
+    """Whether it reads gradients off the updates, which no adaptive local optimiser allows."""
     needs_joint: bool = False
     needs_estimate: bool = False
+    needs_independent_rounds: bool = False
+    """Whether ``effective_weights`` holds only if cohorts do not depend on earlier ones."""
+    remembers: bool = False
+    """Whether a client counts in every round, or for all rounds since its last, so that it does
+    not matter how often it takes part. An averaging behind a '+' then lends its step sizes and
+    weights, but not its q, and ``effective_weights`` is told the moments with ``q = p``."""
+    every_round: bool = False
+    """Whether the model also moves in rounds in which nobody takes part."""
+    own_models: bool = False
+    """Whether clients start from models of their own (:attr:`LocalPlan.own`)."""
+    stale_models: bool = False
+    """Whether clients may start from old models, at their own times: they need nothing else."""
 
     @abc.abstractmethod
     def round(self, context: RoundContext) -> Steps:
@@ -154,6 +193,8 @@ class Plain(Direction):
     >>> methods.get("fedavg").direction
     Plain()
     """
+
+    stale_models = True
 
     def round(self, context: RoundContext) -> Steps:
         yield LocalPlan(StepCoefficients())
@@ -185,7 +226,7 @@ class MVR(Direction):
     a: float = 0.1
     down, up, trips = 3, 3, 2  # both models and the momentum; two gradients and the update
     gradients_per_step, full_gradients = 2, 2
-    needs_joint = True
+    needs_joint = needs_independent_rounds = True
 
     def __post_init__(self) -> None:
         check_share(self.a)
@@ -234,7 +275,7 @@ class GlobalMomentum(Direction):
 
     a: float = 0.1
     down = 2  # the model and the momentum
-    needs_estimate = True
+    needs_estimate = needs_linear = needs_independent_rounds = True
 
     def __post_init__(self) -> None:
         check_share(self.a)
@@ -242,7 +283,7 @@ class GlobalMomentum(Direction):
     def round(self, context: RoundContext) -> Steps:
         m = context.state.get("momentum", context.x.new_zeros(context.x.shape))
         weights = gradient_weights(context.cohort, context.normaliser)
-        report = -weights / (context.cohort.done * context.step_sizes)
+        report = -weights / (context.cohort.done_length * context.step_sizes)
         answer = yield LocalPlan(StepCoefficients(alpha=self.a, v=(1 - self.a) * m), report)
         # The sum of the clients' directions holds (1-a) m as often as the weights sum to.
         missing = (1 - self.a) * (1 - float(weights.sum())) * m
@@ -325,7 +366,7 @@ def _check_plan(plan: LocalPlan, context: RoundContext, direction: Direction, na
         )
     for one in told:
         check_coefficients(one, context.x, name)
-    for what in ("report", "state_weights"):
+    for what in ("report", "state_weights", "factors"):
         weights = getattr(plan, what)
         if weights is not None and np.shape(weights) != (n,):
             raise FedShuffleError(

@@ -23,6 +23,7 @@ class Proximal(Direction):
     """The gradient and a proximal term of strength mu."""
 
     mu: float = 0.01
+    stale_models = True
 
     def __post_init__(self) -> None:
         number(self.mu, "mu", within="[0, inf)")

@@ -57,7 +57,7 @@ class CappedSteps:
         number(self.rho, "rho, the largest factor between step sizes,", within="[1, inf]")
 
     def __call__(self, clients: Cohort) -> FloatArray:
-        return np.maximum(own_steps(clients), clients.max_steps / self.rho)
+        return np.maximum(own_steps(clients), clients.max_length / self.rho)
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ class WeightPerDistance:
     rho: float
 
     def __call__(self, clients: Cohort) -> FloatArray:
-        return clients.weight * CappedSteps(self.rho)(clients) / clients.done
+        return clients.weight * CappedSteps(self.rho)(clients) / clients.done_length
 
 
 CAPPED = FedShuffleGen(CappedSteps(4.0), WeightPerDistance(4.0), InclusionProbability())

@@ -10,6 +10,7 @@ import numpy as np
 from fedshuffle._arrays import expect
 from fedshuffle.errors import FedShuffleError, check_known
 from fedshuffle.kernel import Answer, Request
+from fedshuffle.local_optimisers import LocalOptimiser
 from fedshuffle.local_work import WHOLE_CLIENT, LocalWork, Workload
 from fedshuffle.methods.averaging import Cohort, FedShuffleGen, InclusionProbability
 from fedshuffle.methods.directions import MVR, Direction, GlobalMomentum, Plain
@@ -21,7 +22,9 @@ from fedshuffle.methods.round import (
     needs_every_update,
 )
 from fedshuffle.methods.servers import Average, ServerOptimiser
-from fedshuffle.sampling import Full, Sampling
+from fedshuffle.probabilities import Estimate
+from fedshuffle.probabilities import resolve as resolve_estimate
+from fedshuffle.sampling import Buffers, Full, Sampling
 from fedshuffle.state import State
 
 if TYPE_CHECKING:
@@ -50,7 +53,8 @@ class Method:
         averaging: the rules (c, w-tilde, q).
         direction: which way clients step; along the gradient by default.
         server: what the server does with the aggregated update; adds it by default.
-        work: the parts of the local work that the method fixes; other values are refused.
+        work: the parts of the local work that the method fixes; other values are refused, except
+            other options of the same local optimiser.
         balanced_only: defined only for full participation and equal numbers of local steps.
         pooled: there are no clients: one holds the data of all.
         reference: where it comes from.
@@ -120,12 +124,37 @@ class Method:
                 f" {other.name}, and would drop the {' and the '.join(lost)} of {other.name}"
                 f" ({', '.join(repr(getattr(other, part)) for part in lost)}). {remedy}."
             )
-        return dataclasses.replace(
+        averaging = other.averaging
+        if self.direction.remembers:  # its q belongs to its algorithm
+            averaging = dataclasses.replace(averaging, normaliser=self.averaging.normaliser)
+        mixed = dataclasses.replace(
             self,
             name=f"{self.name}+{other.name}",
             summary=f"{self.summary}; averaging of {other.name}",
-            averaging=other.averaging,
+            averaging=averaging,
             work={**other.work, **self.work},
+        )
+        return mixed.with_probabilities(self.averaging.estimate or other.averaging.estimate)
+
+    def with_probabilities(self, probabilities: "str | Estimate | None") -> "Method":
+        """This method with inclusion probabilities that are estimated; None leaves it as it is.
+
+        >>> from fedshuffle import methods
+        >>> methods.get("fedshuffle").with_probabilities("estimate:ewma:0.1").averaging.normaliser
+        InclusionProbability(MovingRate(share=0.1))
+        """
+        if probabilities is None:
+            return self
+        estimate = resolve_estimate(probabilities)
+        if not isinstance(self.averaging.normaliser, InclusionProbability):
+            raise FedShuffleError(
+                f"{self.name} does not divide by inclusion probabilities, so there is nothing to"
+                f" estimate: use a method that does, as fedshuffle, fedau, or"
+                f" {self.name.partition('+')[0]}+fedshuffle."
+            )
+        normaliser = InclusionProbability(estimate)
+        return dataclasses.replace(
+            self, averaging=dataclasses.replace(self.averaging, normaliser=normaliser)
         )
 
     def with_options(self, options: Mapping[str, str]) -> "Method":
@@ -166,15 +195,18 @@ class Method:
         >>> methods.get("fedavg").local_work(LocalWork(epochs=2)).order
         'replacement'
         """
+        fixed = {}
         for name, needed in self.work.items():
             given = getattr(work, name)
-            if not (np.array_equal(given, _UNSET[name]) or np.array_equal(given, needed)):
+            if np.array_equal(given, _UNSET[name]):
+                fixed[name] = needed
+            elif not (np.array_equal(given, needed) or _same_kind(given, needed)):
                 shown = "all examples of a client" if needed == WHOLE_CLIENT else repr(needed)
                 raise FedShuffleError(
                     f"{self.name} needs {name} = {shown} in its local work, but it is set to"
                     f" {given!r}. Leave {name} out, or choose another method."
                 )
-        return dataclasses.replace(work, **self.work).resolved()
+        return dataclasses.replace(work, **fixed).resolved()
 
     def drop_fixed(self, work: LocalWork) -> LocalWork:
         """The local work without what this method fixes, to run many methods on one setting.
@@ -208,14 +240,30 @@ class Method:
             done = workload.done(planned[:, 0], np.arange(len(planned)), seed=0, round=0)
             uneven = len(steps) > 1 or len(np.unique(done)) > 1
             if not isinstance(sampling, Full) or uneven or (interruption and interruption.random):
+                remedy = "Use fedshuffle, which is the same method there and consistent beyond."
+                if not workload.optimiser.linear:
+                    remedy = "Give every client LocalWork(steps=...), and leave out the sampling."
                 raise FedShuffleError(
                     f"{self.name} is defined for full participation and equal numbers of local"
                     f" steps (here: sampling {sampling!r}, {steps[0]} to {steps[-1]} steps,"
-                    f" interruption {interruption!r}). Use fedshuffle, which is the same method"
-                    " there and consistent beyond."
+                    f" interruption {interruption!r}). {remedy}"
                 )
+        if self.direction.needs_linear and not workload.optimiser.linear:
+            raise FedShuffleError(
+                f"{self.name} reads gradients off the clients' updates, and {workload.optimiser}"
+                " rescales them. Use the local optimiser 'sgd', with momentum if you like, or"
+                " another method, such as fedavgm."
+            )
+        if isinstance(sampling, Buffers) and not self.direction.stale_models:
+            raise FedShuffleError(
+                f"asynchronous schedule {str(sampling.schedule)!r} does not go with {self.name},"
+                " whose clients need more than the model that they start from: use fedshuffle,"
+                " fedprox+fedshuffle or fedadam+fedshuffle."
+            )
         if not sampling.two_phase:
             return
+        if self.direction.remembers:
+            raise needs_every_update(self)
         if not isinstance(self.averaging.normaliser, InclusionProbability):
             raise FedShuffleError(
                 f"{self.name} normalises over the cohort, and with optimal client sampling nobody"
@@ -229,7 +277,14 @@ class Method:
         self, state: State, cohort: Cohort, settings: RoundSettings
     ) -> Generator[Request, Answer, State]:
         """One round as a sequence of requests to an engine; returns the state after it."""
-        if not len(cohort.clients):
+        if not len(cohort.clients) and not self.direction.every_round:
             return empty_round(self, state, settings)
         after: State = yield from MethodRound(self, state, cohort, settings).requests()
         return after
+
+
+def _same_kind(given: object, needed: object) -> bool:
+    """Whether both are local optimisers of one kind; what is needed may be a text."""
+    if not (isinstance(given, LocalOptimiser) and isinstance(needed, str | LocalOptimiser)):
+        return False
+    return given.kind == LocalOptimiser.of(needed).kind

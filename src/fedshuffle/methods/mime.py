@@ -76,6 +76,10 @@ class Mimic(Direction):
         return self.corrected
 
     @property
+    def needs_independent_rounds(self) -> bool:  # type: ignore[override]
+        return self.share < 1
+
+    @property
     def share(self) -> float:
         """The share of the new gradient in a step."""
         return 1.0 if self.base == "sgd" else 1 - self.b

@@ -5,7 +5,7 @@ with the request, and come back with the answer. So memory does not grow with th
 """
 
 import math
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -53,6 +53,19 @@ _PORTION = 16 * 2**20  # bytes of the clients' vectors in memory at a time
 _FEWEST, _MOST = 16, 1024  # clients in a portion: workers share it, groups are no larger
 
 
+@dataclass(frozen=True, slots=True)
+class StartGroup:
+    """Clients that start from the same model."""
+
+    places: IntArray
+    """In the cohort."""
+    model: "Tensor"
+    address: int
+    """The round that their random numbers are drawn for."""
+    step_size: float | None = None
+    """If it is not that of the round."""
+
+
 @dataclass(frozen=True)
 class RoundSettings:
     """What a round is run with, besides the state and the cohort."""
@@ -66,6 +79,10 @@ class RoundSettings:
     """For two-phase samplings: chooses who sends an update."""
     start: "Tensor | None" = None
     """The model that clients start from, if it is not the server's own."""
+    starts: Sequence[StartGroup] | None = None
+    """In asynchronous rounds: who started from which model."""
+    factors: FloatArray | None = None
+    """A factor per client on its aggregation weight, besides the method's own."""
 
 
 class MethodRound:
@@ -77,7 +94,10 @@ class MethodRound:
         self.method, self.state, self.cohort, self.settings = method, state, cohort, settings
         self.x = state.x if settings.start is None else settings.start
         self.clients = state.clients
-        self.step_sizes = settings.step_size * method.averaging.step_scale(cohort)
+        sizes = np.full(len(cohort.clients), settings.step_size)
+        for group in settings.starts or ():
+            sizes[group.places] = group.step_size
+        self.step_sizes = sizes * method.averaging.step_scale(cohort)
 
     def requests(self) -> Requests:
         """All requests of the round; returns the state after it."""
@@ -87,16 +107,27 @@ class MethodRound:
         cohort, places, pool = self.cohort, None, None
         if self.settings.select:
             cohort, places, pool = yield from self._selected(plan, self.settings.select)
-        if not len(cohort.clients):  # as if nobody took part
+        if not len(cohort.clients) and self.settings.select:  # as if nobody took part
             nothing = empty_round(self.method, self.state, self.settings)
             return replace(nothing, sent=0, metrics=self._metrics({}, places, pool))
         columns = self.method.averaging.aggregation_weights(cohort)[:, None]
+        for factors in (plan.factors, self.settings.factors):
+            columns = columns if factors is None else columns * factors[:, None]
         if plan.report is not None:
             columns = np.column_stack([columns, plan.report])
         answer = yield from self._train(plan, columns, places)
         sums, settings = answer.sums, self.settings
-        update, transform_state = received(settings, self.state, sums[0], answer.metrics)
-        after, optimiser_state = server_step(self.method, self.state, update, settings)
+        update, transform_state, observed = received(settings, self.state, sums[0], answer.metrics)
+        metrics = {k: np.full(len(cohort.clients), value) for k, value in observed.items()}
+        update = update if plan.add is None else update + plan.add
+        x = self.state.x if plan.own is None else plan.own.mean
+        after, optimiser_state = server_step(
+            self.method, replace(self.state, x=x), update, settings
+        )
+        if plan.own is not None:
+            assert self.clients is not None
+            rows = after.expand(len(cohort.clients), -1)
+            self.clients = self.clients.updated(cohort.clients, rows)
         reported = Reported(None if plan.report is None else sums[1], answer.state_change)
         return State(
             after,
@@ -106,13 +137,13 @@ class MethodRound:
             self.clients,
             transform_state,
             None if places is None else len(places),
-            self._metrics(answer.metrics, places, pool),
+            self._metrics({**answer.metrics, **metrics}, places, pool),
         )
 
     def _plan(self) -> Generator[Request, Answer, tuple[Steps, LocalPlan]]:
         """The direction up to its local plan, with the full gradients that it asks for."""
-        state, normaliser = self.state.method_state, self.method.averaging.normaliser
-        context = RoundContext(self.x, state, self.cohort, self.step_sizes, normaliser)
+        state, rule, size = self.state.method_state, self.method.averaging, self.settings.step_size
+        context = RoundContext(self.x, state, self.cohort, self.step_sizes, rule, size, self._rows)
         decay = self.settings.workload.work.weight_decay
         planning = begin_round(self.method.direction, context, decay)
         answer: Tensor | None = None
@@ -158,10 +189,20 @@ class MethodRound:
     ) -> Generator[Request, Answer, Answer]:
         """Train the cohort, or only the clients at some places, in portions if they keep state."""
         chain, shared = self.settings.chain, self.state.transform_state
-        if plan.keep is not None:  # the method's own bookkeeping sees the update first
-            shared = {f"1.{name}": value for name, value in shared.items()}
-            chain = Chain((plan.keep, chain))
+        if plan.keep is not None:
+            # The method's own bookkeeping sees the update first, or remembers what was decoded.
+            last = self.method.direction.remembers
+            shared = {f"{int(not last)}.{name}": value for name, value in shared.items()}
+            chain = Chain((chain, plan.keep) if last else (plan.keep, chain))
         sums = columns.shape[1]
+        if not len(columns):
+            nothing = self.x.new_zeros((sums, len(self.x)))
+            return Answer(nothing, state_change=nothing[0])
+        if (groups := self.settings.starts) is None and plan.own is not None:
+            at = self.cohort.round
+            groups = [StartGroup(places, model, at) for places, model in plan.own.groups]
+        if groups is not None:
+            return (yield from self._train_groups(plan, columns, groups))
         if not chain.keeps_state:
             tasks = self._tasks(plan, columns, None, places)
             return (yield LocalTraining(self.x, tasks, sums, chain, shared))
@@ -177,6 +218,22 @@ class MethodRound:
             total = self._added(total, (yield request), clients, portion.start)
         assert total is not None
         return total
+
+    def _train_groups(
+        self, plan: LocalPlan, columns: FloatArray, groups: Sequence[StartGroup]
+    ) -> Generator[Request, Answer, Answer]:
+        """Train clients from different models: those with the same one together."""
+        chain, shared, answers = self.settings.chain, self.state.transform_state, []
+        for group in groups:
+            places = group.places
+            tasks = self._tasks(plan, columns[places], None, places, group.address)
+            request = LocalTraining(group.model, tasks, columns.shape[1], chain, shared)
+            answers.append((yield request))
+        sums = sum((answer.sums for answer in answers[1:]), answers[0].sums)
+        lengths = [len(group.places) for group in groups]
+        order = np.argsort(np.concatenate([group.places for group in groups]))
+        metrics = joined_metrics([answer.metrics for answer in answers], lengths)
+        return Answer(sums, metrics={name: values[order] for name, values in metrics.items()})
 
     def _in_portions(self, request: FullGradient) -> Generator[Request, Answer, Answer]:
         total: Answer | None = None
@@ -221,10 +278,15 @@ class MethodRound:
         columns: FloatArray,
         states: "Tensor | None",
         places: IntArray | None = None,
+        address: int | None = None,
     ) -> list[ClientTask]:
-        """What each client does, at some places of the cohort, and the weights of what it sends."""
+        """What each client does, at some places of the cohort, and the weights of what it sends.
+
+        The address is the round of its random numbers, if it is not this one.
+        """
         workload, seed, cohort = self.settings.workload, self.settings.seed, self.cohort
         clip, decay = workload.work.clip, workload.work.weight_decay
+        optimiser = None if workload.optimiser.plain else workload.optimiser
         per_client = [cohort.clients, cohort.done, self.step_sizes]
         if places is not None:
             per_client = [values[places] for values in per_client]
@@ -233,9 +295,9 @@ class MethodRound:
             name = f"{type(self.method.direction).__name__}.round"
             told = [check_coefficients(one, self.x, name) for one in told]
         numbers = [values.tolist() for values in per_client]
-        batches, r = workload.minibatches, cohort.round
+        batches, r = workload.minibatches, cohort.round if address is None else address
         return [
-            ClientTask(batches(i, done, seed, r), size, one, a, clip, decay)
+            ClientTask(batches(i, done, seed, r), size, one, a, clip, decay, optimiser)
             for i, done, size, one, a in zip(*numbers, told, columns, strict=True)
         ]
 
@@ -270,11 +332,20 @@ def _placed(values: FloatArray, places: IntArray, n: int) -> FloatArray:
 
 def received(
     settings: RoundSettings, state: State, update: "Tensor", metrics: Mapping[str, FloatArray]
-) -> "tuple[Tensor, Mapping[str, Tensor]]":
-    """The aggregated update after the transforms' part at the server, and their next state."""
+) -> "tuple[Tensor, Mapping[str, Tensor], Mapping[str, float]]":
+    """The aggregated update after the transforms' part at the server, their next state, and what
+    they measured.
+    """
     if not settings.chain:
-        return update, state.transform_state
-    context = ServerContext(settings.seed, state.round, state.transform_state, metrics)
+        return update, state.transform_state, {}
+    context = ServerContext(
+        settings.seed,
+        state.round,
+        state.transform_state,
+        metrics,
+        model=state.x,
+        step_size=settings.server_step_size,
+    )
     after, transform_state = settings.chain.server(update, context)
     check_tensor(after, "a transform's aggregated update", like=update)
     check_state(transform_state, "a transform's state at the server")
@@ -285,7 +356,7 @@ def received(
             f"round {state.round}: the aggregated update is not finite after the transforms"
             f" ({names}). One of them gives NaN or infinity, or the weighted sum overflows."
         )
-    return after, transform_state
+    return after, transform_state, context.observed
 
 
 def server_step(
@@ -302,11 +373,11 @@ def server_step(
 
 
 def empty_round(method: "Method", state: State, settings: RoundSettings) -> State:
-    """A round in which nobody takes part: only transforms that act in every round do anything."""
+    """A round in which nobody takes part: only what acts in every round does anything."""
     after = replace(state, round=state.round + 1, sent=None, metrics={})
-    if not settings.chain.every_round:
+    if not (settings.chain.every_round or method.server.every_round):
         return after
-    update, transform_state = received(settings, state, state.x.new_zeros(state.x.shape), {})
+    update, transform_state, _ = received(settings, state, state.x.new_zeros(state.x.shape), {})
     x, optimiser_state = server_step(method, state, update, settings)
     return replace(after, x=x, optimiser_state=optimiser_state, transform_state=transform_state)
 

@@ -33,6 +33,7 @@ from typing import TYPE_CHECKING
 from fedshuffle._arrays import FloatArray
 from fedshuffle.errors import check_known
 from fedshuffle.kernel import StepCoefficients
+from fedshuffle.local_optimisers import SGD, LocalOptimiser
 from fedshuffle.methods.averaging import (
     FedShuffleGen,
     InclusionProbability,
@@ -71,12 +72,16 @@ class ControlVariates(Direction):
     def full_gradients(self) -> int:  # type: ignore[override]
         return int(self.refresh == "gradient")
 
+    @property
+    def needs_linear(self) -> bool:  # type: ignore[override]
+        return self.refresh == "update"
+
     def round(self, context: RoundContext) -> Steps:
         x = context.x
         c = context.state.get("c", x.new_zeros(x.shape))
         answer = yield LocalPlan(
             lambda _, c_i: StepCoefficients(v=c - c_i),
-            keep=Refresh(c, self.refresh),
+            keep=Refresh(c, self.refresh, context.cohort.optimiser),
             state_weights=context.cohort.weight,
         )
         return {"c": c + answer.state_change}
@@ -92,6 +97,7 @@ class Refresh(Transform):
 
     c: "Tensor"
     refresh: str
+    optimiser: LocalOptimiser = SGD
     keeps_state, mean = True, "unchanged"
 
     def client(self, updates: "Tensor", state: "Tensor | None", context: ClientContext) -> Message:
@@ -99,7 +105,7 @@ class Refresh(Transform):
         assert context.full_gradients is not None
         if self.refresh == "gradient":
             return Message(updates, context.full_gradients())
-        length = updates.new_tensor(context.steps * context.step_sizes)
+        length = updates.new_tensor(self.optimiser.lengths(context.steps) * context.step_sizes)
         return Message(updates, state - self.c - updates / length[:, None])
 
 

@@ -25,6 +25,8 @@ class ServerOptimiser(abc.ABC):
     """Where to start looking for its step size."""
     adaptive = False
     """Whether the length of the update hardly changes how far the server moves."""
+    every_round = False
+    """Whether it takes a step, with an update of zero, if nobody takes part."""
 
     @abc.abstractmethod
     def step(
@@ -70,16 +72,19 @@ class FromTorch(ServerOptimiser):
 
 @dataclass(frozen=True)
 class Momentum(FromTorch):
-    r"""SGD with momentum: :math:`m \leftarrow b m + \Delta, \; x \leftarrow x + \eta_g m`."""
+    r"""SGD with momentum: :math:`m \leftarrow b m + \Delta, \; x \leftarrow x + \eta_g m`, or with
+    Nesterov's :math:`x \leftarrow x + \eta_g (\Delta + b m)`.
+    """
 
     b: float = 0.9
+    nesterov: bool = False
     usual_step_size = 0.1
 
     def __post_init__(self) -> None:
         number(self.b, "the server's b", within="[0, 1)")
 
     def settings(self) -> tuple[str, dict[str, Any]]:
-        return "SGD", {"momentum": self.b}
+        return "SGD", {"momentum": self.b, "nesterov": self.nesterov and self.b > 0}
 
 
 @dataclass(frozen=True)

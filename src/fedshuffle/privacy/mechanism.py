@@ -202,6 +202,12 @@ def _check_method(method: Method, workload: Workload) -> None:
             " needs a fixed denominator, as aggregation by inclusion probability has: use"
             f" {name.partition('+')[0]}+fedshuffle."
         )
+    if method.averaging.estimate is not None:
+        raise FedShuffleError(
+            f"{name} estimates inclusion probabilities from who took part, so weights tell who did,"
+            " and the sensitivity is not known. Privacy needs known probabilities: leave"
+            " probabilities out, or use fedshuffle."
+        )
     sent = {
         "keeps a vector at every client, of which the server needs the sum": direction.client_state,
         "asks clients for full gradients": direction.full_gradients or direction.trips > 1,

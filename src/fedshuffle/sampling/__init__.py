@@ -2,15 +2,27 @@
 
 A sampling is an object (:class:`Uniform`, :class:`Independent`, ...) or the text that names one,
 which :func:`parse` reads: ``full``, ``uniform:B``, ``importance:B``, ``independent:p1,p2,...``,
-``one``, ``ais:B``, ``stratified:B:K``, ``optimal:B`` and ``optimal:B:of:SAMPLING``.
+``one``, ``ais:B``, ``stratified:B:K``, ``reshuffled:B``, ``optimal:B`` and
+``optimal:B:of:SAMPLING``. Where clients come and go, :class:`AmongAvailable` draws among those who
+are there.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
 
-from fedshuffle._arrays import expect
+import numpy as np
+
+from fedshuffle import availability as availabilities
+from fedshuffle._arrays import count, expect
+from fedshuffle.availability import Always, Availability
 from fedshuffle.errors import FedShuffleError, check_known, error_context
 from fedshuffle.federation import Federation
+from fedshuffle.local_work import Workload
+from fedshuffle.sampling.available import AmongAvailable
 from fedshuffle.sampling.base import Cohorts, Sampling, check_probabilities
+from fedshuffle.sampling.buffers import Buffers, buffers
 from fedshuffle.sampling.independent import (
     ApproximateIndependent,
     Independent,
@@ -24,26 +36,44 @@ from fedshuffle.sampling.optimal import (
     approximate_probabilities,
     optimal_probabilities,
 )
+from fedshuffle.sampling.over_selection import OverSelected
+from fedshuffle.sampling.reshuffled import Reshuffled
 from fedshuffle.sampling.stratified import Stratified, strata_by_size
 from fedshuffle.sampling.uniform import Full, One, Uniform
+from fedshuffle.timing import (
+    Asynchronous,
+    Deadline,
+    InTime,
+    OverSelection,
+    Tasks,
+    Timing,
+    UntilDeadline,
+    Wait,
+)
 
 __all__ = [
+    "AmongAvailable",
     "ApproximateIndependent",
+    "Buffers",
     "Cohorts",
     "Full",
     "Independent",
     "Listed",
     "One",
     "Optimal",
+    "OverSelected",
+    "Reshuffled",
     "Sampling",
     "Stratified",
     "Uniform",
+    "among_available",
     "approximate_probabilities",
     "importance",
     "importance_probabilities",
     "optimal_probabilities",
     "parse",
     "resolve",
+    "scheduled",
     "strata_by_size",
 ]
 
@@ -111,6 +141,106 @@ def resolve(sampling: str | Sampling, federation: Federation) -> Sampling:
     return sampling
 
 
+def among_available(
+    sampling: Sampling,
+    availability: str | Availability | None,
+    federation: Federation,
+    rounds: int | None = None,
+    folder: Path | None = None,
+) -> Sampling:
+    """The sampling among those who are there; as it is, without an availability.
+
+    ``rounds`` are those of the run, for an availability that drifts; files are in ``folder``.
+
+        >>> clients = Federation.from_sizes([1, 2])
+        >>> among_available(Full(2), "independent:0.5,1", clients).p.tolist()
+        [0.5, 1.0]
+    """
+    if availability is None:
+        return sampling
+    there = availabilities.resolve(availability, federation, rounds, folder)
+    found = AmongAvailable(sampling, there)
+    for i in np.flatnonzero(found.p == 0).tolist():
+        raise FedShuffleError(
+            f"client {federation.ids[i]} is never available ({there!r}), so its"
+            " objective cannot be minimised: leave it out of the federation, or add '+drop' to the"
+            " availability to train without such clients."
+        )
+    return found
+
+
+def scheduled(
+    sampling: Sampling, timing: Timing, workload: Workload, ids: Sequence[Hashable]
+) -> tuple[Sampling, Workload]:
+    """Who takes part, and how much they do, if the server does not wait for everybody.
+
+    >>> from fedshuffle import LocalWork
+    >>> clients = Federation.from_sizes([10, 20])
+    >>> timing = Timing.of("deadline:6", "fixed:0.1,0.4+jitter:exponential", clients)
+    >>> workload = LocalWork().on(clients.sizes)
+    >>> scheduled(Full(2), timing, workload, clients.ids)[0].p.round(3).tolist()
+    [0.998, 0.528]
+    """
+    schedule, clock = timing.schedule, timing.clock
+    if clock is None or isinstance(schedule, Wait):
+        return sampling, workload
+    tasks = Tasks(clock, workload, timing.sizes)
+    if isinstance(schedule, Asynchronous):
+        return buffers(schedule, sampling, tasks), workload
+    if isinstance(schedule, Deadline):
+        found, workload = _until(schedule, sampling, tasks)
+    else:
+        found = _first(schedule, sampling, tasks)
+    for i in np.flatnonzero(found.inclusion == 0).tolist():
+        if sampling.inclusion[i] > 0:
+            raise FedShuffleError(_never_in_time(schedule, ids[i], tasks, i))
+    return found, workload
+
+
+def _until(schedule: Deadline, sampling: Sampling, tasks: Tasks) -> tuple[Sampling, Workload]:
+    """The sampling of those who are in time, and the work that they do until then."""
+    among = sampling if isinstance(sampling, AmongAvailable) else None
+    there = Always(len(sampling)) if among is None else among.availability
+    drawn = sampling if among is None else among.sampling
+    chances = tasks.possible[1]
+    if schedule.partial:
+        stop = UntilDeadline(tasks, schedule.seconds)
+        in_time = InTime(there, schedule, stop.first_step() @ chances, stop.finished)
+        work = replace(tasks.workload.work, interruption=stop)
+        return AmongAvailable(drawn, in_time), work.on(tasks.workload.sizes)
+    each = tasks.in_time(schedule.seconds) * chances
+    chance = each.sum(axis=1)
+    given = each / np.maximum(chance, 1e-300)[:, None] if len(chances) > 1 else None
+    finished = partial(tasks.finished, schedule.seconds)
+    return AmongAvailable(drawn, InTime(there, schedule, chance, finished, given)), tasks.workload
+
+
+def _first(schedule: OverSelection, sampling: Sampling, tasks: Tasks) -> OverSelected:
+    asks = isinstance(sampling, Full) or repr(sampling) == f"uniform:{schedule.ask}"
+    if not asks:
+        raise FedShuffleError(
+            f"schedule {str(schedule)!r} asks {schedule.ask} clients itself, uniformly, so that"
+            f" sampling {sampling!r} has no say: leave out the sampling and the availability, or"
+            " use a deadline."
+        )
+    count(schedule.ask, "the number of clients to ask", most=len(sampling))
+    return OverSelected(schedule, tasks)
+
+
+def _never_in_time(
+    schedule: Deadline | OverSelection, name: Hashable, tasks: Tasks, client: int
+) -> str:
+    """Why a client can never take part, and what to do."""
+    one = np.array([client])
+    seconds = float(tasks.clock.mean(one, tasks.possible[0][one, 0], tasks.sizes)[0])
+    late = f"client {name} needs {seconds:.3g} seconds and is never in time for {schedule}, so its"
+    late += " objective cannot be minimised: "
+    if isinstance(schedule, OverSelection):
+        return f"{late}take more updates, or give the clock a jitter, or leave out the client."
+    also = "" if schedule.partial else "add '+partial', so that it sends what it has; or "
+    return f"{late}{also}set a later deadline, or leave it out of the federation."
+
+
 def is_import_path(text: str) -> bool:
     """Whether a text names a sampling of the user's own, ``module:function``.
 
@@ -140,6 +270,7 @@ _MAKERS: dict[str, tuple[str, Callable[[str, Federation], Sampling]]] = {
     "importance": ("importance:B", lambda b, f: importance(f.sizes, int(b))),
     "independent": ("independent:p1,p2,...", lambda p, _: Independent(p.split(","))),
     "one": ("one", lambda _, f: One(f.sizes / f.sizes.sum())),
+    "reshuffled": ("reshuffled:B", lambda b, f: Reshuffled(len(f), int(b))),
     "ais": ("ais:B", lambda b, f: ApproximateIndependent(importance(f.sizes, int(b)).p)),
     "stratified": ("stratified:B:K[:weight]", _stratified),
     "optimal": ("optimal:B[:of:SAMPLING]", _optimal),

@@ -4,7 +4,7 @@ import abc
 import functools
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -92,11 +92,36 @@ class Sampling(abc.ABC):
     p: FloatArray
     two_phase: bool = False
     """Whether only some of the drawn clients, selected by the norms of their updates, send one."""
+    period: int = 1
+    """The cohorts of rounds 0 to ``period - 1`` may have different distributions."""
+    independent_rounds: bool = True
+    """Whether a cohort does not depend on the cohorts of other rounds."""
+    distinct: bool = True
+    """Whether a client is in a cohort at most once, and cohorts are sorted."""
+
+    step_chances: FloatArray | None = None
+    """Where who takes part depends on the steps that are planned: the chances of each possible
+    number of steps of a client that takes part, (n, A)."""
 
     @property
     def pool(self) -> "Sampling":
         """The sampling that draws the clients who train: this one, unless it is two-phase."""
         return self
+
+    @property
+    def inclusion(self) -> FloatArray:
+        """The probability of each client to take part: ``p``, but 0 for one that never does."""
+        return self.p
+
+    def at(self, round: int) -> "Sampling":
+        """A sampling whose independent rounds all have the distribution of this round; ``p`` and
+        the rest of this one are means over the rounds of a period.
+        """
+        return self
+
+    def kind_of_round(self, round: int) -> Hashable:
+        """Equal for rounds whose cohorts have the same distribution."""
+        return None
 
     @property
     def expected_updates(self) -> float:
@@ -182,8 +207,9 @@ def check_cohort(clients: IntArray, n: int, sampling: Sampling) -> IntArray:
     drawn = np.asarray(clients)
     if drawn.size == 0:
         return np.empty(0, dtype=np.int64)
-    ordered = drawn.ndim == 1 and drawn.dtype.kind in "iu" and bool((np.diff(drawn) > 0).all())
-    if not ordered or drawn[0] < 0 or drawn[-1] >= n:
+    ordered = drawn.ndim == 1 and drawn.dtype.kind in "iu"
+    ordered = ordered and not (sampling.distinct and (np.diff(drawn) <= 0).any())
+    if not ordered or drawn.min() < 0 or drawn.max() >= n:
         raise FedShuffleError(
             f"{type(sampling).__name__}.draw gives {clients!r:.60}: give the numbers of different"
             f" clients, from 0 to {n - 1}, in rising order."

@@ -41,8 +41,8 @@ class Independent(EqualPairCorrelation):
         always, unsure = np.flatnonzero(self.p == 1).tolist(), np.flatnonzero(self.p < 1)
         if 2 ** min(len(unsure), 64) > limit:
             return None
-        subsets = _subsets(unsure.tolist(), self.p[unsure])
-        return Cohorts.of([(tuple(sorted([*always, *some])), q) for some, q in subsets])
+        every = subsets(unsure.tolist(), self.p[unsure])
+        return Cohorts.of([(tuple(sorted([*always, *some])), q) for some, q in every])
 
 
 class ApproximateIndependent(EqualPairCorrelation):
@@ -80,12 +80,12 @@ class ApproximateIndependent(EqualPairCorrelation):
             return None
         total: dict[tuple[int, ...], float] = {}
         for invited in itertools.combinations(range(len(self)), self.k):
-            for cohort, q in _subsets(list(invited), self.keep[list(invited)]):
+            for cohort, q in subsets(list(invited), self.keep[list(invited)]):
                 total[cohort] = total.get(cohort, 0.0) + q / ways
         return Cohorts.of([(cohort, q) for cohort, q in sorted(total.items()) if q > 0])
 
 
-def _subsets(clients: list[int], p: FloatArray) -> Iterator[tuple[tuple[int, ...], float]]:
+def subsets(clients: list[int], p: FloatArray) -> Iterator[tuple[tuple[int, ...], float]]:
     """Every subset of clients that decide independently, with its probability."""
     for picks in itertools.product([False, True], repeat=len(clients)):
         yield tuple(itertools.compress(clients, picks)), float(np.where(picks, p, 1 - p).prod())

@@ -11,10 +11,11 @@ from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 from fedshuffle import methods
+from fedshuffle.availability import Independent
 from fedshuffle.errors import check_known
 from fedshuffle.federation import Federation
 from fedshuffle.methods import Method
-from fedshuffle.sampling import Listed, Sampling, resolve
+from fedshuffle.sampling import AmongAvailable, Listed, Sampling, Uniform, resolve
 from fedshuffle.testing import method_checks, sampling_checks, transform_checks
 from fedshuffle.testing.problems import SIZES, ConformanceError, DoesNotApplyError
 from fedshuffle.transforms import Transform
@@ -32,7 +33,8 @@ __all__ = [
 
 SAMPLINGS: tuple[str | Sampling, ...] = (
     *("full", "uniform:2", "importance:2", "independent:0.5,0.9,0.2,0.4", "one", "ais:2"),
-    *("stratified:2:2", "optimal:2", "optimal-approximate:2:of:uniform:3"),
+    *("stratified:2:2", "reshuffled:2", "optimal:2", "optimal-approximate:2:of:uniform:3"),
+    AmongAvailable(Uniform(4, 2), Independent([0.9, 0.5, 0.7, 0.4])),
     Listed(4, [((0, 1), 0.25), ((2, 3), 0.5), ((1, 2, 3), 0.25)]),
 )
 """The samplings under which a method is checked, for four clients with 1, 2, 4 and 5 examples."""

@@ -96,6 +96,12 @@ def make_run(method: Method, sampling: str | Sampling, clients: Federation, **gi
         return Run(clients, method, sampling, **given)
 
 
+def needs_linear_steps(run: Run) -> None:
+    """The check does not apply to clients whose optimiser rescales gradients, or decays weights."""
+    if not (optimiser := run.workload.optimiser).linear:
+        raise DoesNotApplyError(f"the local optimiser is {optimiser}, which is not linear.")
+
+
 def without_server_optimiser(method: Method) -> Method:
     """The method with a server that only adds the update."""
     return dataclasses.replace(method, server=Average())

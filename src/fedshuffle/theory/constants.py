@@ -277,6 +277,11 @@ def method_constants(
             )
         rule, work = method.averaging, method.local_work(work)
     workload = work.on(federation.sizes)
+    if not workload.optimiser.plain:
+        raise FedShuffleError(
+            "the theorem on FedShuffleGen is for local steps of plain SGD, not for the local"
+            f" optimiser {workload.optimiser}. Find step sizes by fedshuffle.tune."
+        )
     if isinstance(method, Method):
         method.check(workload, sampling)
 

@@ -207,10 +207,11 @@ class Derivatives:
         of: Callable[[Tensor], Sequence[Tensor]],
     ) -> Tensor:
         total = x.new_zeros(1)
-        for piece, share in self.problem.pieces(client, rows):
+        for piece in self.problem.pieces(client, rows):
             with client_context(self.problem, client, 0, "estimating constants"):
-                parts = of(self.problem.loss_at(x, self.problem.batch(piece)))
-            total = total + share * _flat(parts).detach()
+                batch = self.problem.batch(piece.rows, piece.address)
+                parts = of(self.problem.loss_at(x, batch))
+            total = total + piece.share * _flat(parts).detach()
         if not torch.isfinite(total).all():
             raise FedShuffleError(
                 f"the derivatives of client {self.problem.federation.ids[client]!r} are not finite"

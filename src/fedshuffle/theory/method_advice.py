@@ -102,6 +102,9 @@ def nearest_constants(
     rule = method if isinstance(method, FedShuffleGen) else methods.get(method).averaging
     drawn, notes, covered = resolve(sampling, federation), list[str](), True
     by_probability = isinstance(rule.normaliser, InclusionProbability)
+    if not drawn.independent_rounds:
+        covered = False
+        notes.append("the bounds are for independent rounds; here a cohort depends on earlier ones")
     if drawn.two_phase and by_probability:
         if not isinstance(drawn.pool, Full):
             proven = "only optimal sampling of all clients is covered"

@@ -14,6 +14,7 @@ import numpy as np
 from fedshuffle._arrays import FloatArray, count, expect, number
 from fedshuffle.errors import FedShuffleError, unknown
 from fedshuffle.federation import Federation
+from fedshuffle.local_optimisers import SGD
 from fedshuffle.local_work import EpochRange, LocalWork
 from fedshuffle.theory.constants import ProblemConstants
 from fedshuffle.theory.rates import Bound
@@ -61,10 +62,12 @@ class MVRRate:
         given: Any = 0 if isinstance(work.epochs, EpochRange) else work.epochs
         epochs = np.unique(given)
         whole = work.steps is None and work.interruption is None and not np.isfinite(work.clip)
+        whole = whole and work.optimiser == SGD
         if np.size(epochs) != 1 or not np.all(epochs) or not whole or work.order != "reshuffled":
             raise FedShuffleError(
                 "the theorem on FedShuffleMVR is for the same number of whole, reshuffled epochs at"
-                " every client, not clipped and not interrupted: give epochs as one number."
+                " every client, of plain SGD, not clipped and not interrupted: give epochs as one"
+                " number."
             )
         n = len(federation)
         if problem.per_client("P", n).any():

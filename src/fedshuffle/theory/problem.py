@@ -113,6 +113,8 @@ def recognise(
         return f"the model has more than {_MAX_PARAMETERS} parameters"
     if len(federation) > _MAX_CLIENTS:
         return f"there are more than {_MAX_CLIENTS} clients"
+    if federation.transform is not None:
+        return "a transform changes the examples"
     bias = linear.bias is not None
     if loss is losses.squared_error and linear.out_features == 1:
         return "linear regression", partial(linear_regression_constants, bias=bias)

@@ -31,6 +31,11 @@ class RegressionData:
 
     def __init__(self, federation: Federation, bias: bool) -> None:
         expect(federation, Federation, "federation")
+        if federation.transform is not None:
+            raise FedShuffleError(
+                "a transform changes the federation's examples, and exact constants need them as"
+                " they are. Give federation.with_transform(None), or estimate the constants."
+            )
         if len(federation.fields) != 2:
             raise FedShuffleError(
                 f"the federation has {len(federation.fields)} fields, but a regression needs two:"

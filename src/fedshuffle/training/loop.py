@@ -3,6 +3,7 @@
 import math
 import os
 import time
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any
@@ -14,18 +15,24 @@ from torch import nn
 from fedshuffle import engines, fingerprint, schedules
 from fedshuffle._arrays import count, number
 from fedshuffle._terminal import interrupted_once
+from fedshuffle.availability import Availability
 from fedshuffle.engines import Loss, Problem, Ray
 from fedshuffle.engines.base import model_randomness
+from fedshuffle.engines.copies import check_unwritten, samples
 from fedshuffle.engines.cpu_tuning import threads_for
 from fedshuffle.errors import FedShuffleError, error_context, user_error
 from fedshuffle.evaluation import ClientTable, Evaluation, Evaluations, evaluation_mode
 from fedshuffle.federation import Federation
 from fedshuffle.local_work import LocalWork
+from fedshuffle.losses import counted
 from fedshuffle.methods import Method
 from fedshuffle.privacy import Privacy
+from fedshuffle.probabilities import Estimate
+from fedshuffle.probabilities.drift import drift_warning
 from fedshuffle.sampling import Sampling
 from fedshuffle.schedules import Schedule
 from fedshuffle.state import State
+from fedshuffle.timing import Clock, TrainingSchedule
 from fedshuffle.training.callbacks import (
     Callback,
     Checkpointing,
@@ -49,6 +56,7 @@ from fedshuffle.transforms import Channel, DownLink, Transform
 Evaluate = Evaluation | Evaluations | Callable[[nn.Module], Mapping[str, float]]
 """What :func:`fedshuffle.train` evaluates with: an evaluation, several, or your own function."""
 _OURS = (Evaluation, Evaluations)
+_LARGE = 1 << 20  # parameters of a model that is not run on hundreds of examples at once
 
 
 def train(
@@ -66,6 +74,10 @@ def train(
     channel: str | Channel | None = None,
     down_channel: str | DownLink | None = None,
     privacy: Privacy | None = None,
+    availability: str | Availability | None = None,
+    schedule: str | TrainingSchedule | None = None,
+    clock: str | Clock | None = None,
+    probabilities: str | Estimate | None = None,
     seed: int = 0,
     engine: str | Ray = "sequential",
     device: str | torch.device | None = None,
@@ -81,7 +93,8 @@ def train(
     progress: bool = False,
     callbacks: Sequence[Callback] = (),
 ) -> Result:
-    """Train a model over a federation. The given model is not changed.
+    """Train a model over a federation. The given model is not changed; the trained one shares the
+    memory of frozen parameters with it.
 
     Every layer trains in the mode in which it is given: dropout in evaluation mode drops nothing.
     A model with such layers that is in evaluation mode as a whole gets a warning.
@@ -105,6 +118,15 @@ def train(
         down_channel: how the model is compressed on its way to clients, such as ``"qsgd:8"``.
         privacy: a :class:`~fedshuffle.Privacy`: updates are clipped and their sum gets noise. The
             run stops when its ``epsilon`` is spent.
+        availability: who is there: ``"markov:on=0.1,off=0.2"``, ``"cyclic:24:0.5"`` and others, or
+            an :class:`~fedshuffle.availability.Availability`. The sampling draws among those.
+        schedule: for whom the server waits: ``"wait"`` for the whole cohort (the default),
+            ``"deadline:60"``, ``"over:8of10"``, ``"fedbuff:K=10,C=100"`` and others (see
+            :mod:`fedshuffle.timing`).
+        clock: how long clients take, such as ``"lognormal:0.1:1"`` seconds per local step, or a
+            :class:`~fedshuffle.timing.Clock`. Records then have the simulated ``time``.
+        probabilities: ``"estimate"`` divides by inclusion probabilities that are estimated from who
+            took part so far, as if nobody knew them (see :mod:`fedshuffle.probabilities`).
         seed: determines everything random.
         engine: ``"sequential"`` trains one client after another, ``"sequential:2"`` on two
             threads, ``"vectorized"`` many small models at once; ``"auto"`` measures them and takes
@@ -113,7 +135,8 @@ def train(
         device: ``"cpu"``, ``"cuda"`` or ``"mps"``; by default that of the model.
         evaluate: an :class:`~fedshuffle.Evaluation`, or a function that is called with a copy of
             the model, in evaluation mode and without gradients, and returns numbers for the
-            history. It may change the copy, such as fine-tune it.
+            history. It may change the copy, such as fine-tune it, except for frozen parameters,
+            which copies share.
         evaluate_every: evaluate after every this many rounds, and after the last.
         out: a folder for metrics and checkpoints, or a
             ``RunFolder`` with its own ``keep`` and its own hint how to resume.
@@ -163,6 +186,10 @@ def train(
         channel=channel,
         down_channel=down_channel,
         privacy=privacy,
+        availability=availability,
+        schedule=schedule,
+        clock=clock,
+        probabilities=probabilities,
         rounds=begun["rounds"],
         seed=seed,
         engine=engine,
@@ -207,9 +234,10 @@ def train(
             calls.round(record, state)
             monitor.add(record)
             if start_known and monitor.suspects(record):
-                monitor.measured(*_sampled_losses(sim.problem, state), state.round)
+                monitor.measured(*_sampled_losses(sim, state), state.round)
         if start_known and monitor.name is None:  # no loss was evaluated
-            monitor.measured(*_sampled_losses(sim.problem, state), state.round)
+            monitor.measured(*_sampled_losses(sim, state), state.round)
+        _warn_of_drift(sim.run, state.round)
         result = Result(
             sim.model(state),
             history,
@@ -221,6 +249,13 @@ def train(
         )
         calls.end(result)
     return result
+
+
+def _warn_of_drift(run: Run, rounds: int) -> None:
+    if past := run.participation:
+        what = f"who takes part changed over the {rounds} rounds"
+        if said := drift_warning(past.estimate, past.drift(rounds), what, "probabilities"):
+            warnings.warn(said, stacklevel=3)
 
 
 def _spent(run: Run, last: int) -> str:
@@ -282,7 +317,9 @@ class _Evaluator:
                 values, clients = self._ours.evaluate(model)
             else:
                 assert callable(self._evaluate)
+                before = samples(model)
                 values = dict(self._evaluate(model))
+                check_unwritten(self._problem.model, before, "it")
             metrics = {name: number(value, f"metric {name!r}") for name, value in values.items()}
             _check_names(metrics, record)
         found = {name: v if math.isfinite(v) else math.nan for name, v in metrics.items()}
@@ -297,15 +334,23 @@ def _check_names(names: Iterable[str], record: Iterable[str] = ()) -> None:
         )
 
 
-def _sampled_losses(problem: Problem, state: State) -> tuple[float, float]:
+def _sampled_losses(sim: Simulation, state: State) -> tuple[float, float]:
     """The loss of a state and of the initial model over 256 training examples that are spread over
-    the federation.
+    the federation; of a large model in minibatches, which fit into memory.
     """
+    problem, found = sim.problem, list[float]()
     rows = np.unique(np.linspace(0, problem.federation.offsets[-1] - 1, 256).astype(np.int64))
-    found = []
+    large = sum(p.numel() for p in problem.model.parameters()) > _LARGE
+    size = min(sim.run.workload.batch_size, len(rows)) if large else len(rows)
     for x in (state.x, problem.start):
+        model, total, count = problem.copy(x), 0.0, 0.0
         one_thread = threads_for(problem, len(rows))
         named = error_context(f"loss after round {state.round}")
         with named, one_thread, model_randomness(problem, seed=0):
-            found.append(float(problem.loss(problem.copy(x), *problem.batch(rows)).detach()))
+            for begin in range(0, len(rows), size):
+                batch = problem.batch(rows[begin : begin + size])
+                values = counted(problem.loss, model, batch) if large else 1.0
+                count += values
+                total += values * float(problem.loss(model, *batch).detach()) if values else 0.0
+        found.append(total / count if count else 0.0)
     return found[0], found[1]

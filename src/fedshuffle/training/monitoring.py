@@ -9,12 +9,16 @@ Record = Mapping[str, Any]
 """What is known of a round, by name."""
 
 RECORD_KEYS = (
-    *("round", "clients", "steps", "bytes_down", "bytes_up"),
+    *("round", "time", "clients", "steps", "bytes_down", "bytes_up"),
     *("cohort", "per_client", "step_factor", "seconds", "evaluation_seconds"),
 )
 """Keys of a record that are not metrics."""
-TRAINING_METRICS = ("train_loss", "update_norm", "update_norm_max", "clipped", "epsilon")
-"""Metrics that training gives for nothing: of local steps, of clients' updates, of privacy."""
+TRAINING_METRICS = (
+    *("train_loss", "update_norm", "update_norm_max", "clipped", "epsilon"),
+    *("staleness", "staleness_max"),
+)
+"""Metrics that training gives for nothing: of local steps, of clients' updates, of privacy, of
+asynchronous schedules."""
 
 
 def metrics_of(record: Record) -> dict[str, Any]:

@@ -3,21 +3,23 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from html import escape
-from itertools import cycle
+from itertools import accumulate, cycle
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from torch import nn
 
 from fedshuffle import _figures
 from fedshuffle._terminal import html_table
-from fedshuffle.errors import FedShuffleError, optional_import, unknown
+from fedshuffle.errors import FedShuffleError, check_known, optional_import, unknown
 from fedshuffle.evaluation import ClientTable
 from fedshuffle.training.monitoring import TRAINING_METRICS, metrics_of
 
 if TYPE_CHECKING:
     import pandas as pd
     from matplotlib.axes import Axes
+
+_AXES = {"round": "round", "steps": "local steps of all clients", "time": "simulated seconds"}
 
 
 @dataclass(frozen=True, repr=False)
@@ -29,6 +31,8 @@ class Result:
     """
 
     model: nn.Module
+    """The trained model. Its frozen parameters share memory with those of the model that was given:
+    copy it (``copy.deepcopy``) before you merge adapters into them."""
     history: list[dict[str, Any]]
     out: Path | None = None
     """The folder of the run, if it has one."""
@@ -58,11 +62,12 @@ class Result:
         metric: str | Sequence[str] | None = None,
         ax: "Axes | None" = None,
         *,
+        over: Literal["round", "steps", "time"] = "round",
         label: str | None = None,
         log: bool = False,
         **line: Any,
     ) -> "Axes":
-        """Draw metrics over the rounds: a colour for each result, a dash for each metric.
+        """Draw metrics over rounds, steps or time: a colour per result, a dash per metric.
 
         Results share a picture if they share axes::
 
@@ -74,6 +79,8 @@ class Result:
                 its mean and its worst decile over clients if they were recorded.
             ax: where to draw; by default in a new figure, which a notebook shows. In a script, call
                 ``ax.figure.savefig("run.png")``.
+            over: the horizontal axis: ``"round"``, the local ``"steps"`` of all clients so far, or
+                the simulated ``"time"`` if the run has a clock.
             label: what the legend calls this result.
             log: whether the vertical axis is logarithmic, which shows positive values only.
             line: options of the lines, such as ``color="black"``, for matplotlib's ``plot``.
@@ -85,6 +92,7 @@ class Result:
         values = [r[name] for r in self.history for name in names if r.get(name) is not None]
         if log and not any(value > 0 for value in values):
             raise FedShuffleError(f"log=True: {', '.join(names)} has no positive value to show.")
+        places = self._places(over)
         ax = _figures.axes_to_draw(ax)
         from matplotlib.cbook import normalize_kwargs
         from matplotlib.lines import Line2D
@@ -93,13 +101,15 @@ class Result:
         look: dict[str, Any] = {"color": _figures.next_colour(ax), "linewidth": 1.8}
         look |= normalize_kwargs(line, Line2D)  # lw is linewidth
         for (name, words), dash in zip(names.items(), cycle(_figures.DASHES)):
-            points = [(r["round"], r[name]) for r in self.history if name in r]
+            points = [(at, r[name]) for at, r in zip(places, self.history) if name in r]
             text = words if label is None else f"{label}, {words}" if len(names) > 1 else label
             marker = "o" if len(points) == 1 else ""
             own = {"linestyle": dash, "marker": marker, "label": text} | look
             ax.plot(*zip(*points, strict=True), **own)
-        ax.set_xlabel("round")
-        ax.xaxis.set_major_locator(MaxNLocator(integer=True, steps=[1, 2, 5, 10], min_n_ticks=1))
+        ax.set_xlabel(_AXES[over])
+        if over != "time":
+            ticks = MaxNLocator(integer=True, steps=[1, 2, 5, 10], min_n_ticks=1)
+            ax.xaxis.set_major_locator(ticks)
         if not ax.get_ylabel() and (metric is None or len(names) == 1):
             ax.set_ylabel(next(iter(names)))
         if log:
@@ -107,6 +117,18 @@ class Result:
         if len(ax.get_lines()) > 1 or label:
             ax.legend(frameon=False)
         return ax
+
+    def _places(self, over: str) -> list[float]:
+        """Where each record is on the horizontal axis."""
+        check_known("axis", over, _AXES)
+        if over == "steps":
+            return list(accumulate(record["steps"] for record in self.history))
+        if over == "time" and not all("time" in record for record in self.history):
+            raise FedShuffleError(
+                "this run has no time to draw over: give train a clock, such as"
+                " clock='lognormal:0.1:1'."
+            )
+        return [record[over] for record in self.history]
 
     def _names_to_draw(self, metric: str | Sequence[str] | None) -> dict[str, str]:
         """The metrics to draw, with their words for the legend."""

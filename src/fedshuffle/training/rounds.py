@@ -12,18 +12,38 @@ from numpy.typing import ArrayLike
 from torch import Tensor
 
 from fedshuffle import fingerprint, methods, schedules
-from fedshuffle._arrays import IntArray, expect
+from fedshuffle._arrays import FloatArray, IntArray, expect
+from fedshuffle.availability import Availability
+from fedshuffle.errors import FedShuffleError
 from fedshuffle.federation import Federation
 from fedshuffle.kernel import Answer, FullGradient, LocalTraining, Request
-from fedshuffle.local_work import LocalWork, Workload
+from fedshuffle.local_work import LocalWork
 from fedshuffle.methods import Cohort, Method
 from fedshuffle.methods.round import RoundSettings
 from fedshuffle.privacy import Mechanism, Privacy, bind
+from fedshuffle.probabilities import Participation
 from fedshuffle.randomness import check_seed
-from fedshuffle.sampling import Sampling, resolve
+from fedshuffle.sampling import (
+    AmongAvailable,
+    Buffers,
+    Sampling,
+    among_available,
+    resolve,
+    scheduled,
+)
 from fedshuffle.sampling.base import check_cohort
 from fedshuffle.schedules import Schedule
 from fedshuffle.state import State
+from fedshuffle.timing import (
+    NO_BYTES,
+    Clock,
+    Deadline,
+    MessageSizes,
+    Timing,
+    TrainingSchedule,
+    Wait,
+)
+from fedshuffle.training.asynchronous import AsynchronousRounds
 from fedshuffle.training.client_state import ClientState, ClientStateStore
 from fedshuffle.transforms import Chain, Channel, DownLink, Transform, channels
 
@@ -52,20 +72,41 @@ class Run:
         privacy: Privacy | None = None,
         rounds: int | None = None,
         response_probability: ArrayLike = 1.0,
+        availability: str | Availability | None = None,
+        schedule: str | TrainingSchedule | None = None,
+        clock: str | Clock | None = None,
+        message_sizes: MessageSizes = NO_BYTES,
     ) -> None:
         expect(federation, Federation, "federation")
         work = LocalWork() if work is None else work
         expect(work, LocalWork, "work")
         self.method = methods.get(method)
         self.federation = self.method.clients(federation)
-        self.sampling = self.method.sampling(resolve(sampling, federation))
-        self.workload: Workload = self.method.local_work(work).on(self.federation.sizes)
+        self.timing = Timing.of(schedule, clock, federation, message_sizes)
+        drawn = among_available(resolve(sampling, federation), availability, federation, rounds)
+        workload = self.method.local_work(work).on(self.federation.sizes)
+        if self.timing.clock is not None and self.method.pooled:
+            raise FedShuffleError(
+                f"{self.method.name} has all data in one place, so there are no clients that take"
+                " their time: leave out the clock, or use another method."
+            )
+        drawn, workload = scheduled(drawn, self.timing, workload, federation.ids)
+        self.sampling, self.workload = self.method.sampling(drawn), workload
+        self.workload.optimiser.check()
         self.method.check(self.workload, self.sampling)
+        self.seed = check_seed(seed)
+        self.participation: Participation | None = None
+        """Who took part so far, if inclusion probabilities are estimated from that."""
+        if estimate := self.method.averaging.estimate:
+            self.participation = Participation(len(self.sampling), estimate, self._draw)
         self.step_size = step_size
         self.server_step_size = server_step_size
-        self.seed = check_seed(seed)
         link = channels.channel(channel)
         given = Chain((*transforms, *([] if link is None else [link]))).flat
+        self.down_link = channels.down_link(down_channel)
+        if isinstance(self.sampling, Buffers):
+            private, link_down = privacy is not None, self.down_link is not None
+            self.sampling.check(Chain(given), private, link_down)
         self.mechanism: Mechanism | None = None
         """What makes the run private; its noise may depend on the number of rounds."""
         if privacy is not None:
@@ -74,17 +115,32 @@ class Run:
             self.mechanism = bind(privacy, self.method, *clients, *limits)
         # Privacy comes last, so that its sensitivity holds whatever came before.
         self.chain = Chain((*given, *(self.mechanism.transforms if self.mechanism else ())))
-        self.down_link = channels.down_link(down_channel)
         self.chain.check_with_client_state(self.method.name, self.method.direction.client_state)
+        if self.method.direction.own_models and self.down_link is not None:
+            raise FedShuffleError(
+                f"clients of {self.method.name} start from models that they keep, which a down"
+                " channel would lose: leave it out, or use another method."
+            )
         schedules.value(step_size, 0, "step size")
         schedules.value(server_step_size, 0, "server step size")
+        self.timing.check_link(self.down_link)
+        self.asynchronous: AsynchronousRounds | None = None
+        """From which models updates started, if the schedule is asynchronous."""
+        if isinstance(self.sampling, Buffers):
+            self.asynchronous = AsynchronousRounds(
+                self.sampling, self.method, self.workload, self.seed
+            )
 
     def settings(self, rounds: int) -> dict[str, Any]:
         """What the trajectory over the rounds depends on besides the model, as plain data."""
         cohorts = self.sampling.cohorts(0)
-        arrays = [self.federation.sizes, self.federation.weights, self.sampling.p]
+        arrays: list[Any] = [self.federation.sizes, self.federation.weights, self.sampling.p]
         if cohorts is not None:
             arrays += [cohorts.members, cohorts.starts, cohorts.probabilities]
+        if isinstance(self.sampling, AmongAvailable):  # by who is there, of whatever kind it is
+            some = np.unique(np.linspace(0, len(self.sampling) - 1, 1000).astype(np.int64))
+            there = self.sampling.availability.available
+            arrays += [there(self.seed, round, some) for round in (*range(32), 100, 1000)]
         digest = hashlib.sha256(b"".join(array.tobytes() for array in arrays))
         server = schedules.describe(self.server_step_size, rounds, "server step size")
         return {
@@ -95,6 +151,7 @@ class Run:
             "work": fingerprint.work(self.workload.work),
             "transforms": [fingerprint.part(one) for one in self.chain.transforms],
             "down_channel": fingerprint.part(self.down_link),
+            **self.timing.describe(),
             **(self.mechanism.describe() if self.mechanism else {}),
             "step_size": schedules.describe(self.step_size, rounds, "step size"),
             "server_step_size": server,
@@ -102,6 +159,7 @@ class Run:
             "clients": len(self.federation),
             "clients_sha256": digest.hexdigest(),
             "data_sha256": fingerprint.data(self.federation),
+            "example_transform": fingerprint.example_transform(self.federation.transform),
         }
 
     def start(self, x: Tensor, store: ClientStateStore | None = None) -> State:
@@ -112,12 +170,28 @@ class Run:
         return State(x, clients=ClientState.empty(len(self.federation), store))
 
     def cohort(self, round: int, clients: IntArray | None = None) -> Cohort:
-        """A round's clients, drawn unless given, and their steps: a function of (seed, round)."""
+        """A round's clients, drawn unless given, and their steps: a function of (seed, round).
+
+        Estimates of their probabilities come from the cohorts before. Given clients need not have
+        been there, so they get what the estimates amount to in a long run.
+        """
+        drawn = self._draw(round) if clients is None else clients
+        if self.asynchronous:
+            steps = self.asynchronous.steps(round)
+        else:
+            steps = self.workload.plan(drawn, self.seed, round)
+        cohort = Cohort.of(self.federation, self.sampling, self.workload, drawn, steps, round)
+        if self.participation is None:
+            return cohort
         if clients is None:
-            drawn = self.sampling.draw(self.seed, round)
-            clients = check_cohort(drawn, len(self.sampling), self.sampling)
-        steps = self.workload.plan(clients, self.seed, round)
-        return Cohort.of(self.federation, self.sampling, self.workload, clients, steps, round)
+            estimated = self.participation.probabilities(round, drawn)
+        else:
+            estimated = self.method.averaging.long_run(cohort.probability)
+        return replace(cohort, probability=estimated)
+
+    def _draw(self, round: int) -> IntArray:
+        drawn = self.sampling.draw(self.seed, round)
+        return check_cohort(drawn, len(self.sampling), self.sampling)
 
     def step_scales(self) -> tuple[float, float]:
         """The smallest and the largest step size of a client, as multiples of ``step_size``."""
@@ -141,6 +215,26 @@ class Run:
     def round(self, state: State, cohort: Cohort | None = None) -> "Requests":
         """The next round as requests, of the drawn cohort unless given; returns the next state."""
         cohort = self.cohort(state.round) if cohort is None else cohort
+        after = yield from self._round(state, cohort)
+        if self.asynchronous:
+            return self.asynchronous.after(state, after)
+        if self.timing.clock is None:
+            return after
+        return replace(after, time=state.time + self._seconds(cohort, after.metrics))
+
+    def _seconds(self, cohort: Cohort, metrics: Mapping[str, FloatArray]) -> float:
+        """How long a round takes, by the clock."""
+        timing, at, clients = self.timing, cohort.round, cohort.clients
+        if isinstance(timing.schedule, Deadline):
+            assert isinstance(self.sampling, AmongAvailable)
+            complete = len(self.sampling.asked(self.seed, at)) == len(clients)
+            return timing.seconds(self.seed, at, clients, cohort.planned, timing.sizes, complete)
+        sizes = timing.sizes
+        if isinstance(timing.schedule, Wait) and len(clients):
+            sizes = MessageSizes(metrics["bytes_down"], metrics["bytes_up"])
+        return timing.seconds(self.seed, at, clients, cohort.done, sizes)
+
+    def _round(self, state: State, cohort: Cohort) -> "Requests":
         at, select = state.round, None
         if self.sampling.two_phase:
             select = partial(self.sampling.select, seed=self.seed, round=at, clients=cohort.clients)
@@ -152,6 +246,9 @@ class Run:
             self.chain,
             select,
         )
+        if self.asynchronous:
+            starts = self.asynchronous.starts(state, self.step_size)
+            settings = replace(settings, starts=starts, factors=self.asynchronous.factors(at))
         if self.down_link is None:
             return (yield from self.method.round(state, cohort, settings))
         link, kept = self._link_state(state)

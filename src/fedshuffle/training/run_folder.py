@@ -4,7 +4,7 @@
     DIR/metrics.jsonl       one line per round
     DIR/checkpoints/        the last states, of two files each:
         00000100.safetensors    the model, and the state of the method and of transforms
-        00000100.json           round, id of the run, and a checksum over both files
+        00000100.json           round, time, id of the run, and a checksum over both files
     DIR/clients.rows        client state, of the method or of a transform
     DIR/.lock               held by the process that writes to the folder
 
@@ -43,6 +43,7 @@ _OUTPUTS = ("metrics.jsonl", "model.safetensors", "clients.csv", "clients.rows",
 """What a run overwrites; a run killed before it started may leave an empty file."""
 _DIGESTS = {
     "clients_sha256": "client sizes, weights or sampling",
+    "clock_sha256": "times or bandwidths of clients in the clock",
     "data_sha256": "data (the same examples in the same order are needed)",
     "response_probability_sha256": "response probabilities",
     "model_sha256": "names, shapes or dtypes of the model's parameters",
@@ -355,12 +356,14 @@ def _write(folder: Path, run: str, state: State, clients: Mapping[str, Tensor]) 
         "direction": state.method_state,
         "server": state.optimiser_state,
         "transforms": state.transform_state,
+        "replies": state.replies,
+        "in_flight": {str(version): x for version, x in state.in_flight.items()},
         "clients": clients,
     }
     tensors = {f"{part}.{name}": t for part, named in parts.items() for name, t in named.items()}
     tensors["x"] = state.x
     data = save({name: t.detach().cpu().contiguous().clone() for name, t in tensors.items()})
-    facts = {"format": _FORMAT, "round": state.round, "run": run}
+    facts = {"format": _FORMAT, "round": state.round, "run": run, "time": state.time}
     text = json.dumps({**facts, "sha256": _checksum(facts, data)})
     name = folder / f"{state.round:08d}"
     _files.atomic_write(name.with_suffix(".safetensors"), data)
@@ -381,13 +384,17 @@ def _read(path: Path, run: str, device: torch.device | str) -> tuple[State, dict
                 raise ValueError(f"its {name} is {facts[name]!r}, not {value!r}")
         tensors = load(data)
         x = tensors.pop("x").to(device)
-    names = "direction", "server", "transforms", "clients"
+    names = "direction", "server", "transforms", "replies", "in_flight", "clients"
     parts: dict[str, dict[str, Tensor]] = {name: {} for name in names}
     for key, tensor in tensors.items():
         part, _, name = key.partition(".")
         parts[part][name] = tensor if part == "clients" else tensor.to(device)
-    state = State(x, parts["direction"], parts["server"], _round_of(path))
-    return replace(state, transform_state=parts["transforms"]), parts["clients"]
+    time = facts.get("time", 0.0)  # earlier versions had no clock
+    state = State(x, parts["direction"], parts["server"], _round_of(path), time=time)
+    state = replace(state, transform_state=parts["transforms"], replies=parts["replies"])
+    models = {int(version): model for version, model in parts["in_flight"].items()}
+    state = replace(state, in_flight=models)
+    return state, parts["clients"]
 
 
 def _checksum(facts: Mapping[str, Any], data: bytes) -> str:

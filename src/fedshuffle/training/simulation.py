@@ -12,18 +12,22 @@ import numpy as np
 import torch
 from torch import nn
 
-from fedshuffle import devices, engines, fingerprint, schedules
+from fedshuffle import devices, engines, fingerprint, methods, schedules
 from fedshuffle._arrays import FloatArray, number
+from fedshuffle.availability import Availability
 from fedshuffle.engines import Engine, Loss, Problem, Ray
 from fedshuffle.errors import FedShuffleError
 from fedshuffle.federation import Federation
 from fedshuffle.local_work import LocalWork
 from fedshuffle.methods import Cohort, Method
 from fedshuffle.privacy import Privacy
+from fedshuffle.probabilities import Estimate
 from fedshuffle.sampling import Sampling
 from fedshuffle.schedules import Schedule
 from fedshuffle.state import State
+from fedshuffle.timing import NO_BYTES, Clock, TrainingSchedule
 from fedshuffle.training.client_state import ClientStateStore
+from fedshuffle.training.message_sizes import message_sizes
 from fedshuffle.training.rounds import Run, run_round
 from fedshuffle.transforms import Channel, DownLink, Transform
 
@@ -47,7 +51,14 @@ class Simulation:
         channel: how updates are compressed, such as ``"topk:0.01+ef"``.
         down_channel: how the model is compressed on its way to clients, such as ``"qsgd:8"``.
         privacy: a :class:`~fedshuffle.Privacy`.
-        rounds: the number of rounds in all, from which privacy by ``epsilon`` computes its noise.
+        availability: who is there to be sampled (see :mod:`fedshuffle.availability`).
+        schedule: for whom the server waits, such as ``"deadline:60"`` (see
+            :mod:`fedshuffle.timing`).
+        clock: how long clients take, such as ``"lognormal:0.1:1"``.
+        probabilities: how to estimate inclusion probabilities, such as ``"estimate"`` (see
+            :mod:`fedshuffle.probabilities`); by default they are known.
+        rounds: the number of rounds in all, for privacy by ``epsilon`` and for an availability that
+            drifts.
         seed: determines everything random.
         engine: the name of an engine; it starts with the first round.
         device: ``"cpu"``, ``"cuda"`` or ``"mps"``; by default that of the model.
@@ -82,6 +93,10 @@ class Simulation:
         channel: str | Channel | None = None,
         down_channel: str | DownLink | None = None,
         privacy: Privacy | None = None,
+        availability: str | Availability | None = None,
+        schedule: str | TrainingSchedule | None = None,
+        clock: str | Clock | None = None,
+        probabilities: str | Estimate | None = None,
         rounds: int | None = None,
         seed: int = 0,
         engine: str | Ray = "sequential",
@@ -96,9 +111,10 @@ class Simulation:
                     f"{name} is {size!r}, and a schedule by name needs the number of rounds: give"
                     f" schedules.resolve({size!r}, rounds=...)."
                 )
+        sizes = NO_BYTES if clock is None else message_sizes(model, method, transforms, channel)
         self.run = Run(
             federation,
-            method,
+            methods.get(method).with_probabilities(probabilities),
             sampling,
             work,
             step_size,
@@ -109,8 +125,13 @@ class Simulation:
             down_channel,
             privacy,
             rounds,
+            availability=availability,
+            schedule=schedule,
+            clock=clock,
+            message_sizes=sizes,
         )
-        if (place := devices.check(device)) is not None:
+        place = devices.check(device)
+        if place is not None and any(p.device != place for p in model.parameters()):
             model = copy.deepcopy(model).to(place)
         self.problem = Problem(model, loss, self.run.federation)
         self.engine_reason = ""
@@ -162,7 +183,7 @@ class Simulation:
             "parameters": len(self.problem.start),
             "dtype": str(self.problem.dtype),
             "model_sha256": fingerprint.architecture(self.problem.model),
-            "frozen_sha256": fingerprint.frozen(self.problem.model),
+            "frozen_sha256": self.problem.frozen_sha256,
         }
 
     def close(self) -> None:
@@ -187,6 +208,8 @@ class Simulation:
             **_traffic(state.metrics),
             **reduced(state.metrics, cohort),
         }
+        if self.run.timing.clock is not None:
+            record["time"] = state.time
         if self.run.mechanism:
             record["epsilon"] = self.run.mechanism.epsilon(state.round)
         if self._record_cohorts:
@@ -203,7 +226,8 @@ def reduced(metrics: Mapping[str, FloatArray], cohort: Cohort) -> dict[str, floa
 
     .. math:: \frac{\sum_{i \in S} (w_i / p_i)\, \ell_i}{\sum_{i \in S} w_i / p_i}
 
-    estimates the objective along the local steps. ``update_norm`` also has its largest value.
+    estimates the objective along the local steps. ``update_norm`` and ``staleness`` also have their
+    largest values.
     """
     found: dict[str, float] = {}
     for name, values in metrics.items():
@@ -214,8 +238,8 @@ def reduced(metrics: Mapping[str, FloatArray], cohort: Cohort) -> dict[str, floa
             cohort.weight / cohort.probability if name == "train_loss" else np.ones(len(known))
         )
         found[name] = float(np.average(values[known], weights=weights[known]))
-        if name == "update_norm":
-            found["update_norm_max"] = float(values[known].max())
+        if name in ("update_norm", "staleness"):
+            found[f"{name}_max"] = float(values[known].max())
     return {name: v if math.isfinite(v) else math.nan for name, v in found.items()}
 
 

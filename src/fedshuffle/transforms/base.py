@@ -109,6 +109,12 @@ class ServerContext:
     metrics: Mapping[str, FloatArray]
     """The numbers of the round by name, one per client of the cohort."""
     part: int = 0
+    model: "Tensor | None" = None
+    """The global model before the round; None where there is none, as in an audit."""
+    step_size: float = 1.0
+    """The server step size of the round."""
+    observed: dict[str, float] = field(default_factory=dict)
+    """What the transform measures at the server, by name: for the record of the round."""
 
     def generator(self) -> np.random.Generator:
         """The server's random generator, a function of (seed, round, place in the chain)."""

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Trial", "TunedStepSizes", "tune"]
 
-DEFAULT_SHARE = 2.0
+DEFAULT_SHARE = 3.0
 """The largest cost of tuning unless another is given, as a share of the rounds of the run."""
 
 __getattr__ = attach(__name__)  # only the runs need torch

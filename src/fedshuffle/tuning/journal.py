@@ -16,13 +16,13 @@ NAME = "tuning.jsonl"
 
 _NAMES = [field.name for field in fields(Trial)]
 
-Key = tuple[float, float, int, bool]
-"""Step sizes and rounds of a trial, and whether it confirms."""
+Key = tuple[float, float, int, int]
+"""Step sizes, rounds and stage of a trial."""
 
 
 def key(trial: Trial) -> Key:
     """What a trial is known by."""
-    return trial.step_size, trial.server_step_size, trial.rounds, trial.confirms
+    return trial.step_size, trial.server_step_size, trial.rounds, trial.stage
 
 
 class Journal:

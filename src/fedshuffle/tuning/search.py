@@ -135,8 +135,8 @@ class Lattice:
         (0.32, 1.0)
         """
         equal = self.nearly_best(losses, CAUTION)
-        first = math.prod(equal[0])
-        return min(equal, key=lambda point: round(math.log(math.prod(point) / first, SPACING)))
+        first, ratio = math.prod(equal[0]), math.sqrt(SPACING)  # products of rounded values differ
+        return min(equal, key=lambda point: round(math.log(math.prod(point) / first, ratio)))
 
     def nearly_best(
         self, losses: Mapping[Point, float | None], share: float = EQUAL

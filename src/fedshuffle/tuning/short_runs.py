@@ -29,8 +29,8 @@ class Trial:
     server_step_size: float
     rounds: int
     """The rounds that were planned."""
-    confirms: bool
-    """Whether it is one of the second search, with another seed."""
+    stage: int
+    """The search that it belongs to: 0, 1 or 2. Each has a seed of its own."""
     loss: float | None
     """The mean training loss after each of the last three rounds; None if it diverged."""
     rounds_done: int
@@ -42,7 +42,7 @@ class ShortRuns:
     """Runs of a simulation with other step sizes and fewer rounds.
 
     They share the model, the engine and everything random, so that their losses differ by the step
-    sizes alone; a run that confirms has another seed. A schedule becomes a straight line
+    sizes alone; each stage has another seed. A schedule becomes a straight line
     (:func:`fedshuffle.schedules.shortened`).
 
     Args:
@@ -67,7 +67,7 @@ class ShortRuns:
             """The loss before training."""
 
     def try_out(
-        self, step_size: float, server_step_size: float, rounds: int, confirms: bool = False
+        self, step_size: float, server_step_size: float, rounds: int, stage: int = 0
     ) -> Trial:
         """Train for some rounds with these step sizes; stop as soon as it diverges."""
         run = copy.copy(self._sim.run)
@@ -75,7 +75,7 @@ class ShortRuns:
         for name, size in sizes.items():
             schedule = schedules.resized(getattr(run, name), size)
             setattr(run, name, schedules.shortened(schedule, self._rounds, rounds))
-        draw = generator(run.seed, Purpose.TUNING, part=int(confirms))
+        draw = generator(run.seed, Purpose.TUNING, part=stage)
         run.seed = int(draw.integers(2**63))
         done, steps, last = 0, 0, list[float]()
         try:
@@ -95,7 +95,7 @@ class ShortRuns:
             self._on_round()
         diverged = has_diverged(last[-1], self.start)
         loss = None if diverged else fmean(last[-LAST:])
-        return Trial(step_size, server_step_size, rounds, confirms, loss, done, steps)
+        return Trial(step_size, server_step_size, rounds, stage, loss, done, steps)
 
     def _loss(self, state: State) -> float:
         return self._evaluate(self._sim.model(state))["loss"]

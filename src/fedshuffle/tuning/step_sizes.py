@@ -17,26 +17,29 @@ from torch import nn
 from fedshuffle import fingerprint, methods, schedules
 from fedshuffle._arrays import count, jsonable, number
 from fedshuffle._terminal import progress_bar
+from fedshuffle.availability import Availability
 from fedshuffle.engines import Loss, Ray
 from fedshuffle.errors import FedShuffleError
 from fedshuffle.federation import Federation
 from fedshuffle.local_work import LocalWork
 from fedshuffle.methods import Method
 from fedshuffle.privacy import Privacy
-from fedshuffle.sampling import Sampling
+from fedshuffle.sampling import Sampling, among_available, resolve
 from fedshuffle.schedules import NamedSchedule, Schedule
+from fedshuffle.timing import Clock, TrainingSchedule
 from fedshuffle.training import Simulation
 from fedshuffle.transforms import Channel, DownLink, Transform
 from fedshuffle.tuning import DEFAULT_SHARE
 from fedshuffle.tuning.journal import Journal, Key, opened
-from fedshuffle.tuning.search import SPACING, Axis, Choices, Lattice, Point, descend
+from fedshuffle.tuning.search import Axis, Choices, Lattice, Point, descend
 from fedshuffle.tuning.short_runs import ShortRuns, Trial
 
-COARSE = 10.0
-"""The ratio of neighbours in the first search; in the second it is ``SPACING``."""
-COARSE_TRIALS, FINE_TRIALS = 12, 8
-"""The runs of the first search are so long that this many would use up the budget; those of the
-second, what the first leaves."""
+RATIOS = 10.0, 10**0.5, 10**0.25
+"""The ratio of neighbours in each search."""
+TRIALS = 18, 15, 7
+"""The runs of a search are so long that this many would use up what is left of the budget."""
+SAFETY = 2.0
+"""Step sizes that diverge when both are this many times as large are too large."""
 MIN_ROUNDS = 3
 """The rounds of the shortest run that tries step sizes."""
 MIN_TRIALS = 5
@@ -93,6 +96,9 @@ def tune(
     channel: str | Channel | None = None,
     down_channel: str | DownLink | None = None,
     privacy: Privacy | None = None,
+    availability: str | Availability | None = None,
+    schedule: str | TrainingSchedule | None = None,
+    clock: str | Clock | None = None,
     seed: int = 0,
     engine: str | Ray = "sequential",
     device: str | torch.device | None = None,
@@ -104,18 +110,21 @@ def tune(
     r"""Find the step size and the server step size for a run of :func:`fedshuffle.train`.
 
     Short runs compare pairs of step sizes by the loss on training data, never on held-out data.
-    Two searches go from neighbour to neighbour until none is better:
+    Three searches go from neighbour to neighbour until none is better, each with a seed of its own:
 
     1. The first varies the step size alone, from the given one, by factors of 10.
-    2. The second varies both, from the best of the first, by factors of :math:`\sqrt{10}`, in runs
-       as long as the rest of the budget allows, with another seed. A larger server step size is
-       tried with a smaller step size, since their product says how far a round moves.
+    2. The second varies both, from the best of the first, by factors of :math:`\sqrt{10}`. A larger
+       server step size is tried with a smaller step size, since their product says how far a round
+       moves.
+    3. The third does the same by factors of :math:`\sqrt[4]{10}`, in runs as long as the rest of
+       the budget allows.
 
-    With an adaptive server (``fedadam``) the two step sizes change their places, and the second
-    search varies each alone.
+    With an adaptive server (``fedadam``) the two step sizes change their places, and the later
+    searches vary each alone.
 
-    The longest runs decide. If losses differ by at most 5% of the decrease, the step sizes that
-    move less win. A point that diverged in any of its runs is never returned, nor a larger one.
+    The last search decides. If losses differ by at most 5% of the decrease, the step sizes that
+    move less win. Step sizes that diverged in a short run are never returned, nor larger ones, nor,
+    where others are stable, those of which twice as large ones diverged: the run is longer.
 
     All short runs together take at most ``share`` of the rounds of the full run, with two
     exceptions: 5 trials of 3 rounds are always made; and while all diverge, the step size is
@@ -137,11 +146,14 @@ def tune(
         channel: how updates are compressed.
         down_channel: how the model is compressed.
         privacy: must be None: short runs on private data would cost privacy, too.
+        availability: who is there to be sampled.
+        schedule: for whom the server waits.
+        clock: how long clients take.
         seed: that of the full run. Short runs use others, which follow from it.
         engine: the name of an engine.
         device: ``"cpu"``, ``"cuda"`` or ``"mps"``.
-        share: the largest cost, as a share of the rounds of the full run: with 2, at most twice as
-            many rounds.
+        share: the largest cost, as a share of the rounds of the full run: with 3, at most three
+            times as many rounds.
         clients: evaluate the loss on at most this many clients, drawn once.
         out: a folder for ``tuning.jsonl``, where every finished short run is noted. The same call
             after an interruption repeats none of them.
@@ -152,7 +164,7 @@ def tune(
     >>> data = Federation.from_arrays(torch.ones(6, 1), torch.eye(6), sizes=[1, 2, 3])
     >>> model = torch.nn.Linear(1, 6, bias=False)
     >>> found = tune(model, data, loss=losses.squared_error, rounds=100)
-    >>> found.share <= 2.0, len(found.tried) >= 5
+    >>> found.share <= 3.0, len(found.tried) >= 5
     (True, True)
     >>> result = train(model, data, loss=losses.squared_error, rounds=100, **found.settings)
     """
@@ -164,20 +176,23 @@ def tune(
     given = {"step_size": step_size, "server_step_size": server_step_size}
     sizes = {name: schedules.resolve(size, rounds) for name, size in given.items()}
     first = schedules.size(sizes["step_size"]), schedules.size(sizes["server_step_size"])
-    short = min(rounds, max(MIN_ROUNDS, math.floor(share * rounds / COARSE_TRIALS)))
+    short = min(rounds, max(MIN_ROUNDS, math.floor(share * rounds / TRIALS[0])))
     budget = max(math.floor(share * rounds), MIN_TRIALS * short)
+    drawn = among_available(resolve(sampling, federation), availability, federation, rounds)
     simulation = Simulation(
         model,
         federation,
         loss=loss,
         method=method,
-        sampling=sampling,
+        sampling=drawn,
         work=work,
         step_size=sizes["step_size"],
         server_step_size=sizes["server_step_size"],
         transforms=transforms,
         channel=channel,
         down_channel=down_channel,
+        schedule=schedule,
+        clock=clock,
         seed=seed,
         engine=engine,
         device=device,
@@ -255,26 +270,27 @@ class _Search:
         """The best step sizes and the loss of the run that decided."""
         try:
             size, other = self._swapped(first)
-            line = Lattice(
-                (Axis((size,), WIDEN, COARSE), Choices((other,))), start=self._runs.start
-            )
-            descend(line, lambda point: self._loss(point, short))
-            left = self._budget - self.spent
-            longer = min(rounds, max(short, left // FINE_TRIALS))
-            plane = self._lattice(self._best())
-            descend(plane, lambda point: self._loss(point, longer, confirms=True))
+            axes = Axis((size,), WIDEN, RATIOS[0]), Choices((other,))
+            self._descend(Lattice(axes, start=self._runs.start), short, stage=0)
+            for stage in (1, 2):
+                length = (self._budget - self.spent) // TRIALS[stage]
+                lattice = self._lattice(self._best(), RATIOS[stage])
+                self._descend(lattice, min(rounds, max(short, length)), stage)
             self.complete = True
         except _BudgetSpent:
             pass
         best = self._best()
         return self._swapped(best), self._losses()[best]
 
-    def _lattice(self, first: Point) -> Lattice:
-        axes = tuple(Axis((size,), WIDEN, SPACING) for size in first)
+    def _descend(self, lattice: Lattice, rounds: int, stage: int) -> None:
+        descend(lattice, lambda point: self._loss(point, rounds, stage))
+
+    def _lattice(self, first: Point, ratio: float) -> Lattice:
+        axes = tuple(Axis((size,), WIDEN, ratio) for size in first)
         return Lattice(axes, trade=not self._adaptive, start=self._runs.start)
 
     def _best(self) -> Point:
-        """The best point of the longest runs."""
+        """The best point of the last search."""
         if not (losses := self._losses()):
             name = "server_step_size" if self._adaptive else "step_size"
             sizes = sorted({self._swapped(key[:2])[0] for key in self.tried})
@@ -282,11 +298,11 @@ class _Search:
                 f"training diverges at every {name} that was tried, from {sizes[0]:g} to"
                 f" {sizes[-1]:g}: give a smaller one to start from, or scale the model's inputs."
             )
-        return self._lattice(next(iter(losses))).least(losses)
+        return self._lattice(next(iter(losses)), RATIOS[-1]).least(losses)
 
-    def _loss(self, point: Point, rounds: int, confirms: bool = False) -> float | None:
+    def _loss(self, point: Point, rounds: int, stage: int) -> float | None:
         step_size, server_step_size = self._swapped(point)
-        key = step_size, server_step_size, rounds, confirms
+        key = step_size, server_step_size, rounds, stage
         if key not in self.tried:
             if self.spent + rounds > self._budget and self._losses():
                 raise _BudgetSpent
@@ -298,19 +314,21 @@ class _Search:
         return self.tried[key].loss
 
     def _losses(self) -> dict[Point, float]:
-        """The losses after the longest runs, but for points that diverged and larger ones."""
-        diverged = {key[:2] for key, trial in self.tried.items() if trial.loss is None}
-        stable = {
-            key: trial
-            for key, trial in self.tried.items()
-            if not any(size <= key[0] and other <= key[1] for size, other in diverged)
-        }
-        longest = max((key[2:] for key in stable), default=None)
-        return {
-            self._swapped(key[:2]): trial.loss
-            for key, trial in stable.items()
-            if key[2:] == longest and trial.loss is not None
-        }
+        """The losses of the last search, at points that keep their distance from any that diverged;
+        if none does, at those that are not larger.
+        """
+        diverged = [key[:2] for key, trial in self.tried.items() if trial.loss is None]
+        for margin in (SAFETY, 1.0):
+            stable = {
+                key: trial.loss
+                for key, trial in self.tried.items()
+                if trial.loss is not None
+                and not any(s <= margin * key[0] and g <= margin * key[1] for s, g in diverged)
+            }
+            if stable:
+                break
+        last = max((stage for *_, stage in stable), default=None)
+        return {self._swapped(key[:2]): loss for key, loss in stable.items() if key[3] == last}
 
     def _swapped(self, point: Point) -> Point:
         return point[::-1] if self._adaptive else point

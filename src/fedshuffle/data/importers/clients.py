@@ -19,7 +19,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from fedshuffle.data.importers.files import FORMATS, distinct, find_files, optional, wide_labels
+from fedshuffle._arrays import distinct, wide_labels
+from fedshuffle.data.importers.files import FORMATS, find_files, optional
 from fedshuffle.errors import FedShuffleError, error_context, one_line, unknown
 
 _STEPS = {"all_data", "rem_user_data", "sampled_data", "test", "train"}

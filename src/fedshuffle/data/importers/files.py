@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, DTypeLike, NDArray
 
-from fedshuffle._arrays import common_length, numeric
+from fedshuffle._arrays import common_length, distinct, numeric
 from fedshuffle.data.storage.writer import Batch, write_store
 from fedshuffle.errors import FedShuffleError, check_known, optional_import
 from fedshuffle.federation import Federation
@@ -213,18 +213,6 @@ def find_files(source: Path, suffixes: tuple[str, ...]) -> list[Path]:
     if not files:
         raise FedShuffleError(f"no file in {str(source)!r} ends with {' or '.join(suffixes)}.")
     return files
-
-
-def wide_labels(array: NDArray[Any]) -> NDArray[Any]:
-    """Labels (one whole number per example) as int64, as torch's losses need them."""
-    return array.astype(np.int64) if array.ndim == 1 and array.dtype.kind in "biu" else array
-
-
-def distinct(fields: Sequence[str]) -> list[str]:
-    """The names of fields, none of them twice."""
-    if len(set(fields)) != len(fields):
-        raise FedShuffleError(f"a field is named twice in {', '.join(fields)}.")
-    return list(fields)
 
 
 def _guess(source: Path) -> str:

@@ -4,7 +4,7 @@ The store's writer sorts the rows by client, since Arrow can sort a table only i
 """
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -16,21 +16,28 @@ import pyarrow.dataset
 from numpy.typing import DTypeLike, NDArray
 from pyarrow import types
 
-from fedshuffle._arrays import FloatArray, IntArray
-from fedshuffle.data.importers.files import FORMATS, distinct, find_files, wide_labels
+from fedshuffle._arrays import FloatArray
+from fedshuffle._columns import (
+    NUMBER,
+    Columns,
+    Names,
+    check_client,
+    choose,
+    flat,
+    innermost,
+    is_one_of,
+    joined,
+    no_numbers,
+    numbers,
+    owners,
+)
+from fedshuffle.data.importers.files import FORMATS, find_files
 from fedshuffle.data.storage.store import checked_dtype, open_store
 from fedshuffle.data.storage.writer import Batch, write_store
-from fedshuffle.errors import FedShuffleError, check_known, error_context, one_line
+from fedshuffle.errors import FedShuffleError, error_context, one_line
 
 _ROWS = 8192  # rows of a Parquet file that are read at a time
-_LIST = (types.is_list, types.is_large_list, types.is_fixed_size_list)
-_NUMBER = (types.is_integer, types.is_floating, types.is_boolean, types.is_decimal)
-_TEXT = (types.is_string, types.is_large_string)
 _SCALING = "standardised"  # key of the statistics of standardised inputs in the origin of a store
-
-Names = Sequence[str] | None
-Columns = dict[str, str | list[str]]
-"""The fields by name: each is a column, or several columns side by side."""
 
 
 def import_table(
@@ -48,14 +55,16 @@ def import_table(
     """Import a table; for the arguments see :func:`fedshuffle.data.import_file`."""
     kinds = {name: checked_dtype(name, kind) for name, kind in (dtype or {}).items()}
     schema = _Table(source, format).schema
-    columns = _choose(schema, client, fields, input, label)
+    columns = choose(
+        schema.names, lambda name: schema.field(name).type, client, fields, input, label
+    )
     table = _Table(source, format, _check_types(schema, columns, client, kinds, format))
     for name, column in columns.items():
         if isinstance(column, list) or (
             format != "parquet" and types.is_floating(table.schema.field(column).type)
         ):
             kinds.setdefault(name, np.dtype(np.float32))
-    used = [client, *_flat(columns)]
+    used = [client, *flat(columns)]
     origin = {"file": source.name, "format": format, "client": client, "columns": columns}
     origin["left_out"] = [name for name in schema.names if name not in used]
     scaling = None
@@ -64,7 +73,7 @@ def import_table(
             raise FedShuffleError("standardise scales the input: give label, and input if needed.")
         column = columns["input"]
         if isinstance(standardise, bool):
-            batches = table.batches(_flat({"input": column}))
+            batches = table.batches(flat({"input": column}))
             scaling = statistics(_array(batch, column, 0) for batch in batches)
         else:
             scaling = _stored_statistics(standardise, column)
@@ -74,11 +83,11 @@ def import_table(
     def rows() -> Iterator[Batch]:
         before = 0
         for batch in table.batches(used):
-            clients, owners = _owners(batch.column(client), client, before)
+            clients, of_row = owners(batch.column(client), client, before)
             arrays = {name: _array(batch, column, before) for name, column in columns.items()}
             if scaling is not None:
                 arrays["input"] = (arrays["input"] - scaling[0]) / scaling[1]
-            yield clients, owners, arrays
+            yield clients, of_row, arrays
             before += batch.num_rows
 
     write_store(rows(), out, dtype=kinds, origin=origin, parse_ids=format != "parquet", **options)
@@ -135,31 +144,6 @@ class _Table:
         return error_context(message, (OSError, UnicodeDecodeError, pa.ArrowException))
 
 
-def _choose(schema: Any, client: str, fields: Names, input: Names, label: str | None) -> Columns:
-    labels = [] if label is None else [label]
-    for name in (client, *(fields or ()), *(input or ()), *labels):
-        check_known("column", name, schema.names)
-    if (fields is None) == (input is None and label is None):
-        names = ", ".join([*schema.names[:12], *["..."] * (len(schema.names) > 12)])
-        raise FedShuffleError(
-            f"choose by fields, or by label and input, among the columns {names}."
-        )
-    if fields is not None:
-        return {name: name for name in distinct(fields)}
-    if input is None:
-        others = [name for name in schema.names if name not in (client, label)]
-        input = [name for name in others if _is(schema.field(name).type, (*_NUMBER, *_LIST))]
-    if not input:
-        raise FedShuffleError("no other column holds numbers for the input.")
-    lists = [name for name in input if _is(schema.field(name).type, _LIST)]
-    if lists and len(input) > 1:
-        raise FedShuffleError(
-            f"lists ({', '.join(lists)}) do not fit beside others: name one alone, or use fields."
-        )
-    chosen: Columns = {"input": lists[0] if lists else distinct(input)}
-    return chosen if label is None else chosen | {"label": label}
-
-
 def _check_types(
     schema: Any, columns: Columns, client: str, kinds: Mapping[str, np.dtype[Any]], format: str
 ) -> dict[str, Any]:
@@ -168,78 +152,27 @@ def _check_types(
     These do not depend on how the file begins: ids are text, so that 007 and 7 stay two clients,
     and numbers that may have a fraction are real.
     """
-    id_type = schema.field(client).type
-    id_type = id_type.value_type if types.is_dictionary(id_type) else id_type
-    if format == "parquet" and not _is(id_type, (types.is_integer, *_TEXT)):
-        raise FedShuffleError(
-            f"column {client!r} holds {id_type}, but ids are text or whole numbers."
-        )
+    if format == "parquet":
+        check_client(schema.field(client).type, client)
     chosen = {client: pa.string()}
     for name, column in columns.items():
         real = kinds[name].kind == "f" if name in kinds else isinstance(column, list)
-        for part in _flat({name: column}):
-            kind = schema.field(part).type
-            while _is(kind, _LIST):
-                kind = kind.value_type
+        for part in flat({name: column}):
+            kind = innermost(schema.field(part).type)
             empty = format != "parquet" and types.is_null(kind)  # there may be values later
-            if not (empty or _is(kind, _NUMBER)):
-                what = "text" if _is(kind, _TEXT) else f"{kind} values"
-                raise FedShuffleError(
-                    f"column {part!r} holds {what}. Turn it into numbers first (pandas: get_dummies"
-                    " for inputs, factorize for labels), or leave the column out."
+            if not (empty or is_one_of(kind, NUMBER)):
+                remedy = (
+                    "Turn it into numbers first (pandas: get_dummies for inputs, factorize for"
+                    " labels), or leave the column out."
                 )
+                raise no_numbers(part, kind, remedy)
             if empty or (real and not types.is_boolean(kind)):
                 chosen[part] = pa.float64()
     return chosen
 
 
-def _owners(column: Any, client: str, before: int) -> tuple[list[Any], IntArray]:
-    """The clients of a batch, and the index of each row's client among them."""
-    if types.is_dictionary(column.type):
-        column = column.dictionary_decode()
-    encoded = column.dictionary_encode()
-    clients = encoded.dictionary.to_pylist()
-    if column.null_count or "" in clients:
-        row = next(k for k, name in enumerate(column.to_pylist()) if name in (None, ""))
-        raise FedShuffleError(
-            f"row {before + row + 1} has no client in column {client!r}. Fill it in, or drop it."
-        )
-    return clients, encoded.indices.to_numpy().astype(np.int64)
-
-
 def _array(batch: Any, column: str | list[str], before: int) -> NDArray[Any]:
-    if isinstance(column, list):
-        return np.stack([_numbers(batch.column(name), name, before) for name in column], axis=1)
-    return wide_labels(_numbers(batch.column(column), column, before))
-
-
-def _numbers(column: Any, name: str, before: int, per_row: int = 1) -> NDArray[Any]:
-    """A column as an array, missing numbers as NaN; lists, all of one length, become axes."""
-    if _is(column.type, _LIST):
-        lengths = np.asarray(column.value_lengths().fill_null(0))
-        other = np.flatnonzero(lengths != lengths[:1])
-        if other.size:
-            row = before + int(other[0]) // per_row + 1
-            raise FedShuffleError(
-                f"column {name!r} holds lists of {lengths[0]} and, in row {row}, of"
-                f" {lengths[other[0]]} values. Pad or cut them to one length."
-            )
-        width = int(lengths[0])
-        inner = _numbers(column.flatten(), name, before, per_row * width)
-        return inner.reshape(len(column), width, *inner.shape[1:])
-    if types.is_decimal(column.type) or column.null_count:
-        column = column.cast(pa.float64())
-    array: NDArray[Any] = column.to_numpy(zero_copy_only=False)
-    return array
-
-
-def _is(kind: Any, tests: Sequence[Callable[[Any], bool]]) -> bool:
-    return any(test(kind) for test in tests)
-
-
-def _flat(columns: Columns) -> list[str]:
-    nested = ([column] if isinstance(column, str) else column for column in columns.values())
-    return [name for names in nested for name in names]
+    return joined(column, lambda name: numbers(batch.column(name), name, before))
 
 
 def statistics(batches: Iterable[NDArray[Any]]) -> tuple[FloatArray, FloatArray]:

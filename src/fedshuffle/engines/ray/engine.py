@@ -116,7 +116,7 @@ class RayEngine(Workers):
 
     def __init__(self, problem: Problem, wanted: Ray) -> None:
         KINDS[wanted.kind](problem)  # reports what is wrong with the model here, not in a worker
-        dumped = serialization.dump_problem(problem)
+        dumped, tensors = serialization.dump_problem(problem)
         joined = cluster.join(wanted.address, (wanted.workers or 1) * wanted.cpus)
         self._ray, self._cluster = cluster.library(), cluster.current()
         self._ready: dict[Any, str] = {}
@@ -133,9 +133,7 @@ class RayEngine(Workers):
             self.wanted = replace(wanted, workers=wanted.workers or room)
             super().__init__(str(self.wanted), problem, wanted.workers or room)
             self._held.append(self._put(dumped))
-            if problem.federation.path is None:
-                fields = [serialization.Flat.of(field) for field in problem.fields]
-                self._held.append(self._put(fields))
+            self._held.append(self._put([serialization.Flat.of(tensor) for tensor in tensors]))
         except BaseException:
             self.close()
             raise
@@ -272,7 +270,7 @@ class _Worker:
         needed: dict[str, str],
         wanted: Ray,
         dumped: bytes,
-        fields: Sequence[serialization.Flat] = (),
+        shared: Sequence[serialization.Flat],
     ) -> None:
         import ray
 
@@ -289,7 +287,7 @@ class _Worker:
                         " same environment on every machine of the cluster."
                     )
             torch.set_num_threads(max(1, int(wanted.cpus)))
-            tensors = [field.tensor() for field in fields]
+            tensors = [flat.tensor() for flat in shared]
             problem = serialization.load_problem(dumped, tensors, _device(wanted.gpus))
             self._engine = KINDS[wanted.kind](problem)
         except Exception as error:

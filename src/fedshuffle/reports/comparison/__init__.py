@@ -5,6 +5,7 @@ docs/how-to/read-the-report.md lists the files, and says how to read them.
 
 import base64
 import hashlib
+import itertools
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -45,9 +46,10 @@ def write(results: Results, out: Path) -> list[Path]:
         drawn["weights"], paths["weights"] = weights, out / "weights"
     pictures = {k: data_uri("image/png", encoded(x, "png", 120)) for k, x in drawn.items()}
     # The page draws the others itself.
-    for group in comparison.groups if comparison.counts_steps else ():
-        drawn[f"{group} by steps"] = figures.curves(comparison, group, by_steps=True)
-        paths[f"{group} by steps"] = paths[group].with_name(f"{paths[group].name}-steps")
+    for group, axis in itertools.product(comparison.groups, comparison.axes[1:]):
+        name = f"{group} by {axis.name}"
+        drawn[name] = figures.curves(comparison, group, axis)
+        paths[name] = paths[group].with_name(f"{paths[group].name}-{axis.name}")
     if (search := figures.step_sizes(comparison)) is not None:
         drawn["step sizes"], paths["step sizes"] = search, out / "step-sizes"
     written = [path for name in drawn for path in save(drawn[name], paths[name])]
@@ -127,8 +129,14 @@ def _data(comparison: Compared, found: list[Audited]) -> dict[str, Any]:
     """What the script of the page draws."""
     metrics = comparison.metrics
     return {
-        "rounds": comparison.rounds,
-        "steps": {x: comparison.last_step(x) for x in comparison.groups * comparison.counts_steps},
+        "axes": {
+            axis.name: {
+                "title": axis.title,
+                "unit": axis.unit,
+                "ends": {group: comparison.end(axis, group) for group in comparison.groups},
+            }
+            for axis in comparison.axes
+        },
         "seeds": len(comparison.seeds),
         "methods": [
             {"name": method.name, "label": method.label, "path": method.path}
@@ -172,7 +180,8 @@ def _curve(comparison: Compared, line: Line, metric: str) -> dict[str, Any]:
     for rounds, values in line.stopped(metric):
         few = spread(len(rounds), _POINTS)
         end, value = figures.where_lost(rounds, values, limits)
-        cross = {"rounds": end, "steps": float(line.local_steps(end)), "value": value}
+        cross = {axis.name: float(line.along(axis, end)) for axis in comparison.axes}
+        cross["value"] = value
         stops.append(
             {
                 **_axis(comparison, line, rounds[few]),
@@ -189,9 +198,12 @@ def _curve(comparison: Compared, line: Line, metric: str) -> dict[str, Any]:
 
 
 def _axis(comparison: Compared, line: Line, rounds: IntArray) -> dict[str, list[float]]:
-    """Rounds, and the local steps until then if they are known."""
-    steps = line.local_steps(rounds).round().tolist() if comparison.counts_steps else []
-    return {"rounds": rounds.tolist(), "steps": steps}
+    """Where rounds are on every axis."""
+    found = {axis.name: line.along(axis, rounds) for axis in comparison.axes}
+    return {
+        name: _short(places) if name == model.TIME.name else places.round().astype(int).tolist()
+        for name, places in found.items()
+    }
 
 
 def _short(values: Any) -> list[float]:

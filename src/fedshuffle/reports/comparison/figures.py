@@ -5,6 +5,7 @@ import re
 import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -16,16 +17,16 @@ from matplotlib.ticker import FuncFormatter, MaxNLocator
 from fedshuffle._arrays import FloatArray, IntArray
 from fedshuffle._arrays import histogram as histogram
 from fedshuffle.reports.comparison import model
-from fedshuffle.reports.comparison.model import Compared, ComparedMethod, Line
+from fedshuffle.reports.comparison.model import Axis, Compared, ComparedMethod, Line
 from fedshuffle.reports.comparison.searches import SIZES, Search
 from fedshuffle.reports.rendering import LIGHT, clean, round_numbers, set_ticks, spread
 
 _POINTS = 600  # the largest number of dots per method; more cannot be told apart
 
 
-def curves(comparison: Compared, group: str, by_steps: bool = False) -> Figure:
-    """Metric and training loss over the rounds, or over the local steps of all clients; a row per
-    momentum, plain training first.
+def curves(comparison: Compared, group: str, axis: Axis = model.ROUNDS) -> Figure:
+    """Metric and training loss over the rounds, the local steps of all clients or the time; a row
+    per momentum, plain training first.
     """
     momenta, metrics = comparison.momenta_of(group), comparison.pair
     figure = Figure(figsize=(5.4 * len(metrics), 3.3 * len(momenta) + 1.0), layout="constrained")
@@ -34,10 +35,10 @@ def curves(comparison: Compared, group: str, by_steps: bool = False) -> Figure:
     grid = figure.subplots(len(momenta), len(metrics), sharex=True, sharey="col", squeeze=False)
     for k, metric in enumerate(metrics):
         for momentum, axes in zip(momenta, grid[:, k], strict=True):
-            _panel(axes, comparison, group, momentum, metric, by_steps)
+            _panel(axes, comparison, group, momentum, metric, axis)
             axes.set_title(_plain(model.momentum_title(momentum)), loc="left", fontsize=10.5)
             axes.set_ylabel(_plain(comparison.title(metric)))
-        grid[-1, k].set_xlabel("local steps of all clients" if by_steps else "round")
+        grid[-1, k].set_xlabel(axis.title)
     seeds = len(comparison.seeds)
     text = f"mean over {seeds} seeds; band: lowest to highest run" if seeds > 1 else "one run each"
     if any(line.diverged for line in comparison.of(group)):
@@ -51,14 +52,14 @@ def curves(comparison: Compared, group: str, by_steps: bool = False) -> Figure:
 
 
 def _panel(
-    axes: Axes, comparison: Compared, group: str, momentum: str, metric: str, by_steps: bool
+    axes: Axes, comparison: Compared, group: str, momentum: str, metric: str, axis: Axis
 ) -> None:
     low, high = comparison.limits(group, metric)
     for line in comparison.of(group, momentum):
         method = line.method
         front = 3 if method.name.startswith("fedshuffle") else 2
         paint: dict[str, Any] = {"color": method.colour, "zorder": front}
-        found, x = line.band(metric), line.local_steps if by_steps else np.asarray
+        found, x = line.band(metric), partial(line.along, axis)
         axes.fill_between(x(found.rounds), found.low, found.high, alpha=0.2, lw=0, **paint)
         every = _every(len(found.rounds), method.index, len(comparison.methods))
         axes.plot(x(found.rounds), found.mean, markevery=every, **method.style, zorder=front)
@@ -68,9 +69,9 @@ def _panel(
             axes.plot(x([end]), [value], "x", ms=7, mew=2, clip_on=False, **paint)
     if not any(np.size(drawn.get_xdata()) for drawn in axes.lines):
         axes.text(0.5, 0.5, "nothing evaluated yet", ha="center", transform=axes.transAxes)
-    end = comparison.last_step(group) if by_steps else comparison.rounds
-    axes.set(xlim=(0, 1.012 * end), ylim=(low, high))
-    axes.xaxis.set_major_locator(MaxNLocator(6, steps=[1, 2, 5, 10], integer=True))
+    axes.set(xlim=(0, 1.012 * comparison.end(axis, group)), ylim=(low, high))
+    whole = axis is not model.TIME
+    axes.xaxis.set_major_locator(MaxNLocator(6, steps=[1, 2, 5, 10], integer=whole))
     axes.tick_params(labelbottom=True)
     if model.is_share(metric):
         axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{100 * value:g}%"))

@@ -74,6 +74,22 @@ class Band(NamedTuple):
     runs: IntArray  # the number of runs that each mean is over
 
 
+@dataclass(frozen=True)
+class Axis:
+    """What curves are drawn over."""
+
+    name: str
+    key: str  # in records
+    title: str
+    unit: str
+
+
+ROUNDS = Axis("rounds", "round", "round", "rounds")
+STEPS = Axis("steps", "total_steps", "local steps of all clients", "local steps")
+TIME = Axis("time", "time", "simulated seconds", "seconds")
+AXES = (ROUNDS, STEPS, TIME)
+
+
 class Line:
     """A method under one momentum in one group: its curve, and how it ends."""
 
@@ -141,12 +157,14 @@ class Line:
         mean, low, high = (np.array([f(x) for x in found]) for f in (np.mean, min, max))
         return Band(np.array(sorted(values)), mean, low, high, np.array([len(x) for x in found]))
 
-    def local_steps(self, rounds: Any) -> FloatArray:
-        """The local steps of all clients until some rounds, mean over the runs."""
+    def along(self, axis: Axis, rounds: Any) -> FloatArray:
+        """Where some rounds are on an axis, such as the local steps until then: the runs' mean."""
+        if axis is ROUNDS:
+            return np.asarray(rounds, dtype=np.float64)
         known: dict[int, list[float]] = {0: [0.0]}
         for run in self.curve["runs"]:
-            for round, steps in _values(run, STEPS):
-                known.setdefault(round, []).append(steps)
+            for round, value in _values(run, axis.key):
+                known.setdefault(round, []).append(value)
         at = sorted(known)
         return np.asarray(np.interp(rounds, at, [np.mean(known[round]) for round in at]))
 
@@ -173,9 +191,9 @@ class Compared:
         seen = dict.fromkeys(k for record in records for k, v in record.items() if v is not None)
         losses = [name for name in ("training_loss", "loss") if name in seen]
         self.pair = list(dict.fromkeys([self.metric, *losses[:1]]))  # of the paper's figure
-        self.counts_steps = STEPS in seen
-        """Whether the curves can be drawn over local steps."""
-        seen = {name: None for name in seen if name not in ("round", STEPS)}
+        self.axes = [axis for axis in AXES if axis.key in seen] or [ROUNDS]
+        """What the curves can be drawn over; the first one is the rounds."""
+        seen = {name: None for name in seen if name not in [axis.key for axis in AXES]}
         self.metrics = list(dict.fromkeys([self.metric, *losses, *seen]))
         self.lines: list[Line] = []
         for group, momentum in itertools.product(self.groups, self.momenta):
@@ -189,9 +207,9 @@ class Compared:
         """The lines of a group, or of one momentum in it."""
         return [x for x in self.lines if x.group == group and momentum in (None, x.momentum)]
 
-    def last_step(self, group: str) -> float:
-        """The largest number of local steps of a method of the group."""
-        return max(float(line.local_steps(self.rounds)) for line in self.of(group)) or 1.0
+    def end(self, axis: Axis, group: str) -> float:
+        """Where the last of a group's curves ends on an axis."""
+        return max(float(line.along(axis, self.rounds)) for line in self.of(group)) or 1.0
 
     def shows_server(self, group: str) -> bool:
         """Whether a table of the group has server step sizes."""
@@ -296,11 +314,8 @@ def group_title(group: str) -> str:
     return "own best step size" if kind == "own" else f"common step size {size}"
 
 
-STEPS = "total_steps"
-"""The local steps of all clients so far: an axis, not a metric."""
-
 _TITLES = {
-    STEPS: "local steps so far",
+    "total_steps": "local steps so far",
     "train_loss": "loss along the local steps",
     "update_norm": "norm of updates, mean of clients",
     "update_norm_max": "largest norm of an update",

@@ -8,7 +8,7 @@
   const form = document.getElementById("controls");
   const boxes = [...document.querySelectorAll("input[name=method]")];
   const index = new Map(data.methods.map((method, k) => [method.name, k]));
-  let at = null; // the round, or number of local steps, pointed at; null is the last
+  let at = null; // the place on the horizontal axis that is pointed at; null is the last
   if (!data.curves.length) return;
 
   document.documentElement.classList.add("js");
@@ -34,7 +34,7 @@
       metric: data.metrics.map((metric) => metric.name),
       momentum: data.momenta,
       group: data.groups,
-      x: Object.keys(data.steps).length ? ["rounds", "steps"] : ["rounds"],
+      x: Object.keys(data.axes),
     };
     for (const [name, known] of Object.entries(options)) if (known.includes(asked.get(name))) form.elements[name].value = asked.get(name);
     form.elements.scale.checked = asked.get("scale") === "log";
@@ -49,7 +49,7 @@
     words.set("metric", now.metric.name);
     words.set("momentum", now.momentum);
     words.set("group", now.group);
-    if (now.x === "steps") words.set("x", "steps");
+    if (now.x !== "rounds") words.set("x", now.x);
     if (now.log) words.set("scale", "log");
     history.replaceState(null, "", "#" + words);
   }
@@ -141,9 +141,9 @@
     if (log && low <= 0) low = Math.min(...positive) / 1.1;
     const place = axes(
       chart,
-      { low: 0, high: now.x === "steps" ? data.steps[now.group] : data.rounds, log: false },
+      { low: 0, high: data.axes[now.x].ends[now.group], log: false },
       { low, high: limits[1], log },
-      { x: now.x === "steps" ? "local steps of all clients" : "round", y: now.metric.title, ytick: (value) => tickText(value, now.metric) },
+      { x: data.axes[now.x].title, y: now.metric.title, ytick: (value) => tickText(value, now.metric) },
     );
     const clip = add(chart, "clipPath", { id: "inside" });
     add(clip, "rect", { x: place.left - 6, y: place.top - 6, width: place.right - place.left + 14, height: place.bottom - place.top + 6 });
@@ -184,19 +184,20 @@
     point();
   }
 
-  // Which value of a curve is shown: the one at the round, or the last one within these local steps.
+  // Which value of a curve is shown: the one at the round, or the last one within these local steps or seconds.
   function shownAt(line, now, here) {
     if (now.x === "rounds") return line.rounds.indexOf(here);
-    if (at === null) return line.steps.length - 1;
-    return here > line.steps.at(-1) ? -1 : line.steps.findLastIndex((steps) => steps <= here);
+    const places = line[now.x];
+    if (at === null) return places.length - 1;
+    return here > places.at(-1) ? -1 : places.findLastIndex((place) => place <= here);
   }
 
   // Shows the values at the place pointed at, in the list of methods and on the curves.
   function point() {
     const { now, place, curves, pointer, places, clamp } = view;
     const here = at === null ? places.at(-1) : at;
-    const last = at === null ? "the end" : `${here} local steps`;
-    const where = here === undefined ? "" : now.x === "steps" ? last : `round ${here}`;
+    const last = at === null ? "the end" : `${here} ${data.axes[now.x].unit}`;
+    const where = here === undefined ? "" : now.x === "rounds" ? `round ${here}` : last;
     pointer.replaceChildren();
     document.getElementById("round").textContent = where && `at ${where}`;
     if (at !== null) add(pointer, "line", { x1: place.x(here), x2: place.x(here), y1: place.top, y2: place.bottom });

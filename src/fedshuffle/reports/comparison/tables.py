@@ -14,7 +14,6 @@ from rich.text import Text
 from fedshuffle._terminal import Console
 from fedshuffle.comparison.results import Results
 from fedshuffle.reports.comparison.model import (
-    STEPS,
     Compared,
     group_title,
     is_share,
@@ -147,7 +146,7 @@ def csv_text(comparison: Compared) -> str:
     written = io.StringIO()
     writer = csv.writer(written, lineterminator="\n")
     facts = ("group", "momentum", "method", "label", *SIZES, "warnings", "seed", "diverged")
-    names = ["round", *[STEPS] * comparison.counts_steps, *comparison.metrics]
+    names = [*(axis.key for axis in comparison.axes), *comparison.metrics]
     runs = [run for line in comparison.lines for run in line.curve["runs"]]
     small = list(dict.fromkeys(name for run in runs for name in run["small_decile"]))
     writer.writerow([*facts, *names, *(f"{name}_small_decile" for name in small)])

@@ -19,7 +19,8 @@ if TYPE_CHECKING:
 
 
 class Progress(Callback):
-    """A bar with rounds done, the last known loss, local steps per second, and times.
+    """A bar with rounds done, the last known loss, the simulated time if there is a clock, local
+    steps per second, and times.
 
     The loss is the evaluated one, or else another metric that was evaluated, or else the training
     loss. In a notebook the bar is below the cell. Where the error stream is neither a notebook nor
@@ -58,7 +59,8 @@ class Progress(Callback):
         known = self._known or {k: v for k, v in record.items() if k == "train_loss"}
         name = "loss" if "loss" in known else next(iter(known), None)
         metric = "" if name is None else f"{name} {known[name]:.4g}  "
-        note = f"{metric}{self._steps / max(self._seconds, 1e-9):,.0f} steps/s"
+        clock = f"time {record['time']:,.4g} s  " if "time" in record else ""
+        note = f"{metric}{clock}{self._steps / max(self._seconds, 1e-9):,.0f} steps/s"
         done = record["round"]
         text = f"{done}/{self._rounds} rounds"
         self._bar.update(self._task, completed=done, description=text, note=note)

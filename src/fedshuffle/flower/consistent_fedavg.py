@@ -1,0 +1,379 @@
+r"""A strategy for Flower apps as they are: the user's own ``train``, with the right weights.
+
+The server moves by
+
+.. math:: x \leftarrow x + \eta_g \sum_{i \in S}
+    \frac{w_i}{p_i} \, \frac{\bar\tau_i}{\tau_i} \, (y_i - x),
+
+where :math:`p_i` is the probability that client i is among the replies
+(:mod:`fedshuffle.flower.population`), :math:`\tau_i` the number of steps that it did, and
+:math:`\bar\tau_i` the number that its step size was made for: the rule of ``fedshuffle-gen``
+(:mod:`fedshuffle.methods.averaging`).
+"""
+
+import logging
+import time
+from collections.abc import Iterable, Mapping
+from typing import Any, Literal
+
+import numpy as np
+from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
+from flwr.serverapp import Grid
+from flwr.serverapp.strategy import FedAvg, Result
+
+from fedshuffle._arrays import FloatArray, count, number
+from fedshuffle.errors import FedShuffleError, unknown
+from fedshuffle.flower import stragglers
+from fedshuffle.flower.checks import response_estimate
+from fedshuffle.flower.population import Population, Report
+from fedshuffle.flower.train_replies import TrainReply, move
+from fedshuffle.methods.averaging import Cohort
+from fedshuffle.methods.fedshuffle import HYBRID
+from fedshuffle.probabilities import Estimate
+from fedshuffle.randomness import Purpose, check_seed, generator
+from fedshuffle.timing import OverSelection, TrainingSchedule, Wait
+
+_log = logging.getLogger("flwr.fedshuffle")
+
+ROUND, PLANNED, SEED = "server-round", "planned-steps", "seed"
+"""What the strategy adds to the config that clients get."""
+_CLIPPING_NORM = "clipping_norm"  # the config key of Flower's wrappers for clipping at clients
+
+
+class ConsistentFedAvg(FedAvg):  # type: ignore[misc]  # Flower is untyped here
+    r"""Flower's FedAvg, with the weights that minimise the objective you meant.
+
+    Takes the place of ``FedAvg(...)`` in an app and sends the same messages. A client reports, next
+    to ``num-examples``, the local steps that it did, as ``num-steps``. The aggregation divides by
+    inclusion probabilities instead of the sum over the cohort, and by each client's number of
+    steps; its length is that of FedAvg. docs/how-to/migrate-a-flower-app.md says what is exact.
+
+    Every client gets ``train_config`` with three more keys: ``server-round``, as from FedAvg;
+    ``seed``, which differs by client and round; and ``planned-steps``, which is ``local_steps``, or
+    what the client did the last time, 0 if that is not known.
+
+    Args:
+        args, fedavg: Flower's own arguments of FedAvg, such as ``fraction_train``.
+        objective: what counts alike, all ``"examples"`` or all ``"clients"``.
+        step_sizes: ``"equal"`` leaves step sizes alone. ``"scaled"`` sends every client its own,
+            in inverse proportion to its steps, as FedShuffle does: the ``lr`` of ``train_config``
+            is that of a client with the mean number of steps. Clients must use it.
+        response_probability: by default all connected clients are taken to reply alike, and the
+            objective of a round is that of the connected clients. With ``"estimate"``, or another
+            rule of :mod:`fedshuffle.probabilities`, the objective is that of all clients seen so
+            far: for each of them it is estimated how often it is connected, and how often it
+            replies. A client that joins enters the objective, which the log and the metrics of the
+            round say. If you know how likely each client replies, give that by node id:
+            ``{NODE_ID: 0.9, ...}``; the objective is that of the connected clients.
+        schedule: for whom a round waits: all (``"wait"``), those who reply in time
+            (``"deadline:60"``, in seconds), or the first of more that are asked (``"over:8of10"``,
+            in place of ``fraction_train``). Replies that come later are dropped, and
+            ``response_probability`` is that of being in time.
+        forget_after: with an estimate, a client that is away for this many rounds in a row leaves
+            the objective, and joins as a new one if it returns. By default it stays: rounds then
+            go less far, by its share.
+        local_steps: the number of steps that clients are asked for, as ``planned-steps``; by
+            default every client decides for itself.
+        mean_examples: the mean number of examples of a client. It sets the length of the server's
+            step only. By default it is estimated from earlier rounds.
+        server_step_size: a factor of the server's step.
+        seed: determines who is sampled, and the clients' seeds.
+        steps_key: the metric in which clients report their steps.
+        step_size_key: the key of the step size in ``train_config``.
+
+    >>> strategy = ConsistentFedAvg(fraction_train=0.5)  # was: FedAvg(fraction_train=0.5)
+    """
+
+    def __init__(
+        self,
+        *args: Any,
+        objective: Literal["examples", "clients"] = "examples",
+        step_sizes: Literal["equal", "scaled"] = "equal",
+        response_probability: str | Estimate | Mapping[int, float] | None = None,
+        schedule: str | TrainingSchedule = "wait",
+        forget_after: int | None = None,
+        local_steps: int | None = None,
+        mean_examples: float | None = None,
+        server_step_size: float = 1.0,
+        seed: int = 0,
+        steps_key: str = "num-steps",
+        step_size_key: str = "lr",
+        **fedavg: Any,
+    ) -> None:
+        super().__init__(*args, **fedavg)
+        for name, value, known in (
+            ("objective", objective, ["examples", "clients"]),
+            ("step_sizes", step_sizes, ["equal", "scaled"]),
+        ):
+            if value not in known:
+                raise unknown(name, value, known)
+        given: Mapping[int, float] | None = None
+        estimate: Estimate | None = None
+        if isinstance(response_probability, Mapping):
+            given = response_probability
+        else:
+            estimate = response_estimate(response_probability)
+        self.schedule = stragglers.synchronous(schedule)
+        if isinstance(self.schedule, OverSelection) and self.fraction_train != 1.0:
+            raise FedShuffleError(
+                f"schedule {str(self.schedule)!r} says how many clients are asked: leave out"
+                " fraction_train."
+            )
+        self.objective, self.step_sizes = objective, step_sizes
+        self.local_steps = None if local_steps is None else count(local_steps, "local_steps")
+        number(self.fraction_train, "fraction_train", within="[0, 1]")
+        if mean_examples is not None:
+            number(mean_examples, "mean_examples", within="(0, inf)")
+        self.mean_examples = mean_examples
+        self.server_step_size = number(server_step_size, "server_step_size", within="(0, inf)")
+        self.seed = check_seed(seed)
+        self.steps_key, self.step_size_key = steps_key, step_size_key
+        if forget_after is not None and count(forget_after, "forget_after") and not estimate:
+            raise FedShuffleError(
+                "without an estimate, clients that are away are no part of the objective: leave out"
+                ' forget_after, or give response_probability="estimate".'
+            )
+        self.population = Population(estimate, forget_after, given)
+        """The clients that were seen so far."""
+        self._planned: dict[int, float] = {}
+        """The number of steps that each one's step size was made for,"""
+        self._sent = ArrayRecord()
+        """and the model that they got."""
+        self._round = self._rounds_before = 0
+        self._private = self._own_loop = self._told = False
+
+    def start(self, grid: Grid, *args: Any, **options: Any) -> Result:
+        """Run all rounds, as Flower's FedAvg does."""
+        self._own_loop = True
+        if not isinstance(self.schedule, Wait):
+            grid = stragglers.ScheduledGrid(grid, self.schedule)
+        result = super().start(grid, *args, **options)
+        for said in self.population.drift_warnings(self._round):
+            _log.warning(said)
+        return result
+
+    def state_dict(self) -> dict[str, Any]:
+        """What the strategy knows of its clients after a round, as plain data for a JSON file.
+
+        Save it with the model, such as in ``evaluate_fn``; :meth:`load_state_dict` goes on from it.
+        """
+        return {"round": self._round, **self.population.state()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from what :meth:`state_dict` returned: with the same clients, estimates and round.
+
+        >>> strategy, resumed = (ConsistentFedAvg(response_probability="estimate") for _ in "ab")
+        >>> resumed.load_state_dict(strategy.state_dict())
+        """
+        self.population.restore(state)
+        self._round = self._rounds_before = int(state["round"])
+
+    def summary(self) -> None:
+        """Log what is about to run."""
+        super().summary()
+        clients = "clients seen so far" if self.population.estimate else "connected clients"
+        _log.info(f"weighs by inclusion probability, {self.objective} of all {clients} count alike")
+        corrected = self.population.estimate or self.population.given
+        if not corrected and not isinstance(self.schedule, Wait):
+            _log.warning(stragglers.slow_clients_count_less(self.schedule))
+        if not self._own_loop:
+            _log.warning(
+                "Another strategy calls this one. If it clips, it does so before steps are"
+                " accounted for, so the clients that move furthest count less. If it adds noise for"
+                " differential privacy, that is made for weights of 1 / clients: use"
+                ' objective="clients" and local_steps, and leave out response_probability.'
+            )
+
+    def configure_train(
+        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
+    ) -> Iterable[Message]:
+        """Sample clients uniformly, and write a message to each."""
+        if self.fraction_train == 0.0:
+            return []
+        self._check_config(config)
+        if not self._own_loop and not isinstance(self.schedule, Wait):
+            raise FedShuffleError(
+                "only this strategy's own start keeps a schedule, and another one calls it: leave"
+                " out schedule, or the wrapper."
+            )
+        self._round = self._rounds_before + server_round
+        population, connected = self.population, self._wait_for_nodes(grid)
+        population.begin(connected)
+        if said := population.change():
+            _log.info(f"round {self._round}: {said}")
+        self._sent, self._private = arrays, _CLIPPING_NORM in config
+        size = max(int(len(connected) * self.fraction_train), self.min_train_nodes)
+        if isinstance(self.schedule, OverSelection):
+            size = min(self.schedule.ask, len(connected))
+        draw = generator(self.seed, Purpose.COHORT, round=self._round)
+        chosen = sorted(draw.choice(len(connected), size, replace=False).tolist())
+        population.asked = [connected[k] for k in chosen]
+        _log.info(f"configure_train: sampled {size} nodes (out of {len(connected)})")
+        mean, self._planned = self._mean_steps(population.known), {}
+        messages = []
+        for node in population.asked:
+            known = population.reports.get(node)
+            own = ConfigRecord(dict(config))
+            own[ROUND] = self._round
+            own[PLANNED] = self.local_steps or round(known.steps if known else 0)
+            own[SEED] = client_seed(self.seed, self._round, node)
+            if self.step_sizes == "scaled" and mean is not None:
+                self._planned[node] = known.steps if known and not self.local_steps else mean
+                own[self.step_size_key] = float(config[self.step_size_key]) * (
+                    mean / self._planned[node]
+                )
+            content = RecordDict({self.arrayrecord_key: arrays, self.configrecord_key: own})
+            messages.append(Message(content, dst_node_id=node, message_type="train"))
+        return messages
+
+    def aggregate_train(
+        self, server_round: int, replies: Iterable[Message]
+    ) -> tuple[ArrayRecord | None, MetricRecord | None]:
+        """The next model, and the metrics of the clients' training."""
+        valid = self._valid(list(replies), server_round)
+        if not valid:
+            self.population.end({})
+            return None, None
+        weights = self._weights(valid)
+        self._check_private(weights)
+        self.population.end(_reports(valid))
+        self._tell_about_steps(valid)
+        given = [reply.arrays for reply in valid]
+        arrays = move(self._sent, given, self.server_step_size * weights)
+        contents = [reply.content for reply in valid]
+        metrics = self.train_metrics_aggr_fn(contents, self.weighted_by_key)
+        return arrays, MetricRecord({**self.population.metrics(), **(metrics or {})})
+
+    def _weights(self, replies: list[TrainReply]) -> FloatArray:
+        r"""The aggregation weights, :math:`(w_i / p_i) (\bar\tau_i / \tau_i)`.
+
+        Nothing here depends on who is sampled in this round, except in the first, so the mean
+        step is that of full participation.
+        """
+        past = self.population.known or [*_reports(replies).values()]
+        steps = self._mean_steps(past)
+        assert steps is not None
+        weight = np.ones(len(replies))
+        if self.objective == "examples":
+            mean = self.mean_examples or np.mean([known.examples for known in past])
+            weight = np.array([reply.examples for reply in replies]) / mean
+        cohort = Cohort(
+            clients=np.arange(len(replies)),
+            weight=weight / self.population.size,
+            probability=self.population.inclusion([reply.node for reply in replies]),
+            planned=np.array([self._planned.get(reply.node, steps) for reply in replies]),
+            done=np.array([reply.steps for reply in replies]),
+            max_steps=1,
+        )
+        return HYBRID.aggregation_weights(cohort)
+
+    def _mean_steps(self, clients: list[Report]) -> float | None:
+        """The mean number of steps, by the objective's weights: FedAvg moves that far."""
+        if self.local_steps is not None or not clients:
+            return self.local_steps
+        return mean_steps(clients, self.objective)
+
+    def _wait_for_nodes(self, grid: Grid) -> list[int]:
+        shown = -1
+        while True:
+            nodes = sorted(grid.get_node_ids())
+            wanted = max(self.min_available_nodes, self.min_train_nodes, 1)
+            if len(nodes) >= wanted:
+                return nodes
+            if len(nodes) != shown:
+                shown = len(nodes)
+                _log.info(f"waiting for nodes: {shown} connected, at least {wanted} are needed")
+            time.sleep(1)
+
+    def _check_config(self, config: ConfigRecord) -> None:
+        check_keys(config)
+        if self.population.estimate and _CLIPPING_NORM in config:
+            raise FedShuffleError(
+                "estimated probabilities depend on who took part, so weights tell who did, and the"
+                " privacy of Flower's wrapper would not hold: leave out response_probability."
+            )
+        if self.step_sizes == "scaled" and self.step_size_key not in config:
+            raise FedShuffleError(
+                f'step_sizes="scaled" needs the step size in {self.step_size_key!r}, which'
+                " train_config lacks: give start(..., train_config=ConfigRecord"
+                f"({{{self.step_size_key!r}: 0.1}})), and let clients use what they get there."
+            )
+
+    def _valid(self, replies: list[Message], server_round: int) -> list[TrainReply]:
+        """The replies that count; clients that fail are logged, wrong programs are an error."""
+        valid, failed = [], []
+        for message in replies:
+            if message.has_error():
+                why = (message.error.reason or "no reason given").strip().split("\n")[-1]
+                failed.append((message.metadata.src_node_id, why))
+                continue
+            reply = TrainReply.read(message, self.weighted_by_key, self.steps_key)
+            if infinite := reply.check(self._sent):
+                why = f"{infinite!r} of its model is not finite. Lower the step size."
+                failed.append((reply.node, why))
+            else:
+                valid.append(reply)
+        for node, why in failed:
+            _log.warning(f"round {server_round}: node {node} failed: {why}")
+        if failed and not valid and not self.population.reports:
+            node, why = failed[0]
+            raise FedShuffleError(
+                f"no client could train in round {server_round}. Node {node} (and"
+                f" {len(failed) - 1} more) failed: {why}"
+            )
+        if failed:
+            _log.warning(
+                f"round {server_round}: {len(valid)} of {len(replies)} clients count. The mean"
+                " round is right if failures do not depend on clients' data."
+            )
+        return sorted(valid, key=lambda reply: reply.node)  # sums do not depend on who was first
+
+    def _check_private(self, weights: FloatArray) -> None:
+        """Refuse weights for which the noise of Flower's wrapper is not made."""
+        excess = float(weights.max()) * len(weights) * self.server_step_size
+        if self._private and excess > 1 + 1e-6:
+            raise FedShuffleError(
+                "Flower's wrapper makes its noise for clients that count 1 /"
+                f" {len(weights)} each, and here one counts {excess:.3g} times as much: the privacy"
+                ' that it claims would not hold. Use objective="clients" and local_steps, which'
+                " clients must do (planned-steps), or FedShuffleStrategy(privacy=...)."
+            )
+
+    def _tell_about_steps(self, replies: list[TrainReply]) -> None:
+        """Log once what dividing by uneven steps can and cannot repair."""
+        steps = [reply.steps for reply in replies]
+        if self._told or max(steps) == min(steps):
+            return
+        self._told = True
+        _log.info(
+            f"clients did {min(steps):g} to {max(steps):g} steps, and are weighed by them. That is"
+            " exact for plain SGD; with momentum, report effective_steps(steps, momentum). Uneven"
+            " steps of Adam or other adaptive optimisers minimise no weighted objective: give all"
+            " clients the same number (local_steps)."
+        )
+
+
+def _reports(replies: Iterable[TrainReply]) -> dict[int, Report]:
+    return {reply.node: Report(reply.examples, reply.steps) for reply in replies}
+
+
+def mean_steps(clients: list[Report], objective: str) -> float:
+    """The mean number of steps, by the objective's weights."""
+    weights = [client.examples if objective == "examples" else 1.0 for client in clients]
+    return float(np.average([client.steps for client in clients], weights=weights))
+
+
+def check_keys(config: ConfigRecord) -> None:
+    """Refuse a ``train_config`` with keys of the strategy's own."""
+    for key in (PLANNED, SEED):
+        if key in config:
+            raise FedShuffleError(
+                f"train_config has a key {key!r}, under which the strategy itself tells clients"
+                " something. Rename yours."
+            )
+
+
+def client_seed(seed: int, server_round: int, node: int) -> int:
+    """The seed that a client gets, another one for each round."""
+    draw = generator(seed, Purpose.ORDER, round=server_round, client=node % 2**63)
+    return int(draw.integers(2**31))

@@ -1,0 +1,156 @@
+"""Schedules with real clients: for whom the server waits, and for how long.
+
+A deadline or over-selection leaves out slow clients. Who was in time is who replied, so what
+corrects for it is ``response_probability``, given or estimated.
+"""
+
+import logging
+import math
+import time
+from collections.abc import Iterable
+from typing import Any, final
+
+from flwr.app import Message
+from flwr.serverapp import Grid
+
+from fedshuffle._arrays import count
+from fedshuffle.errors import FedShuffleError
+from fedshuffle.flower.exchange import POLL_SECONDS, Outbox, expired
+from fedshuffle.sampling import Sampling
+from fedshuffle.timing import (
+    Asynchronous,
+    Deadline,
+    OverSelection,
+    TrainingSchedule,
+    resolve_schedule,
+)
+
+_log = logging.getLogger("flwr.fedshuffle")
+
+
+def synchronous(schedule: str | TrainingSchedule) -> TrainingSchedule:
+    """A schedule in rounds that real clients can keep.
+
+    >>> synchronous("deadline:60")
+    Deadline(seconds=60.0, partial=False)
+    """
+    found = resolve_schedule(schedule)
+    if isinstance(found, Asynchronous):
+        raise FedShuffleError(
+            f"schedule {str(found)!r} has no rounds, and this strategy has: use ConsistentFedBuff,"
+            " or 'deadline:SECONDS' or 'over:8of10'."
+        )
+    if isinstance(found, Deadline) and found.partial:
+        raise FedShuffleError(
+            f"schedule {str(found)!r}: a client cannot know how long its messages are under way, so"
+            " it cannot stop in time for the server's deadline. Limit its work,"
+            " client_app(seconds=...), and give a later deadline without '+partial'."
+        )
+    return found
+
+
+def asked(schedule: TrainingSchedule, sampling: str | Sampling, clients: int) -> str | Sampling:
+    """Who is asked: over-selection asks clients itself."""
+    if not isinstance(schedule, OverSelection):
+        return sampling
+    ours = f"uniform:{count(schedule.ask, 'the number of clients to ask', most=clients)}"
+    if str(sampling) not in ("full", ours):
+        raise FedShuffleError(
+            f"schedule {str(schedule)!r} asks {schedule.ask} clients itself, uniformly, so that"
+            f" sampling {str(sampling)!r} has no say: leave out the sampling, or use a deadline."
+        )
+    return ours
+
+
+def limits(
+    schedule: TrainingSchedule, timeout: float, elapsed: float = 0.0
+) -> tuple[float, int | None]:
+    """For how many seconds more the server waits, and for how many replies, if not for all.
+
+    >>> limits(Deadline(60.0), timeout=600, elapsed=20)
+    (40.0, None)
+    >>> limits(OverSelection(keep=8, ask=10), timeout=600)
+    (600, 8)
+    """
+    if isinstance(schedule, Deadline):
+        return min(timeout, max(schedule.seconds - elapsed, 0.0)), None
+    return timeout, schedule.keep if isinstance(schedule, OverSelection) else None
+
+
+def slow_clients_count_less(schedule: TrainingSchedule) -> str:
+    """What to warn of where nothing corrects for who is left out."""
+    return (
+        f"schedule {str(schedule)!r} leaves out clients that are slow, so they count less than"
+        ' meant. Use response_probability="estimate", or give the probability of each client to be'
+        " in time, if you know it."
+    )
+
+
+@final
+class ScheduledGrid(Grid):  # type: ignore[misc]  # Flower is untyped here
+    """Flower's grid, with replies to ``train`` as a schedule takes them.
+
+    A reply belongs to the call that sent its message: one that is late is never seen again.
+    """
+
+    def __init__(self, grid: Grid, schedule: TrainingSchedule) -> None:
+        self.grid, self.schedule = grid, schedule
+
+    def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> Any:
+        """Send messages; returns the replies of those that are in time, or of the first."""
+        sent = list(messages)
+        if not sent or any(_kind(one) != "train" for one in sent):
+            return self.grid.send_and_receive(sent, timeout=timeout)
+        seconds, first = limits(self.schedule, math.inf if timeout is None else timeout)
+        for message in sent:  # nobody needs a later reply
+            message.metadata.ttl = min(message.metadata.ttl, max(seconds, 1.0))
+        end, outbox = time.monotonic() + seconds, Outbox[int](self.grid)
+        outbox.push(range(len(sent)), sent.__getitem__)
+        replies = _collect(outbox, end, first)
+        _log.info(f"{self.schedule}: {len(replies)} of {len(sent)} clients were in time")
+        return replies
+
+    def get_node_ids(self) -> Any:
+        """Of the grid."""
+        return self.grid.get_node_ids()
+
+    def push_messages(self, messages: Iterable[Message]) -> Any:
+        """Of the grid."""
+        return self.grid.push_messages(messages)
+
+    def pull_messages(self, message_ids: Iterable[str]) -> Any:
+        """Of the grid."""
+        return self.grid.pull_messages(message_ids)
+
+    def set_run(self, run: Any) -> None:
+        """Of the grid."""
+        self.grid.set_run(run)
+
+    @property
+    def run(self) -> Any:
+        """Of the grid."""
+        return self.grid.run
+
+    def create_message(self, *args: Any, **options: Any) -> Message:
+        """Of the grid."""
+        return self.grid.create_message(*args, **options)
+
+
+def _collect(outbox: Outbox[int], end: float, first: int | None) -> list[Message]:
+    """The replies until an end, or until enough of them are no errors."""
+    replies, good = [], 0
+    while True:
+        for _, reply in outbox.pull():
+            if expired(reply):
+                continue
+            replies.append(reply)
+            good += not reply.has_error()
+            if good == first:
+                return replies
+        if not outbox.waiting or time.monotonic() >= end:
+            return replies
+        time.sleep(POLL_SECONDS)
+
+
+def _kind(message: Message) -> str:
+    return str(message.metadata.message_type)

@@ -1,0 +1,122 @@
+"""What clients with a ``train`` of their own reply: checked, and summed array by array."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from flwr.app import Array, ArrayRecord, Message, MetricRecord, RecordDict
+from numpy.typing import NDArray
+
+from fedshuffle._arrays import FloatArray, count, number
+from fedshuffle.errors import FedShuffleError
+
+_STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
+"""Last parts of the names of what torch's normalisation layers observe, and do not train."""
+
+
+@dataclass(frozen=True)
+class TrainReply:
+    """The reply of one client."""
+
+    node: int
+    content: RecordDict
+    arrays: ArrayRecord
+    examples: float
+    steps: float
+
+    @classmethod
+    def read(cls, reply: Message, examples_key: str, steps_key: str) -> "TrainReply":
+        """A reply with content; an error with the remedy if it lacks something."""
+        node, content = reply.metadata.src_node_id, reply.content
+        arrays, metrics = [*content.array_records.values()], [*content.metric_records.values()]
+        if len(arrays) != 1 or len(metrics) != 1:
+            raise FedShuffleError(
+                f"node {node} replied with {len(arrays)} array records and {len(metrics)} metric"
+                " records: a reply to train has one of each."
+            )
+        remedy = f'"{examples_key}": len(trainloader.dataset)'
+        examples = _positive(node, metrics[0], examples_key, "number of examples", remedy)
+        remedy = f'"{steps_key}": epochs * len(trainloader)'
+        steps = _positive(node, metrics[0], steps_key, "number of local steps it did", remedy)
+        return cls(node, content, arrays[0], examples, steps)
+
+    def check(self, sent: ArrayRecord) -> str:
+        """Refuse arrays of another model; returns the name of one that is not finite, if any."""
+        if sent.keys() != self.arrays.keys():
+            differ = sorted(sent.keys() ^ self.arrays.keys())
+            raise FedShuffleError(
+                f"node {self.node} replied with other arrays than it was sent: {differ[0]!r} and"
+                f" {len(differ) - 1} more are on one side only. Send back the whole model."
+            )
+        for name, array in self.arrays.items():
+            if tuple(array.shape) != tuple(sent[name].shape):
+                raise FedShuffleError(
+                    f"node {self.node} replied with {name!r} of shape {tuple(array.shape)}, and was"
+                    f" sent {tuple(sent[name].shape)}. Build the same model on both sides."
+                )
+        every = self.arrays.items()
+        return next((name for name, a in every if not np.isfinite(a.numpy()).all()), "")
+
+
+def _positive(node: int, metrics: MetricRecord, key: str, what: str, remedy: str) -> float:
+    if key not in metrics:
+        raise FedShuffleError(
+            f"the client at node {node} does not report {key!r}, the {what}. Add it to the metrics"
+            f" that train returns: MetricRecord({{..., {remedy}}})."
+        )
+    value = metrics[key]
+    if not isinstance(value, int | float) or not 0 < value < math.inf:
+        raise FedShuffleError(
+            f"the client at node {node} reports {value!r:.40} as {key!r}, the {what}: a positive"
+            " number is needed."
+        )
+    return float(value)
+
+
+def move(
+    x: ArrayRecord,
+    replied: Sequence[ArrayRecord],
+    weights: FloatArray,
+    starts: Sequence[ArrayRecord] | None = None,
+) -> ArrayRecord:
+    r"""The model :math:`x + \sum_i a_i (y_i - x_i)`, array by array; everybody starts from
+    :math:`x` unless ``starts`` are given.
+
+    Integers, and what normalisation layers observe, are no sums of steps: they are averaged, with
+    weights in the same proportions that sum to one.
+
+    >>> x, y = (ArrayRecord({"w": Array(np.array([v]))}) for v in (1.0, 3.0))
+    >>> move(x, [y], np.array([2.0]))["w"].numpy().tolist()
+    [5.0]
+    """
+    shares, moved = weights / weights.sum(), {}
+    pairs = [*zip(replied, starts or [x] * len(replied), strict=True)]
+    for name, array in x.items():
+        start = array.numpy()
+        floating = np.issubdtype(start.dtype, np.floating)
+        steps = floating and name.rpartition(".")[2] not in _STATISTICS
+        total: NDArray[np.float64] = start.astype(np.float64) if steps else np.zeros(start.shape)
+        for (reply, begun), weight in zip(pairs, weights if steps else shares, strict=True):
+            value = reply[name].numpy().astype(np.float64)
+            total += weight * (value - begun[name].numpy() if steps else value)
+        moved[name] = Array(np.asarray(total if floating else total.round(), dtype=start.dtype))
+    return ArrayRecord(moved)
+
+
+def effective_steps(steps: int, momentum: float) -> float:
+    r"""The number of plain steps that go as far as these steps of SGD with momentum.
+
+    .. math:: \frac{1}{1 - m} \left(\tau - \frac{m (1 - m^\tau)}{1 - m}\right)
+
+    for momentum m that starts from zero in every round, as a new ``torch.optim.SGD`` does. Clients
+    of :class:`~fedshuffle.flower.ConsistentFedAvg` report it as ``num-steps``.
+
+    Reference: Wang et al., Tackling the Objective Inconsistency Problem in Heterogeneous Federated
+    Optimization, 2020.
+
+    >>> effective_steps(2, momentum=0.5)  # the first gradient counts 1.5 times
+    2.5
+    """
+    m, steps = number(momentum, "momentum", within="[0, 1)"), count(steps, "steps")
+    return (steps - m * (1 - m**steps) / (1 - m)) / (1 - m)

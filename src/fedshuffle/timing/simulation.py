@@ -1,0 +1,77 @@
+"""Asynchronous schedules without training: who arrives in which order, and how stale."""
+
+from functools import partial
+from typing import NamedTuple
+
+import numpy as np
+
+from fedshuffle._arrays import FloatArray, IntArray
+from fedshuffle.timing.events import Events
+from fedshuffle.timing.schedule import Asynchronous
+from fedshuffle.timing.task_times import TaskTimes
+
+
+class SimulatedSteps(NamedTuple):
+    """The buffers of many server steps: a row for each."""
+
+    clients: IntArray
+    staleness: IntArray
+    alternatives: IntArray
+    """Which of its possible numbers of steps a client was given."""
+
+
+def simulate(schedule: Asynchronous, times: TaskTimes, seed: int, steps: int) -> SimulatedSteps:
+    """The first server steps of a schedule.
+
+    >>> from fedshuffle import LocalWork
+    >>> from fedshuffle.timing import Clock, Tasks
+    >>> times = TaskTimes(Tasks(Clock([1.0, 3.0]), LocalWork().on(np.ones(2, dtype=int))))
+    >>> found = simulate(Asynchronous(), times, seed=0, steps=4)
+    >>> found.clients.ravel().tolist(), found.staleness.ravel().tolist()
+    ([0, 0, 0, 1], [0, 0, 0, 3])
+    """
+    if schedule.loops(len(times)):
+        return _looping(schedule.buffer, times, seed, steps)
+    events = Events(schedule, len(times), seed, partial(times.draw, seed))
+    found = [events.arrivals(step) for step in range(steps)]
+    clients, addresses = (
+        np.array([getattr(a, k) for a in found]) for k in ("clients", "addresses")
+    )
+    which = np.zeros_like(clients)
+    if len(times.chances) > 1:
+        tasks = zip(addresses.ravel().tolist(), clients.ravel().tolist(), strict=True)
+        each = [times.alternative(seed, task, client) for task, client in tasks]
+        which = np.array(each).reshape(which.shape)
+    return SimulatedSteps(clients, np.array([a.staleness for a in found]), which)
+
+
+def _looping(buffer: int, times: TaskTimes, seed: int, steps: int) -> SimulatedSteps:
+    """Clients that loop do not know of each other: the tasks of each at once, then all sorted."""
+    needed = steps * buffer
+    horizon, found = needed / (1 / times.mean).sum(), list[tuple[IntArray, FloatArray]]()
+    while sum(len(ends) for _, ends in found) < needed:
+        horizon *= 1.1
+        found = [_tasks(times, seed, client, horizon) for client in range(len(times))]
+    clients = np.repeat(np.arange(len(found)), [len(ends) for _, ends in found])
+    which, when = (np.concatenate(parts) for parts in zip(*found, strict=True))
+    order = np.lexsort((clients, when))[:needed]
+    clients, which, when = clients[order], which[order], when[order]
+    # All that arrive at an instant are received before anybody starts again.
+    versions = np.searchsorted(when, when, side="right") // buffer
+    by_client = np.argsort(clients, kind="stable")
+    started = np.roll(versions[by_client], 1)
+    started[np.flatnonzero(np.diff(clients[by_client], prepend=-1))] = 0
+    staleness = np.empty(needed, dtype=np.int64)
+    staleness[by_client] = by_client // buffer - started
+    return SimulatedSteps(*(a.reshape(steps, buffer) for a in (clients, staleness, which)))
+
+
+def _tasks(times: TaskTimes, seed: int, client: int, horizon: float) -> tuple[IntArray, FloatArray]:
+    """The tasks of a client that end before a time: which numbers of steps, and when they end."""
+    count = int(1.2 * horizon / times.mean[client]) + 10
+    while True:
+        which, seconds = times.sample(seed, client, count)
+        ends = np.cumsum(seconds)
+        if ends[-1] > horizon:
+            return which[ends <= horizon], ends[ends <= horizon]
+        count *= 2

@@ -1,0 +1,114 @@
+r"""How much clients lose by staleness: the mean of :math:`s(\theta) = (1 + \theta)^{-a}`.
+
+A task of client i starts when b updates are in the buffer of K. If M others arrive before its own
+update, that is :math:`\theta = \lfloor (b + M) / K \rfloor` server steps old. For clients that
+loop, b is uniform on 0, ..., K - 1 and independent of M, and
+
+- if times are exponential, M is geometric, :math:`P(M = m) = p q^m`, where p is the client's share
+  of the arrivals (:func:`looping_exponential`);
+- if times are fixed and no two have a common multiple, client j is at a uniform place of its task
+  when i starts. So it arrives :math:`\lfloor T_i / T_j \rfloor` times in between, and once more
+  with probability :math:`T_i / T_j - \lfloor T_i / T_j \rfloor`, independently of the others
+  (:func:`looping_fixed`).
+
+Elsewhere the schedule is simulated (:mod:`fedshuffle.timing.simulation`).
+"""
+
+import numpy as np
+from scipy import special
+
+from fedshuffle._arrays import FloatArray
+from fedshuffle.timing.rates import rate_shares
+from fedshuffle.timing.schedule import Asynchronous
+from fedshuffle.timing.task_times import TaskTimes
+
+_MOST = 500  # clients with fixed times: n^3 operations
+_MULTIPLE = 50  # times whose ratio is that of two numbers up to this have a common multiple
+_CLOSE = 1e-9
+
+
+def mean_weights(schedule: Asynchronous, times: TaskTimes) -> FloatArray | None:
+    """The mean staleness weight of each client; None if no formula is known.
+
+    >>> from fedshuffle import LocalWork
+    >>> from fedshuffle.timing import Clock, Exponential, Tasks
+    >>> clock = Clock([0.25, 0.5, 1, 2], per="task", jitter=Exponential())
+    >>> times = TaskTimes(Tasks(clock, LocalWork().on(np.ones(4, dtype=int))))
+    >>> mean_weights(Asynchronous(staleness=0.5), times).round(3).tolist()
+    [0.823, 0.649, 0.501, 0.379]
+    """
+    if schedule.staleness == 0:
+        return np.ones(len(times))
+    if not schedule.loops(len(times)):
+        return None
+    if times.law == "exponential":
+        shares = rate_shares(schedule, times)
+        return looping_exponential(shares, schedule.buffer, schedule.staleness)
+    if times.law == "fixed" and len(times) <= _MOST and not common_multiple(times.mean):
+        return looping_fixed(times.mean, schedule)
+    return None
+
+
+def looping_exponential(share: FloatArray, buffer: int, exponent: float) -> FloatArray:
+    r"""The mean weight if times are exponential, with shares p of the arrivals.
+
+    With :math:`q = 1 - p` and :math:`Q = q^K`,
+
+    .. math:: E[s] = 1 - \frac{q (1 - Q)}{K p} + \frac{q (1 - Q)^2}{K p}
+              \sum_{t = 1}^{\infty} Q^{t-1} (1 + t)^{-a},
+
+    for K = 1 and :math:`q > 0` this is :math:`(p / q) \mathrm{Li}_a(q)`. The series is an integral,
+
+    .. math:: \sum_{t=1}^\infty Q^{t-1} (1 + t)^{-a} = \frac{1}{\Gamma(1 + a)} \int_0^\infty
+              u^a e^{-2u} \frac{2 - Q e^{-u}}{(1 - Q e^{-u})^2} du,
+
+    where the trapezoidal rule in :math:`\log u` is as precise as floating point.
+
+    >>> looping_exponential(np.array([0.5]), buffer=1, exponent=1.0).round(6).tolist()  # log 2
+    [0.693147]
+    """
+    log_q = np.log1p(-np.minimum(share, 1 - 1e-16))  # finite for a single client
+    gone = -np.expm1(buffer * log_q)  # 1 - Q
+    x = np.arange(-40.0, 7.0, 1 / 8)
+    u = np.exp(x)
+    each = np.empty(len(share))
+    for k, log_big in enumerate((buffer * log_q).tolist()):
+        rest = -np.expm1(log_big - u)  # 1 - Q e^-u
+        each[k] = (np.exp((1 + exponent) * x - 2 * u) * (1 + rest) / rest**2).sum() / 8
+    series = each / special.gamma(1 + exponent)
+    return np.asarray(1 - (1 - share) * gone / (buffer * share) * (1 - gone * series))
+
+
+def looping_fixed(times: FloatArray, schedule: Asynchronous) -> FloatArray:
+    """The mean weight if times are fixed and have no common multiple.
+
+    >>> looping_fixed(np.array([1.0, np.sqrt(2)]), Asynchronous(staleness=1.0)).round(4).tolist()
+    [0.6464, 0.431]
+    """
+    buffer, found = schedule.buffer, np.empty(len(times))
+    for i, own in enumerate(times):
+        ratios = own / np.delete(times, i)
+        number = np.array([1.0])  # of the other arrivals, beyond those that are certain
+        for chance in ratios % 1:
+            number = np.convolve(number, [1 - chance, chance])
+        number = np.convolve(number, np.full(buffer, 1 / buffer))  # and those in the buffer
+        steps = (np.floor(ratios).sum() + np.arange(len(number))) // buffer
+        found[i] = number @ schedule.weight(steps)
+    return found
+
+
+def common_multiple(times: FloatArray) -> bool:
+    """Whether multiples, by small numbers, of two clients' times are equal.
+
+    >>> common_multiple(np.array([1.0, 1.5])), common_multiple(np.array([1.0, 2**0.5]))
+    (True, False)
+    """
+    few = np.arange(1, _MULTIPLE + 1)
+    fractions = np.unique(np.divide.outer(few, few))
+    for i, own in enumerate(times[:-1]):
+        ratios = times[i + 1 :] / own
+        place = np.searchsorted(fractions, ratios)
+        near = fractions[np.clip([place - 1, place], 0, len(fractions) - 1)]
+        if (np.abs(near - ratios) < _CLOSE * ratios).any():
+            return True
+    return False

@@ -1,0 +1,240 @@
+"""Federations from frames, image folders and torch datasets, against arrays made by hand."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas
+import pytest
+import torch
+from PIL import Image
+from torch.utils.data import TensorDataset
+
+from fedshuffle import Federation, FedShuffleError
+from fedshuffle.data import padded
+
+ROWS: dict[str, Any] = {
+    "who": ["bob", "ann", "bob", "cid"],
+    "age": [30, 41, 31, 22],
+    "weight": [81.5, 60.0, 80.0, 55.25],
+    "ill": [1, 0, 0, 1],
+    "city": ["Rome", "Bern", "Bern", "Rome"],
+    "scan": [[1.0, 2.0], [3.0, 4.0], [5.0, 6.0], [7.0, 8.0]],
+}
+FRAME: Any = pandas.DataFrame(ROWS)
+ORDER = [1, 0, 2, 3]  # sorted by client, otherwise as they were
+
+
+def check(federation: Federation, *fields: Any) -> None:
+    """The federation of the rows, sorted by client."""
+    assert list(federation.ids) == ["ann", "bob", "cid"]
+    assert federation.sizes.tolist() == [1, 2, 1]
+    for have, want in zip(federation.fields, fields, strict=True):
+        assert have.dtype == np.asarray(want).dtype
+        np.testing.assert_array_equal(have, np.asarray(want)[ORDER])
+
+
+def test_columns_of_a_frame_become_fields() -> None:
+    found = Federation.from_frame(FRAME, client="who", fields=["scan", "ill"])
+    check(found, ROWS["scan"], ROWS["ill"])
+    found = Federation.from_frame(
+        FRAME[["who", "age", "weight", "ill", "city"]], client="who", label="ill"
+    )
+    matrix = np.stack([ROWS["age"], ROWS["weight"]], axis=1).astype(np.float32)
+    check(found, matrix, ROWS["ill"])
+    found = Federation.from_frame(FRAME, client="who", input=["weight"], label="ill")
+    check(found, matrix[:, 1:], ROWS["ill"])
+
+
+def test_categories_and_text_become_numbers() -> None:
+    categories = pandas.Categorical(ROWS["city"], categories=["Rome", "Bern"])
+    found = Federation.from_frame(FRAME.assign(city=categories), client="who", fields=["city"])
+    check(found, [0, 1, 1, 0])
+    numbers = {"Bern": 5, "Rome": 7}
+    found = Federation.from_frame(FRAME, client="who", fields=["city"], encode={"city": numbers})
+    check(found, [7, 5, 5, 7])
+
+    def lengths(texts: list[str]) -> torch.Tensor:
+        return torch.tensor([[len(text), 1] for text in texts])
+
+    found = Federation.from_frame(FRAME, client="who", fields=["city"], encode={"city": lengths})
+    check(found, [[4, 1]] * 4)
+
+
+def test_weights_and_a_transform_are_kept() -> None:
+    found = Federation.from_frame(
+        FRAME, client="who", fields=["ill"], weights=[2, 1, 1], transform=torch.neg
+    )
+    assert found.weights.tolist() == [0.5, 0.25, 0.25]
+    assert found.transform is torch.neg
+
+
+def test_whole_numbers_may_be_ids() -> None:
+    found = Federation.from_frame(FRAME, client="age", fields=["ill"])
+    assert list(found.ids) == [22, 30, 31, 41]
+
+
+def ragged() -> Any:
+    return FRAME.assign(scan=[[1, 2, 3], [4], [], [5, 6]])
+
+
+def test_lists_are_padded_by_encode() -> None:
+    found = Federation.from_frame(ragged(), client="who", fields=["scan"], encode={"scan": padded})
+    check(found, [[1, 2, 3], [4, 0, 0], [0, 0, 0], [5, 6, 0]])
+    assert padded([[1, 2, 3], [4]], length=2).tolist() == [[1, 2], [4, 0]]
+    assert padded([[0.5], []], value=-100).tolist() == [[0.5], [-100]]
+
+
+def missing() -> Any:
+    return FRAME.assign(who=["bob", None, "ann", "cid"])
+
+
+@pytest.mark.parametrize(
+    ("frame", "options", "message"),
+    [
+        (FRAME, {"client": "user", "label": "ill"}, "unknown column 'user'.*Known: age, city, ill"),
+        (FRAME, {"client": "whom", "label": "ill"}, "Did you mean 'who'"),
+        (FRAME, {"client": "who", "fields": ["x"]}, "unknown column 'x'"),
+        (FRAME, {"client": "who"}, "choose by fields, or by label and input, among.* who, age"),
+        (FRAME, {"client": "who", "label": "ill"}, r"lists \(scan\) do not fit beside others"),
+        (FRAME, {"client": "weight", "fields": ["ill"]}, "'weight' holds double, but ids are text"),
+        (missing(), {"client": "who", "fields": ["ill"]}, "row 2 has no client in column 'who'"),
+        (
+            FRAME,
+            {"client": "who", "fields": ["age", "city"]},
+            "column 'city' holds text. If these.*encode={'city': {'Bern': 0, 'Rome': 1}}",
+        ),
+        (
+            FRAME,
+            {"client": "who", "fields": ["city"], "encode": {"city": {"Rome": 1}}},
+            "column 'city' holds 'Bern', for which encode has no number",
+        ),
+        (
+            FRAME,
+            {"client": "who", "fields": ["city"], "encode": {"town": len}},
+            "unknown column to encode 'town'",
+        ),
+        (
+            FRAME,
+            {"client": "who", "fields": ["ill"], "encode": {"city": len}},
+            "unknown column to encode 'city'.*Known: ill",
+        ),
+        (
+            FRAME,
+            {"client": "who", "fields": ["city"], "encode": {"city": len}},
+            r"what encode makes of column 'city' has shape \(\) for 4 rows",
+        ),
+        (
+            FRAME,
+            {"client": "who", "fields": ["city"], "encode": {"city": list}},
+            r"what encode makes of column 'city' holds text \('Rome'\)",
+        ),
+        (
+            FRAME,
+            {"client": "who", "fields": ["city"], "encode": {"city": lambda t: 1 / 0}},
+            "encode of column 'city': ZeroDivisionError",
+        ),
+        (
+            ragged(),
+            {"client": "who", "fields": ["scan"], "encode": {"scan": list}},
+            "different lengths.*Pad them, such as by fedshuffle.data.padded",
+        ),
+        (ragged(), {"client": "who", "fields": ["scan"]}, "lists of 3 and, in row 2, of 1 values"),
+        (
+            FRAME.assign(age=[1.0, np.nan, 3.0, 4.0]),
+            {"client": "who", "label": "ill", "input": ["age"]},
+            "field 0 of client 'ann' has NaN or infinity in its example 0",
+        ),
+        (
+            FRAME.assign(city=pandas.Categorical(["a", None, "b", "b"])),
+            {"client": "who", "fields": ["city"]},
+            "column 'city' has missing values",
+        ),
+        (
+            FRAME.assign(city=[np.eye(2)] * 4),
+            {"client": "who", "fields": ["city"]},
+            "'city' cannot be read as numbers.*encode={'city': function}",
+        ),
+        (FRAME.rename(columns={"age": 3}), {"client": "who", "fields": ["ill"]}, "must be text"),
+        (ROWS, {"client": "who", "fields": ["ill"]}, "a frame is a DataFrame.*not a dict"),
+        (FRAME[:0], {"client": "who", "fields": ["ill"]}, "there are no examples"),
+    ],
+)
+def test_what_is_wrong_with_a_frame_is_said_once(
+    frame: Any, options: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(FedShuffleError, match=message) as error:
+        Federation.from_frame(frame, **options)
+    assert "\n" not in str(error.value)
+
+
+# Torch datasets ---------------------------------------------------------------------------------
+
+
+def test_torch_datasets_have_ids() -> None:
+    x = torch.arange(6.0)
+    parts = [TensorDataset(x[:4]), TensorDataset(x[4:])]
+    for found in (
+        Federation.from_datasets(parts, ids=["b", "a"], transform=torch.neg),
+        Federation.from_datasets(dict(zip("ba", parts, strict=True)), transform=torch.neg),
+    ):
+        assert list(found.ids) == ["b", "a"]  # in the order given
+        assert found.client(found.find("a"))[0].tolist() == [4, 5]
+        assert found.transform is torch.neg
+    for ids in (["a"], ["a", "a"]):
+        with pytest.raises(FedShuffleError, match="ids must be 2 different ones"):
+            Federation.from_datasets(parts, ids=ids)
+    with pytest.raises(FedShuffleError, match="leave ids out"):
+        Federation.from_datasets({"a": parts[0]}, ids=["a"])
+
+
+# Images -----------------------------------------------------------------------------------------
+
+
+def draw(path: Path, colour: tuple[int, int, int], size: tuple[int, int] = (3, 2)) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    Image.new("RGB", size, colour).save(path)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    draw(tmp_path / "people/bob/dog/1.png", (255, 0, 51))
+    draw(tmp_path / "people/bob/cat/2.PNG", (0, 102, 0))
+    draw(tmp_path / "people/ann/dog/3.png", (0, 0, 255))
+    (tmp_path / "people/ann/dog/notes.txt").write_text("a good dog")
+    (tmp_path / "people/.hidden").mkdir()
+    return tmp_path / "people"
+
+
+def test_a_folder_of_images_per_client(folder: Path) -> None:
+    found = Federation.from_image_folder(folder)
+    assert (list(found.ids), found.sizes.tolist()) == (["ann", "bob"], [1, 2])
+    images, labels = found.fields
+    assert (images.shape, images.dtype) == ((3, 3, 2, 3), np.float32)
+    colours = np.array([[0, 0, 1], [0, 0.4, 0], [1, 0, 0.2]])
+    np.testing.assert_allclose(images[:, :, 1, 2], colours, rtol=1e-6)
+    assert labels.tolist() == [1, 0, 1]
+    grey = Federation.from_image_folder(folder, mode="L", size=(4, 5), classes=["dog", "cat"])
+    assert grey.fields[0].shape == (3, 1, 4, 5)
+    assert grey.fields[1].tolist() == [0, 1, 0]
+
+
+def test_what_is_wrong_with_images_is_said_once(folder: Path) -> None:
+    make = Federation.from_image_folder
+    with pytest.raises(FedShuffleError, match="unknown class 'cat'"):
+        make(folder, classes=["dog"])
+    with pytest.raises(FedShuffleError, match="unknown mode 'XYZ'"):
+        make(folder, mode="XYZ")
+    with pytest.raises(FedShuffleError, match="there is no folder"):
+        make(folder / "nobody")
+    with pytest.raises(FedShuffleError, match=r"has no folders.* into dog/CLIENT/CLASS"):
+        make(folder / "ann/dog")
+    draw(folder / "cid/4.png", (0, 0, 0))
+    with pytest.raises(FedShuffleError, match="client 'cid' has no images in folders of classes"):
+        make(folder)
+    draw(folder / "cid/dog/4.png", (0, 0, 0), (5, 5))
+    with pytest.raises(FedShuffleError, match=r"shape \(3, 5, 5\), and others \(3, 2, 3\)"):
+        make(folder)
+    (folder / "cid/dog/4.png").write_bytes(b"no image")
+    with pytest.raises(FedShuffleError, match=r"cannot read .*4\.png"):
+        make(folder)

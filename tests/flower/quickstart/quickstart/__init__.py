@@ -1,0 +1,1 @@
+"""A Flower app with FedAvg and a train function of its own."""
