@@ -8,6 +8,10 @@ import pytest
 from fedshuffle.auditing.adapters import ensure_identity
 from tests.flower.deployment import deployment  # noqa: F401  where it is asked for
 
+# Apps hold no tests. Collected, their modules would stand in sys.modules, and a test that imports a
+# changed copy of an app would get the unchanged one.
+collect_ignore = ["app", "quickstart"]
+
 
 @pytest.fixture
 def server_process() -> None:
