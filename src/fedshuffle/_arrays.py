@@ -70,6 +70,16 @@ def number(value: Any, what: str, within: str = "") -> float:
     return found
 
 
+def shortest(value: float) -> str:
+    """A number as the shortest text that reads as the same number.
+
+    >>> shortest(60.0), shortest(1e6), shortest(1234567), shortest(0.1)
+    ('60', '1e+06', '1234567', '0.1')
+    """
+    brief = f"{value:g}"
+    return brief if float(brief) == value else str(value)
+
+
 def _inside(values: Any, within: str) -> Any:
     """Whether a number is, or which of an array are, in an interval such as "(0, 1]"."""
     low, high = map(float, within[1:-1].split(","))

@@ -66,7 +66,9 @@ def test_texts() -> None:
     assert abs(logs.mean()) < 0.08
     assert logs.std() == pytest.approx(1, abs=0.05)
     classes = parse_clock("classes:0.7x0.1,0.3x1", clients)
-    assert (classes.seconds == 1).mean() == pytest.approx(0.3, abs=0.03)
+    assert (classes.seconds == 1).sum() == 1200
+    few = parse_clock("classes:0.5x1,0.25x2,0.25x3", Federation.from_sizes([1] * 4))
+    assert sorted(few.seconds) == [1, 1, 2, 3]
     rates = parse_clock("rates:4,0.5", PAIR)
     assert rates.mean(np.arange(2), np.array([1, 9])).tolist() == [0.25, 2]
 
@@ -92,6 +94,9 @@ def test_table(tmp_path: Path) -> None:
         ("sundial:1", "unknown clock 'sundial'"),
         ("fixed:1+jitter:lots", "unknown jitter"),
         ("fixed:1+wind:3", "unknown option of a clock"),
+        ("fixed:1+latency:", "latency is '', but must be"),
+        ("fixed:1+up:1e6+up:2e6", "up is given twice"),
+        ("classes:0.999x1,0.001x-1", "must be in"),
     ],
 )
 def test_bad_clocks(text: str, message: str) -> None:
@@ -100,16 +105,31 @@ def test_bad_clocks(text: str, message: str) -> None:
 
 
 @pytest.mark.parametrize(
+    ("table", "message"),
+    [
+        ("client,seconds\n0,1\n1,1,5\n", "line 3.*3 values for 2 columns"),
+        ("client,seconds,up,up\n0,1,2,3\n1,1,2,3\n", "the first line is"),
+    ],
+)
+def test_bad_tables(table: str, message: str, tmp_path: Path) -> None:
+    (tmp_path / "devices.csv").write_text(table)
+    with pytest.raises(FedShuffleError, match=message):
+        resolve_clock("table:devices.csv", PAIR, tmp_path)
+
+
+@pytest.mark.parametrize(
     "text",
     [
         "wait",
         "deadline:60",
         "deadline:0.5+partial",
+        "deadline:1000000.25",
         "over:8of10",
         "fedasync",
         "fedasync:a=0.5",
         "fedbuff:K=10,C=100",
         "fedbuff:K=2,C=3,a=1",
+        "fedbuff:K=1234567,a=0.12345678",
         "queued:C=10",
         "shuffled:K=2,C=10",
     ],
@@ -124,6 +144,7 @@ def test_schedules_are_written_as_they_are_read(text: str) -> None:
         ("fedbuff:C=3", "write fedbuff:K=10"),
         ("fedbuff:K=1.5", "write fedbuff:K=10"),
         ("fedasync:b=1", "write fedasync"),
+        ("fedbuff:K=2,K=3", "K is given twice"),
         ("fedasync:a=-1", "staleness exponent a is -1"),
         ("queued", "give the concurrency"),
         ("over:8", "write over:8of10"),

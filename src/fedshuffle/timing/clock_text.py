@@ -2,8 +2,10 @@
 
 import csv
 from collections.abc import Callable, Hashable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from scipy import special
@@ -35,24 +37,33 @@ def parse(text: str, federation: Federation, folder: Path | None = None) -> Cloc
     >>> parse("fixed:0.1,0.4+jitter:exponential", Federation.from_sizes([1, 2]))
     0.1 to 0.4 seconds per step, jitter exponential
     """
-    name, argument, options = _read(text)
-    form, make = _MAKERS[name]
-    try:
-        clock = make(argument, _Population(len(federation), federation.ids, folder or Path()))
-        given = {key: _numbers(value) for key, value in options.items() if key != "jitter"}
-        clock = clock.changed(**given)
-    except (ValueError, TypeError) as error:
-        if isinstance(error, FedShuffleError):
+    with _named(text):
+        name, argument, options = _read(text)
+        form, make = _MAKERS[name]
+        try:
+            clock = make(argument, _Population(len(federation), federation.ids, folder or Path()))
+        except FedShuffleError:
             raise
-        raise FedShuffleError(f"clock {text!r} cannot be read: write {form!r}.") from error
-    if "jitter" in options:
-        clock = clock.changed(jitter=jitter.parse(options["jitter"]))
-    return clock
+        except (ValueError, TypeError) as error:
+            raise FedShuffleError(f"cannot be read: write {form!r}.") from error
+        given: dict[str, Any] = {
+            key: [number(word, key) for word in value.split(",")]
+            for key, value in options.items()
+            if key != "jitter"
+        }
+        if "jitter" in options:
+            given["jitter"] = jitter.parse(options["jitter"])
+        return clock.changed(**given)
 
 
 def check(text: str) -> None:
     """Refuse a text that names no clock, before there is a federation."""
-    _read(text)
+    with _named(text):
+        _read(text)
+
+
+def _named(text: str) -> AbstractContextManager[None]:
+    return error_context(f"clock {text!r:.60}", FedShuffleError)
 
 
 def resolve(
@@ -66,8 +77,7 @@ def resolve(
     if clock is None:
         return None
     if isinstance(clock, str):
-        with error_context(f"clock {clock!r:.60}", FedShuffleError):
-            clock = parse(clock, federation, folder)
+        clock = parse(clock, federation, folder)
     if not isinstance(clock, Clock):
         raise FedShuffleError(
             f"clock is {clock!r:.60}, but must be a text, such as 'lognormal:0.1:1', or a Clock."
@@ -88,11 +98,13 @@ def _read(text: str) -> tuple[str, str, dict[str, str]]:
     name, _, argument = main.partition(":")
     check_known("clock", name, _MAKERS)
     if not argument:
-        raise FedShuffleError(f"clock {text!r} is incomplete: write {_MAKERS[name][0]!r}.")
+        raise FedShuffleError(f"is incomplete: write {_MAKERS[name][0]!r}.")
     options: dict[str, str] = {}
     for option in rest:
         key, _, value = option.partition(":")
         check_known("option of a clock", key, _OPTIONS)
+        if key in options:
+            raise FedShuffleError(f"{key} is given twice: leave out one of them.")
         options[key] = value
     return name, argument, options
 
@@ -129,11 +141,13 @@ def _lognormal(argument: str, population: _Population) -> Clock:
 def _classes(argument: str, population: _Population) -> Clock:
     pairs = [word.split("x") for word in argument.split(",")]
     shares = np.array([float(share) for share, _ in pairs])
-    seconds = np.array([float(value) for _, value in pairs])
+    seconds = [number(value, "seconds of a device class", within="(0, inf)") for _, value in pairs]
     if not (shares > 0).all() or abs(shares.sum() - 1) > 1e-6:
         raise FedShuffleError(f"the shares of device classes sum to {shares.sum():g}, not to 1.")
-    place = np.searchsorted(np.cumsum(shares), _places(population), side="right")
-    return Clock(seconds[np.minimum(place, len(seconds) - 1)])
+    # Of every class its share of the clients, up to rounding; who is in it is random.
+    ends = np.round(np.cumsum(shares) * population.clients).astype(np.int64)
+    place = np.searchsorted(ends[:-1], np.argsort(np.argsort(_places(population))), side="right")
+    return Clock(np.array(seconds)[place])
 
 
 def _table(argument: str, population: _Population) -> Clock:
@@ -146,7 +160,7 @@ def _table(argument: str, population: _Population) -> Clock:
     with fails, path.open(newline="", encoding="utf-8-sig") as file:
         rows = csv.DictReader(file)
         columns = [name.strip() for name in rows.fieldnames or ()]
-        if columns[:2] != ["client", "seconds"] or not set(columns[2:]) <= set(_TABLE):
+        if columns[:2] != ["client", "seconds"] or {*columns[2:]} - {*_TABLE} or len(columns) > len({*columns}):
             raise FedShuffleError(
                 f"{path}: the first line is {','.join(columns)!r}, but must be 'client,seconds' and"
                 " perhaps latency, down, up."
@@ -154,6 +168,9 @@ def _table(argument: str, population: _Population) -> Clock:
         rows.fieldnames = columns
         for row in rows:
             with error_context(f"{path}, line {rows.line_num}", FedShuffleError):
+                if None in row:
+                    values = len(columns) + len(row[None])
+                    raise FedShuffleError(f"there are {values} values for {len(columns)} columns.")
                 client = str(row["client"]).strip()
                 if client not in place:
                     raise FedShuffleError(

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from fedshuffle._arrays import FloatArray, IntArray, frozen
+from fedshuffle._arrays import FloatArray, IntArray, frozen, shortest
 from fedshuffle.availability import Always, Availability
 from fedshuffle.availability.base import BoolArray
 from fedshuffle.local_work import Interruption
@@ -89,7 +89,7 @@ class UntilDeadline(Interruption):
     deadline: float
 
     def __repr__(self) -> str:
-        return f"UntilDeadline({self.deadline:g})"
+        return f"UntilDeadline({shortest(self.deadline)})"
 
     @property
     def random(self) -> bool:  # type: ignore[override]

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 from scipy import special
 
-from fedshuffle._arrays import FloatArray, number
+from fedshuffle._arrays import FloatArray, number, shortest
 from fedshuffle.errors import FedShuffleError, check_known
 
 
@@ -87,7 +87,7 @@ class LogNormal(Jitter):
         number(self.sigma, "the sigma of a log-normal jitter", within="(0, inf)")
 
     def __str__(self) -> str:
-        return f"lognormal:{self.sigma:g}"
+        return f"lognormal:{shortest(self.sigma)}"
 
     def quantile(self, u: FloatArray) -> FloatArray:
         # Not 0: a task of no length would never be behind another.

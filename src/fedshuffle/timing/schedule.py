@@ -10,7 +10,7 @@ from typing import Literal
 
 import numpy as np
 
-from fedshuffle._arrays import FloatArray, IntArray, count, number
+from fedshuffle._arrays import FloatArray, IntArray, count, number, shortest
 from fedshuffle.errors import FedShuffleError, check_known, unknown
 
 _DRAWS = ("idle", "queued", "shuffled")
@@ -44,7 +44,7 @@ class Deadline:
         number(self.seconds, "the deadline in seconds", within="(0, inf)")
 
     def __str__(self) -> str:
-        return f"deadline:{self.seconds:g}{'+partial' * self.partial}"
+        return f"deadline:{shortest(self.seconds)}{'+partial' * self.partial}"
 
 
 @dataclass(frozen=True)
@@ -134,7 +134,7 @@ class Asynchronous:
         name = self.draw if self.draw != "idle" else "fedasync" if self.buffer == 1 else "fedbuff"
         values = {"K": self.buffer, "C": self.concurrency, "a": self.staleness}
         unset = {"K": 1, "C": None, "a": 0.0}
-        told = [f"{k}={value:g}" for k, value in values.items() if value != unset[k]]
+        told = [f"{k}={shortest(v)}" for k, v in values.items() if v is not None and v != unset[k]]
         return ":".join([name, *([",".join(told)] if told else [])])
 
 
@@ -219,8 +219,12 @@ def _asynchronous(draw: str, buffer: int | None) -> Callable[[str], Asynchronous
     """A maker; a buffer of None must be given."""
 
     def make(argument: str) -> Asynchronous:
-        given = dict(word.split("=") for word in argument.split(",") if word)
-        values = {key.strip(): float(value) for key, value in given.items()}
+        values: dict[str, float] = {}
+        for word in argument.split(",") if argument else ():
+            key, value = word.split("=")
+            if key.strip() in values:
+                raise FedShuffleError(f"{key.strip()} is given twice: leave out one of them.")
+            values[key.strip()] = float(value)
         if buffer is not None:
             values.setdefault("K", float(buffer))
         size, concurrency = values.pop("K", math.nan), values.pop("C", None)
