@@ -101,7 +101,9 @@ def test_mean_weights_in_the_limits() -> None:
     np.testing.assert_allclose(  # of a million clients, stale by a million steps
         looping_exponential(np.array([1e-6]), 1, 1.0), 1e-6 * np.log(1e6), rtol=1e-5
     )
-    for unknown in (times(FOUR), times(FOUR, LogNormal(1.0))):
+    # Times with a common multiple: what is exact for others is not for these, by some permille.
+    steps = 0.1 * np.array([53, 59, 61])
+    for unknown in (times(FOUR), times(steps), times(FOUR, LogNormal(1.0))):
         assert mean_weights(Asynchronous(staleness=1), unknown) is None
 
 

@@ -15,6 +15,7 @@ Elsewhere the schedule is simulated (:mod:`fedshuffle.timing.simulation`).
 """
 
 import numpy as np
+from numpy.typing import NDArray
 from scipy import special
 
 from fedshuffle._arrays import FloatArray
@@ -23,8 +24,8 @@ from fedshuffle.timing.schedule import Asynchronous
 from fedshuffle.timing.task_times import TaskTimes
 
 _MOST = 500  # clients with fixed times: n^3 operations
-_MULTIPLE = 50  # times whose ratio is that of two numbers up to this have a common multiple
-_CLOSE = 1e-9
+_MULTIPLE = 10_000  # times whose ratio is that of two numbers up to this have a common multiple
+_CLOSE = 1e-14  # a ratio of two random times is so close to such a one in one of a million cases
 
 
 def mean_weights(schedule: Asynchronous, times: TaskTimes) -> FloatArray | None:
@@ -100,15 +101,22 @@ def looping_fixed(times: FloatArray, schedule: Asynchronous) -> FloatArray:
 def common_multiple(times: FloatArray) -> bool:
     """Whether multiples, by small numbers, of two clients' times are equal.
 
-    >>> common_multiple(np.array([1.0, 1.5])), common_multiple(np.array([1.0, 2**0.5]))
+    >>> common_multiple(np.array([5.3, 5.9])), common_multiple(np.array([1.0, 2**0.5]))
     (True, False)
     """
-    few = np.arange(1, _MULTIPLE + 1)
-    fractions = np.unique(np.divide.outer(few, few))
-    for i, own in enumerate(times[:-1]):
-        ratios = times[i + 1 :] / own
-        place = np.searchsorted(fractions, ratios)
-        near = fractions[np.clip([place - 1, place], 0, len(fractions) - 1)]
-        if (np.abs(near - ratios) < _CLOSE * ratios).any():
-            return True
-    return False
+    return any(_fractions(times[i + 1 :] / own).any() for i, own in enumerate(times[:-1]))
+
+
+def _fractions(ratios: FloatArray) -> NDArray[np.bool_]:
+    """Which ratios are fractions of small numbers: then one of its convergents, p / q."""
+    found, beyond = np.zeros(len(ratios), dtype=np.bool_), 2.0 * _MULTIPLE
+    p, q, rest = np.ones_like(ratios), np.zeros_like(ratios), np.minimum(ratios, beyond)
+    p_before, q_before = q, p
+    while (np.maximum(p, q) <= _MULTIPLE).any():
+        whole = np.floor(rest)
+        p, p_before = whole * p + p_before, p
+        q, q_before = whole * q + q_before, q
+        near = np.abs(p / q - ratios) <= _CLOSE * ratios
+        found |= near & (np.maximum(p, q) <= _MULTIPLE)
+        rest = 1 / np.maximum(rest - whole, 1 / beyond)
+    return found
