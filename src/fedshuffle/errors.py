@@ -38,6 +38,15 @@ class FedShuffleError(ValueError):
         super().__init__(*(visible(arg) if isinstance(arg, str) else arg for arg in args))
 
 
+class NotAuditableError(FedShuffleError):
+    """No way is known to compute which objective this run minimises; it can be trained.
+
+    >>> raise NotAuditableError("no formula is known for this method: audit another.")
+    Traceback (most recent call last):
+    fedshuffle.errors.NotAuditableError: no formula is known for this method: audit another.
+    """
+
+
 class TrainingError(FedShuffleError):
     """Training failed; carries the client, the round and the stage of the failure.
 

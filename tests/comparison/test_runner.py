@@ -126,6 +126,19 @@ def test_what_is_on_the_way_is_checked_audited_and_listed(tmp_path: Path) -> Non
     assert [facts["audit"]["consistent"] for facts in found.variants.values()] == [False, False]
 
 
+def test_what_cannot_be_audited_is_compared(tmp_path: Path) -> None:
+    """The audit of a method that remembers has no formula, and no simulation, under drift."""
+    way = {"availability": "drifting:0.9:0.2", "compare.methods": ["fedshuffle", "mifa"]}
+    audits = [
+        facts["audit"]
+        for facts in collect_facts(comparison.load(project(tmp_path), way)).variants.values()
+    ]
+    assert [one["consistent"] for one in audits] == [True, None]
+    assert audits[1]["effective_weights"] is None
+    assert "mifa" in audits[1]["unknown"]
+    assert "unknown" not in audits[0]
+
+
 def test_printed_table(done: tuple[Path, Results], capsys: pytest.CaptureFixture[str]) -> None:
     print_results(Console(width=100), done[1], Path())
     out = capsys.readouterr().out

@@ -13,12 +13,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fedshuffle import FedShuffleError
+from fedshuffle.comparison.results import check_results
 from fedshuffle.methods import colour
 from fedshuffle.reports.comparison import write
 from fedshuffle.reports.comparison.figures import audits, curves, histogram
 from fedshuffle.reports.comparison.model import ROUNDS, STEPS, Compared
 from fedshuffle.reports.comparison.tables import csv_text
-from fedshuffle.reports.comparison.warnings import headlines
+from fedshuffle.reports.comparison.warnings import headlines, notes
 from tests.reports.examples import EVIL, NASTY, curve, results, run, trial
 
 pytestmark = pytest.mark.xdist_group("comparison report")  # what they share is made once
@@ -53,6 +54,19 @@ def test_different_audits_are_separate_rows() -> None:
     assert (one.momenta, two.momenta) == (["none"], ["mvr:0.1"])
     assert two.consistent is None
     assert len(two.points) == 2  # a client that counts nothing has no place on the axis
+
+
+def test_a_method_without_an_audit_says_why(tmp_path: Path) -> None:
+    why = "no formula is known for mifa, and a drift cannot be simulated."
+    audit = {"consistent": None, "effective_weights": None, "objective_weights": [1 / 3] * 3}
+    found = results(
+        curve("fedavg", run(1, 0.5)), curve("mifa", run(1, 0.5), audit={**audit, "unknown": why})
+    )
+    check_results(found)
+    assert [one.unknown for one in audits(Compared(found))] == ["", why]
+    assert [len(one.points) for one in audits(Compared(found))] == [3, 0]
+    assert [note for note in notes(Compared(found), "own") if why in note]
+    assert why in write(found, tmp_path)[-1].read_text(encoding="utf-8")
 
 
 def test_the_search_shows_the_winner() -> None:

@@ -29,7 +29,7 @@ from fedshuffle.auditing.slow_clients import slow_clients
 from fedshuffle.auditing.subject import ROUNDS, Subject
 from fedshuffle.auditing.transforms import transform_effects
 from fedshuffle.availability import Availability
-from fedshuffle.errors import FedShuffleError
+from fedshuffle.errors import FedShuffleError, NotAuditableError
 from fedshuffle.federation import Federation
 from fedshuffle.local_work import LocalWork
 from fedshuffle.methods import Cohort, CohortMoments, InclusionProbability, Method, SumOne
@@ -479,7 +479,7 @@ def monte_carlo(subject: Subject, seed: int, draws: int) -> tuple[FloatArray, Fl
     pool, window = _pool_alike(subject), subject.dependencies.window
     each, batches = draws // BATCHES, []
     if window and subject.timed:
-        raise FedShuffleError(
+        raise NotAuditableError(
             "a rule that depends on the round cannot be audited where the clock decides who takes"
             " part by the steps of the round. Use schedule 'wait', or a rule that treats rounds"
             " alike."

@@ -10,7 +10,7 @@ from fedshuffle._arrays import FloatArray
 from fedshuffle.auditing.estimation import LOG_BATCHES, Observations
 from fedshuffle.auditing.findings import Finding, findings_of
 from fedshuffle.auditing.subject import Subject
-from fedshuffle.errors import FedShuffleError
+from fedshuffle.errors import NotAuditableError
 from fedshuffle.sampling import AmongAvailable
 
 WINDOWS = 4  # parts of the rounds to look at
@@ -28,7 +28,7 @@ def check_steady(subject: Subject) -> None:
     if not isinstance(sampling, AmongAvailable) or sampling.period == 1:
         return
     if subject.step_size is not None or not sampling.availability.repeats:
-        raise FedShuffleError(
+        raise NotAuditableError(
             f"no formula is known for {subject.method.name}, and an availability that changes with"
             " time cannot be simulated with a schedule or a drift: audit the averaging alone, or"
             " leave out step_size and take an availability that repeats."

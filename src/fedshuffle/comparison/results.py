@@ -3,12 +3,21 @@
 import math
 from collections.abc import Mapping
 from contextlib import nullcontext
-from typing import Any, NamedTuple, TypedDict, get_args, get_origin, get_type_hints, is_typeddict
+from typing import (
+    Any,
+    NamedTuple,
+    NotRequired,
+    TypedDict,
+    get_args,
+    get_origin,
+    get_type_hints,
+    is_typeddict,
+)
 
 import numpy as np
 from torch import nn
 
-from fedshuffle._arrays import IGNORED, expect
+from fedshuffle._arrays import IGNORED, FloatArray, expect
 from fedshuffle.auditing import audit
 from fedshuffle.comparison.small_clients import training_sizes
 from fedshuffle.comparison.spec import Comparison, Criterion
@@ -17,8 +26,9 @@ from fedshuffle.config import Config, imports, loader
 from fedshuffle.config import runner as config_runner
 from fedshuffle.config.runner import RunInputs
 from fedshuffle.config.schema import at
-from fedshuffle.errors import FedShuffleError, check_known
+from fedshuffle.errors import FedShuffleError, NotAuditableError, check_known
 from fedshuffle.evaluation import Evaluation, Evaluations
+from fedshuffle.federation import Federation
 from fedshuffle.fingerprint import versions
 from fedshuffle.methods import Method, label
 from fedshuffle.training.rounds import Run
@@ -53,8 +63,16 @@ class AuditRecord(TypedDict):
     """The audit of a method."""
 
     consistent: bool | None
-    effective_weights: list[float]
+    effective_weights: list[float] | None
     objective_weights: list[float]
+    unknown: NotRequired[str]
+    """Why there are no effective weights, if there are none."""
+
+
+def effective_weights(audited: AuditRecord) -> FloatArray:
+    """The effective weights of an audit, not a number (NaN) where they are unknown."""
+    found = audited["effective_weights"]
+    return np.full(len(audited["objective_weights"]), np.nan) if found is None else np.array(found)
 
 
 class Curve(TypedDict):
@@ -102,6 +120,8 @@ def check_results(found: Any, kind: Any = Results, what: str = "the results") ->
     expect(found, Mapping, what)
     for key, hint in get_type_hints(kind).items():
         if key not in found:
+            if key not in kind.__required_keys__:
+                continue
             raise FedShuffleError(
                 f"{key!r} is missing from {what}: is this the results.json of a comparison?"
             )
@@ -175,7 +195,7 @@ def _variant_facts(config: Config, variant: Variant, method: Method, inputs: Run
     with at(variant.place):  # some do not go with privacy or a channel
         run = Run(*given, rounds=config.rounds, **on_the_way)
     with imports.running(f"the audit of {method.name!r}", config.folder):
-        found, scales = audit(*given, **on_the_way), run.step_scales()
+        audited, scales = _audit(*given, **on_the_way), run.step_scales()
     own = {"method": method.name, **dict(variant.changes)} if variant.named else {}
     return {
         "method": variant.named or method.name,
@@ -183,8 +203,21 @@ def _variant_facts(config: Config, variant: Variant, method: Method, inputs: Run
         "settings": {key: _words(value) for key, value in own.items()},
         "momentum": method.momentum,
         "client_step_sizes": scales,  # the smallest and the largest, for a step size of 1
-        "audit": {key: getattr(found, key) for key in AuditRecord.__annotations__},
+        "audit": audited,
     }
+
+
+def _audit(federation: Federation, *given: Any, **on_the_way: Any) -> AuditRecord:
+    """The audit of a method, or why it cannot be audited: that is no reason not to compare it."""
+    record = AuditRecord(
+        consistent=None, effective_weights=None, objective_weights=federation.weights.tolist()
+    )
+    try:
+        found = audit(federation, *given, **on_the_way)
+    except NotAuditableError as error:
+        return {**record, "unknown": str(error)}
+    weights = found.effective_weights.tolist()
+    return {**record, "consistent": found.consistent, "effective_weights": weights}
 
 
 def _check_names(methods: Mapping[Variant, Method]) -> None:

@@ -27,7 +27,7 @@ from fedshuffle._arrays import jsonable
 from fedshuffle._files import results_folder, write_file
 from fedshuffle._terminal import Console
 from fedshuffle.comparison import Comparison
-from fedshuffle.comparison.results import Curve, Results
+from fedshuffle.comparison.results import Curve, Results, effective_weights
 from fedshuffle.config import Config, resume
 from fedshuffle.config.schema import resized
 from fedshuffle.errors import FedShuffleError
@@ -132,7 +132,7 @@ def rows_of(results: Results) -> list[Row]:
     for curve in results["curves"]:
         if curve["group"] == "own":
             audit = curve["audit"]
-            gap = np.abs(np.subtract(audit["effective_weights"], audit["objective_weights"])).sum()
+            gap = np.abs(effective_weights(audit) - audit["objective_weights"]).sum()
             rows.append(Row(curve["label"], curve, 0.5 * float(gap)))
     return rows
 

@@ -26,7 +26,7 @@ from torch import Tensor
 from fedshuffle import comparison
 from fedshuffle._arrays import FloatArray
 from fedshuffle._files import results_folder, write_file
-from fedshuffle.comparison.results import Results
+from fedshuffle.comparison.results import Results, effective_weights
 from fedshuffle.errors import FedShuffleError
 from fedshuffle.evaluation import SetMetric
 from fedshuffle.experiments import digits, step_sizes
@@ -166,9 +166,10 @@ _MEASURED = ("accuracy", "accuracy_slow", "training_loss")
 def summary(name: str, results: Results) -> Iterator[tuple[list[Line], Line]]:
     """The evaluations of each run, and a line that says how it ended."""
     for row in step_sizes.rows_of(results):
+        audit = row.curve["audit"]
         meant, really = (
-            float(np.sum(row.curve["audit"][kind][:SLOW]))
-            for kind in ("objective_weights", "effective_weights")
+            float(np.sum(weights[:SLOW]))
+            for weights in (audit["objective_weights"], effective_weights(audit))
         )
         known = {key: row.curve[key] for key in ("step_size", "server_step_size")}
         for run in row.curve["runs"]:

@@ -160,7 +160,11 @@ def _table(argument: str, population: _Population) -> Clock:
     with fails, path.open(newline="", encoding="utf-8-sig") as file:
         rows = csv.DictReader(file)
         columns = [name.strip() for name in rows.fieldnames or ()]
-        if columns[:2] != ["client", "seconds"] or {*columns[2:]} - {*_TABLE} or len(columns) > len({*columns}):
+        if (
+            columns[:2] != ["client", "seconds"]
+            or {*columns[2:]} - {*_TABLE}
+            or len(columns) > len({*columns})
+        ):
             raise FedShuffleError(
                 f"{path}: the first line is {','.join(columns)!r}, but must be 'client,seconds' and"
                 " perhaps latency, down, up."
@@ -169,8 +173,8 @@ def _table(argument: str, population: _Population) -> Clock:
         for row in rows:
             with error_context(f"{path}, line {rows.line_num}", FedShuffleError):
                 if None in row:
-                    values = len(columns) + len(row[None])
-                    raise FedShuffleError(f"there are {values} values for {len(columns)} columns.")
+                    given = len(columns) + len(row[None])
+                    raise FedShuffleError(f"there are {given} values for {len(columns)} columns.")
                 client = str(row["client"]).strip()
                 if client not in place:
                     raise FedShuffleError(

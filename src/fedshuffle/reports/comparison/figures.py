@@ -16,6 +16,7 @@ from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from fedshuffle._arrays import FloatArray, IntArray
 from fedshuffle._arrays import histogram as histogram
+from fedshuffle.comparison.results import effective_weights
 from fedshuffle.reports.comparison import model
 from fedshuffle.reports.comparison.model import Axis, Compared, ComparedMethod, Line
 from fedshuffle.reports.comparison.searches import SIZES, Search
@@ -173,6 +174,7 @@ class Audited:
     method: ComparedMethod
     momenta: list[str]
     consistent: bool | None
+    unknown: str  # why the weights could not be computed, else empty
     wrong: float  # the share of the weight that is in the wrong place
     largest: float
     """The largest factor between a client's effective and intended weight, either way."""
@@ -187,7 +189,7 @@ def audits(comparison: Compared) -> list[Audited]:
     for line in sorted(comparison.lines, key=lambda x: (x.method.index, x.momentum != "none")):
         audit = line.curve["audit"]
         meant = np.array(audit["objective_weights"])
-        effective = np.array(audit["effective_weights"])
+        effective = effective_weights(audit)
         ratios = effective / meant
         key = (line.method, audit["consistent"], ratios.round(6).tobytes())
         if key not in found:
@@ -195,7 +197,8 @@ def audits(comparison: Compared) -> list[Audited]:
             largest = float(np.maximum(positive, 1 / positive).max(initial=0)) or math.inf
             wrong = 0.5 * float(np.abs(effective - meant).sum())
             points = _points(sizes, ratios)
-            found[key] = Audited(line.method, [], audit["consistent"], wrong, largest, points)
+            told = audit["consistent"], audit.get("unknown", "")
+            found[key] = Audited(line.method, [], *told, wrong, largest, points)
         if line.momentum not in found[key].momenta:
             found[key].momenta.append(line.momentum)
     return list(found.values())

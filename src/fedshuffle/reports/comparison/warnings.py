@@ -91,4 +91,6 @@ def notes(comparison: Compared, group: str) -> list[str]:
     for name, settings in own.items():
         rest = ", ".join(f"{key} {value}" for key, value in settings.items() if key != "method")
         found.append(f"{name} is {settings['method']}{f' with {rest}' if rest else ''}.")
+    unknown = {x.method.label: why for x in lines if (why := x.curve["audit"].get("unknown"))}
+    found += [f"{name} could not be audited: {why}" for name, why in unknown.items()]
     return found + [f"{mark} {text}." for line in lines for mark, text in marks(line).items()]
