@@ -11,6 +11,9 @@ import pytest
 # Tests run side by side already: torch's own threads would only fight over the cores.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+# Fonts in a PDF take longer than its figure.
+os.environ.setdefault("MATPLOTLIBRC", str(Path(__file__).parent / "tests" / "matplotlibrc"))
+
 # Started in the background of a shell, all would ignore Ctrl-C, by which tests end what they start.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
