@@ -23,7 +23,7 @@ from fedshuffle import Federation, LocalWork
 from fedshuffle.auditing import audit_privacy, audit_server
 from fedshuffle.auditing.adapters import FlowerAggregator
 from fedshuffle.errors import FedShuffleError
-from fedshuffle.flower import ConsistentFedAvg, effective_steps
+from fedshuffle.flower import ConsistentFedAvg, client_app, effective_steps
 from tests.flower.grid import Fault, LocalGrid
 from tests.flower.helpers import warnings
 from tests.flower.quickstart_app import BEFORE, PAGE, changes, migrate, run
@@ -238,6 +238,16 @@ def test_log_says_once_what_uneven_steps_mean(log: pytest.LogCaptureFixture) -> 
         assert ("1 to 8 steps, and are weighed by them. That is exact" in log.text) is explained
 
 
+def test_log_says_once_that_clients_do_other_steps_than_asked(
+    log: pytest.LogCaptureFixture,
+) -> None:
+    trained(ConsistentFedAvg(local_steps=2), grid([16] * 3), 2)
+    assert "steps" not in warnings(log)
+    trained(ConsistentFedAvg(local_steps=4), grid([16] * 3), 2)
+    said = "clients did 2 to 2 steps, and were asked for 4"
+    assert len({record for record in log.records if said in record.getMessage()}) == 1
+
+
 def test_statistics_are_averaged_and_kept_in_their_type() -> None:
     sent = ArrayRecord(
         {
@@ -345,6 +355,19 @@ def test_diverged_client_is_left_out(log: pytest.LogCaptureFixture) -> None:
 def test_run_ends_if_nobody_can_train() -> None:
     with pytest.raises(FedShuffleError, match=r"round 1.*2 more.*the client failed"):
         trained(ConsistentFedAvg(), grid(fault=lambda client, message: "raises"), 3)
+
+
+def test_run_ends_if_nobody_ever_replies(log: pytest.LogCaptureFixture) -> None:
+    here = grid(fault=lambda client, message: "late")
+    with pytest.raises(FedShuffleError, match=r"no client has replied in 3 rounds.*timeout"):
+        trained(ConsistentFedAvg(fraction_evaluate=0.0, schedule="deadline:0.01"), here, 9)
+    assert "round 2: no reply counts" in warnings(log)
+
+
+def test_client_app_of_the_exact_option_is_told_apart() -> None:
+    exact = client_app(lambda: torch.nn.Linear(1, 1), lambda c: (torch.ones(1, 1),), torch.mean)
+    with pytest.raises(FedShuffleError, match="client_app needs FedShuffleStrategy"):
+        trained(ConsistentFedAvg(), LocalGrid([exact] * 3))
 
 
 def test_other_model_is_refused() -> None:
