@@ -125,6 +125,21 @@ def test_clients_join_leave_and_fail(log: pytest.LogCaptureFixture) -> None:
     assert "the client failed" in warnings(log)
 
 
+def test_second_start_counts_from_its_own_first_step() -> None:
+    def moved(ours: ConsistentFedBuff, on: LocalGrid) -> Any:
+        config = ConfigRecord({"lr": LR})
+        return ours.start(on, start(), 6, train_config=config, evaluate_fn=come).arrays["w"].numpy()
+
+    def come(step: int, arrays: ArrayRecord) -> None:
+        late.away = {2} if step < 4 else set()
+
+    late = grid()
+    late.away = {2}
+    again, fresh = (ConsistentFedBuff("fedbuff:K=3", local_steps=4) for _ in range(2))
+    moved(again, late)
+    assert moved(again, grid()) == pytest.approx(moved(fresh, grid()))
+
+
 @pytest.mark.parametrize(
     ("schedule", "says"),
     [

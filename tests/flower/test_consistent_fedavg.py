@@ -216,6 +216,23 @@ def test_samples_by_seed_and_uniformly() -> None:
     assert abs(counts - 200).max() < 40  # four standard deviations
 
 
+def test_second_start_goes_on_with_the_next_rounds() -> None:
+    def sent(*rounds: int) -> list[tuple[int, int]]:
+        found = []
+
+        def note(client: int, message: Message) -> dict[str, Any]:
+            config = message.content["config"]
+            found.append((int(config["server-round"]), int(config["seed"])))
+            return {}
+
+        ours, here = ConsistentFedAvg(0.5, 0.0), grid([8] * 4, trained=note)
+        for number in rounds:
+            trained(ours, here, number)
+        return found
+
+    assert sent(2, 3) == sent(5)
+
+
 def test_momentum_is_repaired_by_effective_steps() -> None:
     for steps in (1, 4, 9):
         x = torch.zeros(1, requires_grad=True)

@@ -146,6 +146,8 @@ class ConsistentFedBuff:
                 " ask clients to evaluate: leave it out, and evaluate on the server (evaluate_fn)."
             )
         _log.info(f"{self.schedule}, {self.objective} of all clients seen so far count alike")
+        self._joined, self._failures = {}, 0
+        self._contributed.clear()
         result, outbox, version = Result(arrays=initial_arrays), Outbox[_Task](grid), 0
         buffer: list[tuple[_Task, TrainReply]] = []
         _evaluate(evaluate_fn, result, version)

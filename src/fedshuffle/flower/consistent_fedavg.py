@@ -149,8 +149,8 @@ class ConsistentFedAvg(FedAvg):  # type: ignore[misc]  # Flower is untyped here
         self._private = self._own_loop = self._told = False
 
     def start(self, grid: Grid, *args: Any, **options: Any) -> Result:
-        """Run all rounds, as Flower's FedAvg does."""
-        self._own_loop = True
+        """Run all rounds, as Flower's FedAvg does; called again, with the numbers that follow."""
+        self._own_loop, self._rounds_before = True, self._round
         if not isinstance(self.schedule, Wait):
             grid = stragglers.ScheduledGrid(grid, self.schedule)
         result = super().start(grid, *args, **options)
