@@ -13,6 +13,14 @@ from tests.flower.deployment import deployment  # noqa: F401  where it is asked 
 collect_ignore = ["app", "quickstart"]
 
 
+@pytest.fixture(autouse=True)
+def no_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Clients without a network have replied when they are asked, or never do."""
+    for module in ("asynchronous", "exchange", "secure_aggregation", "stragglers"):
+        monkeypatch.setattr(f"fedshuffle.flower.{module}.POLL_SECONDS", 0.0)
+    monkeypatch.setattr("fedshuffle.flower.client_registry._PAUSE", 0.0)
+
+
 @pytest.fixture
 def server_process() -> None:
     ensure_identity()

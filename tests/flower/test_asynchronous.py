@@ -9,7 +9,7 @@ import pytest
 from flwr.app import ArrayRecord, ConfigRecord, Message
 
 from fedshuffle.errors import FedShuffleError
-from fedshuffle.flower import ConsistentFedAvg, ConsistentFedBuff, asynchronous
+from fedshuffle.flower import ConsistentFedAvg, ConsistentFedBuff
 from tests.flower.grid import Fault, LocalGrid
 from tests.flower.helpers import warnings
 from tests.flower.test_consistent_fedavg import LR, MEANT, grid, model, shares, start
@@ -18,11 +18,6 @@ pytestmark = pytest.mark.usefixtures("server_process")
 
 TIMES = [1, 2, 5]
 """How many polls each client takes for a task."""
-
-
-@pytest.fixture(autouse=True)
-def no_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(asynchronous, "POLL_SECONDS", 0.0)
 
 
 def speeds(times: list[int]) -> Fault:
@@ -130,6 +125,21 @@ def test_clients_join_leave_and_fail(log: pytest.LogCaptureFixture) -> None:
     assert "the client failed" in warnings(log)
 
 
+def test_second_start_counts_from_its_own_first_step() -> None:
+    def moved(ours: ConsistentFedBuff, on: LocalGrid) -> Any:
+        config = ConfigRecord({"lr": LR})
+        return ours.start(on, start(), 6, train_config=config, evaluate_fn=come).arrays["w"].numpy()
+
+    def come(step: int, arrays: ArrayRecord) -> None:
+        late.away = {2} if step < 4 else set()
+
+    late = grid()
+    late.away = {2}
+    again, fresh = (ConsistentFedBuff("fedbuff:K=3", local_steps=4) for _ in range(2))
+    moved(again, late)
+    assert moved(again, grid()) == pytest.approx(moved(fresh, grid()))
+
+
 @pytest.mark.parametrize(
     ("schedule", "says"),
     [
@@ -142,9 +152,22 @@ def test_other_schedules_are_refused(schedule: str, says: str) -> None:
         ConsistentFedBuff(schedule)
 
 
-def test_ends_if_every_task_fails() -> None:
-    with pytest.raises(FedShuffleError, match="9 tasks in a row failed"):
-        run("fedasync", grid(fault=lambda client, message: "raises"), 1)
+@pytest.mark.parametrize(
+    ("fault", "why"), [("raises", "the client failed"), ("refused", "the SuperLink refused")]
+)
+def test_ends_if_every_task_fails(fault: str, why: str) -> None:
+    with pytest.raises(FedShuffleError, match=f"9 tasks in a row failed.*{why}"):
+        run("fedasync", grid(fault=lambda client, message: fault), 1)
+
+
+def test_config_for_evaluation_is_refused() -> None:
+    with pytest.raises(FedShuffleError, match=r"evaluate_config has 'batch'.*evaluate_fn"):
+        ConsistentFedBuff().start(grid(), start(), evaluate_config=ConfigRecord({"batch": 1}))
+
+
+def test_log_says_once_what_uneven_steps_mean(log: pytest.LogCaptureFixture) -> None:
+    run("fedbuff:K=3", grid(), 3)
+    assert len({r for r in log.records if "exact for plain SGD" in r.getMessage()}) == 1
 
 
 def test_client_without_steps_is_an_error_with_the_remedy() -> None:

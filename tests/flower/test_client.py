@@ -135,7 +135,7 @@ def test_client_refuses_messages_for_others() -> None:
         client.handle(Message(protocol.content(question, x), 1, protocol.FULL_GRADIENT))
     with pytest.raises(FedShuffleError, match=r"train\.other"):
         client.handle(Message(RecordDict({}), 1, "train.other"))
-    with pytest.raises(FedShuffleError, match="another app"):
+    with pytest.raises(FedShuffleError, match="client_app needs FedShuffleStrategy"):
         client.handle(Message(RecordDict({}), 1, protocol.TRAIN))
 
 

@@ -46,7 +46,6 @@ def test_slow_introductions_are_awaited(
         monkeypatch.setattr(grid, "pull_messages", pull)
         return grid
 
-    monkeypatch.setattr("fedshuffle.flower.client_registry._PAUSE", 0.0)
     known: dict[str, Any] = {"sampling": "full", "sizes": SIZES}
     grid, ours = slow(), strategy(**known)
     assert len(list(ours.configure_train(1, start(), ConfigRecord(), grid))) == len(SIZES)

@@ -23,7 +23,7 @@ from fedshuffle import Federation, LocalWork
 from fedshuffle.auditing import audit_privacy, audit_server
 from fedshuffle.auditing.adapters import FlowerAggregator
 from fedshuffle.errors import FedShuffleError
-from fedshuffle.flower import ConsistentFedAvg, effective_steps
+from fedshuffle.flower import ConsistentFedAvg, client_app, effective_steps
 from tests.flower.grid import Fault, LocalGrid
 from tests.flower.helpers import warnings
 from tests.flower.quickstart_app import BEFORE, PAGE, changes, migrate, run
@@ -216,6 +216,23 @@ def test_samples_by_seed_and_uniformly() -> None:
     assert abs(counts - 200).max() < 40  # four standard deviations
 
 
+def test_second_start_goes_on_with_the_next_rounds() -> None:
+    def sent(*rounds: int) -> list[tuple[int, int]]:
+        found = []
+
+        def note(client: int, message: Message) -> dict[str, Any]:
+            config = message.content["config"]
+            found.append((int(config["server-round"]), int(config["seed"])))
+            return {}
+
+        ours, here = ConsistentFedAvg(0.5, 0.0), grid([8] * 4, trained=note)
+        for number in rounds:
+            trained(ours, here, number)
+        return found
+
+    assert sent(2, 3) == sent(5)
+
+
 def test_momentum_is_repaired_by_effective_steps() -> None:
     for steps in (1, 4, 9):
         x = torch.zeros(1, requires_grad=True)
@@ -236,6 +253,16 @@ def test_log_says_once_what_uneven_steps_mean(log: pytest.LogCaptureFixture) -> 
         messages = strategy.configure_train(round, x, ConfigRecord({"lr": LR}), here)
         strategy.aggregate_train(round, here.send_and_receive(messages))
         assert ("1 to 8 steps, and are weighed by them. That is exact" in log.text) is explained
+
+
+def test_log_says_once_that_clients_do_other_steps_than_asked(
+    log: pytest.LogCaptureFixture,
+) -> None:
+    trained(ConsistentFedAvg(local_steps=2), grid([16] * 3), 2)
+    assert "steps" not in warnings(log)
+    trained(ConsistentFedAvg(local_steps=4), grid([16] * 3), 2)
+    said = "clients did 2 to 2 steps, and were asked for 4"
+    assert len({record for record in log.records if said in record.getMessage()}) == 1
 
 
 def test_statistics_are_averaged_and_kept_in_their_type() -> None:
@@ -345,6 +372,19 @@ def test_diverged_client_is_left_out(log: pytest.LogCaptureFixture) -> None:
 def test_run_ends_if_nobody_can_train() -> None:
     with pytest.raises(FedShuffleError, match=r"round 1.*2 more.*the client failed"):
         trained(ConsistentFedAvg(), grid(fault=lambda client, message: "raises"), 3)
+
+
+def test_run_ends_if_nobody_ever_replies(log: pytest.LogCaptureFixture) -> None:
+    here = grid(fault=lambda client, message: "late")
+    with pytest.raises(FedShuffleError, match=r"no client has replied in 3 rounds.*timeout"):
+        trained(ConsistentFedAvg(fraction_evaluate=0.0, schedule="deadline:0.01"), here, 9)
+    assert "round 2: no reply counts" in warnings(log)
+
+
+def test_client_app_of_the_exact_option_is_told_apart() -> None:
+    exact = client_app(lambda: torch.nn.Linear(1, 1), lambda c: (torch.ones(1, 1),), torch.mean)
+    with pytest.raises(FedShuffleError, match="client_app needs FedShuffleStrategy"):
+        trained(ConsistentFedAvg(), LocalGrid([exact] * 3))
 
 
 def test_other_model_is_refused() -> None:

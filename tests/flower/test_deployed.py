@@ -9,7 +9,6 @@ import re
 import signal
 import subprocess
 import sys
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -27,7 +26,7 @@ from fedshuffle.flower.local import COMPLETED, Deployment, available_port, write
 from fedshuffle.training.rounds import Run, simulate
 from fedshuffle.training.run_folder import RunFolder
 from fedshuffle.transforms import channel
-from tests.flower.deployment import CLIENTS, restart_killed_node
+from tests.flower.deployment import CLIENTS, replace_killed_node
 from tests.flower.quickstart_app import BEFORE, migrate, shares
 from tests.processes import LOOPBACK, PATIENCE, listening, wait_for, with_environment
 
@@ -64,14 +63,16 @@ def assert_same(out: Path, expected: nn.Module) -> None:
 
 
 def test_killed_client_is_asked_again(deployment: Deployment, task: Any, tmp_path: Path) -> None:
-    """Exact MVR; the node of client 1 dies in the local training of the second round."""
+    """Exact MVR; the node of client 1 dies in the local training of the second round, and another
+    takes its place.
+    """
     out = tmp_path / "out"
     config = {"method": "fedshuffle-mvr", "retries": 2, "waits": 1}
     with ThreadPoolExecutor() as pool:
         run = pool.submit(deployment.run, APP, {**config, "marks": str(tmp_path), "out": str(out)})
         wait_for(lambda: (tmp_path / "waiting").exists() or run.done(), "the client to wait")
         assert not run.done()
-        restart_killed_node(deployment, 1)
+        replace_killed_node(deployment, 1)
         assert run.result(PATIENCE) == COMPLETED
     deployment.await_online(CLIENTS)
     assert_same(out, simulated(task, 2, "fedshuffle-mvr"))
@@ -95,14 +96,14 @@ def test_clients_keep_their_state(deployment: Deployment, task: Any, tmp_path: P
     """Error feedback: what a node keeps lasts until its next round, in another process."""
     out, link = tmp_path / "out", channel("topk:0.1+ef")
     assert link is not None
-    config = {"channel": str(link), "rounds": 3, "marks": str(tmp_path), "out": str(out)}
+    config = {"channel": str(link), "marks": str(tmp_path), "out": str(out)}
     assert deployment.run(APP, config) == COMPLETED
     federation = Federation.from_arrays(*task.everything(), sizes=task.SIZES)
     run = Run(federation, "fedshuffle", **task.SETTINGS, transforms=[link])
-    again = Counter(client for k in range(3) for client in run.cohort(k).clients.tolist())
-    assert max(again.values()) > 1
+    first, second = (run.cohort(k).clients.tolist() for k in range(2))
+    assert {*first} & {*second}
     problem = Problem(task.model(), losses.cross_entropy, federation)
-    *_, (state,) = simulate(SequentialEngine(problem), [run], 3)
+    *_, (state,) = simulate(SequentialEngine(problem), [run], 2)
     assert_same(out, problem.load(state.x))
 
 
@@ -161,7 +162,8 @@ def test_invalid_nodes_are_refused(deployment: Deployment) -> None:
         assert re.search(error, said), said
         del deployment.processes[name]
     deployment.await_online(CLIENTS)
-    assert len(deployment.flwr("supernode", "list", "local")["nodes"]) == CLIENTS
+    listed = deployment.flwr("supernode", "list", "local")["nodes"]
+    assert len([node for node in listed if node["status"] != "unregistered"]) == CLIENTS
 
 
 @needs_proc

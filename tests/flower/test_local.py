@@ -188,6 +188,20 @@ def test_ended_process_is_named_with_its_log(tmp_path: Path) -> None:
         deployment.wait()
 
 
+def test_interrupt_waits_for_no_process_that_has_ended(tmp_path: Path) -> None:
+    """Ctrl-C may come before a process that has just begun is known."""
+    deployment = Deployment(1, tmp_path)
+    deployment.logs.mkdir()
+    words = [sys.executable, "-c", "import time; time.sleep(1000)"]
+    with (
+        deployment.start("superlink", *words) as known,
+        subprocess.Popen(words, stderr=subprocess.DEVNULL, **deployment._options()),
+    ):
+        deployment._interrupt()
+        with pytest.raises(ProcessLookupError):
+            os.killpg(known.pid, 0)
+
+
 def test_two_deployments_in_one_folder_are_refused(tmp_path: Path) -> None:
     with ExitStack() as stack:
         Deployment(1, tmp_path)._make_folder(stack)

@@ -20,7 +20,7 @@ from tests.flower.test_consistent_fedavg import LR, grid, model
 
 pytestmark = pytest.mark.usefixtures("server_process")
 
-DEADLINE = "deadline:0.1"
+DEADLINE = "deadline:0.01"  # who is not slow has replied before the server looks at its clock
 SLOW = {(1, 1), (3, 2), (1, 3)}
 """Clients that are not in time, and the rounds (from 1) in which they are not."""
 
@@ -135,6 +135,8 @@ def test_what_cannot_work_is_refused(options: dict[str, Any], says: str) -> None
 def test_schedule_needs_its_own_loop() -> None:
     with pytest.raises(FedShuffleError, match="leave out fraction_train"):
         ConsistentFedAvg(fraction_train=0.5, schedule="over:1of2")
+    with pytest.raises(FedShuffleError, match="fewer than min_train_nodes=20"):
+        ConsistentFedAvg(min_train_nodes=20, schedule="over:8of10")
     wrapped = DifferentialPrivacyServerSideFixedClipping(
         ConsistentFedAvg(schedule=DEADLINE), 1.0, 1.0, 2
     )

@@ -127,6 +127,10 @@ def test_custom_loop_may_begin_at_any_round_but_refuses_old_replies(
     assert metrics is not None
     assert metrics["replied"] == 0
     assert "another round" in warnings(log)
+    with pytest.raises(FedShuffleError, match="leave out evaluate_every"):
+        tasks(strategy(evaluate_every=1), 1, grid)
+    with pytest.raises(FedShuffleError, match="evaluate_config has 'batch'"):
+        ours.configure_evaluate(1, start(), ConfigRecord({"batch": 1}), grid)
     with pytest.raises(FedShuffleError, match="retries"):
         tasks(strategy(retries=1), 1, grid)
 

@@ -34,7 +34,7 @@ from fedshuffle.flower.consistent_fedavg import (
 )
 from fedshuffle.flower.exchange import POLL_SECONDS, Outbox
 from fedshuffle.flower.population import Report
-from fedshuffle.flower.train_replies import TrainReply, move
+from fedshuffle.flower.train_replies import TrainReply, explain_steps, move
 from fedshuffle.methods.averaging import Cohort
 from fedshuffle.methods.fedshuffle import HYBRID
 from fedshuffle.randomness import Purpose, check_seed, generator
@@ -114,6 +114,7 @@ class ConsistentFedBuff:
         self._joined: dict[int, int] = {}  # before which server step, by node
         self._contributed: defaultdict[int, float] = defaultdict(float)
         self._sent = self._failures = 0
+        self._told = False
 
     def start(
         self,
@@ -122,6 +123,7 @@ class ConsistentFedBuff:
         num_rounds: int = 3,
         timeout: float = 3600.0,
         train_config: ConfigRecord | None = None,
+        evaluate_config: ConfigRecord | None = None,
         evaluate_fn: Evaluate | None = None,
     ) -> Result:
         """Train until the server has made ``num_rounds`` steps.
@@ -131,13 +133,21 @@ class ConsistentFedBuff:
             num_rounds: the number of server steps.
             timeout: seconds that a client may take for one task.
             train_config: what every client gets.
+            evaluate_config: refused unless empty: clients are not asked to evaluate.
             evaluate_fn: called with the server step and the arrays, at the start and after each.
         """
         steps = count(num_rounds, "num_rounds")
         number(timeout, "timeout", within="(0, inf)")
         config = ConfigRecord() if train_config is None else train_config
         check_keys(config)
+        if evaluate_config:
+            raise FedShuffleError(
+                f"evaluate_config has {next(iter(evaluate_config))!r}, but this strategy does not"
+                " ask clients to evaluate: leave it out, and evaluate on the server (evaluate_fn)."
+            )
         _log.info(f"{self.schedule}, {self.objective} of all clients seen so far count alike")
+        self._joined, self._failures = {}, 0
+        self._contributed.clear()
         result, outbox, version = Result(arrays=initial_arrays), Outbox[_Task](grid), 0
         buffer: list[tuple[_Task, TrainReply]] = []
         _evaluate(evaluate_fn, result, version)
@@ -146,7 +156,8 @@ class ConsistentFedBuff:
             time.sleep(POLL_SECONDS)
         while version < steps:
             off = [_Task(node, version, result.arrays) for node in self._free(outbox, version)]
-            outbox.push(off, lambda task: self._message(task, config, timeout))
+            for task in outbox.push(off, lambda task: self._message(task, config, timeout)):
+                self._failed(task, "the SuperLink refused the message")
             # All, in the order of the nodes, before anybody is sent off again.
             arrived = sorted(outbox.pull(), key=lambda pair: pair[0].node)
             for task, reply in arrived:
@@ -188,29 +199,28 @@ class ConsistentFedBuff:
 
     def _valid(self, task: _Task, message: Message) -> TrainReply | None:
         """A reply that counts; clients that fail are logged, wrong programs are an error."""
-        why = ""
-        if message.has_error():
-            why = (message.error.reason or "no reason given").strip().split("\n")[-1]
-        else:
-            reply = TrainReply.read(message, self.weighted_by_key, self.steps_key)
-            if not (infinite := reply.check(task.arrays)):
-                self._failures = 0
-                self.reports[task.node] = Report(reply.examples, reply.steps)
-                return reply
-            why = f"{infinite!r} of its model is not finite. Lower the step size."
+        reply = TrainReply.read(message, task.arrays, self.weighted_by_key, self.steps_key)
+        if isinstance(reply, str):
+            self._failed(task, reply)
+            return None
+        self._failures = 0
+        self.reports[task.node] = Report(reply.examples, reply.steps)
+        return reply
+
+    def _failed(self, task: _Task, why: str) -> None:
         self._failures += 1
         _log.warning(f"server step {task.version}: node {task.node} failed: {why}")
         if self._failures >= _MOST_FAILURES * len(self._joined):
             raise FedShuffleError(
                 f"{self._failures} tasks in a row failed, the last at node {task.node}: {why}"
             )
-        return None
 
     def _step(
         self, x: ArrayRecord, buffer: list[tuple[_Task, TrainReply]], version: int
     ) -> tuple[ArrayRecord, MetricRecord]:
         """The model after a server step, and its metrics."""
         tasks, replies = zip(*buffer, strict=True)
+        self._told = self._told or explain_steps(replies, self.local_steps)
         staleness = np.array([version - task.version for task in tasks])
         fresh = (1.0 + staleness) ** -self.schedule.staleness
         nodes = [task.node for task in tasks]

@@ -26,7 +26,7 @@ from fedshuffle.errors import FedShuffleError, unknown
 from fedshuffle.flower import stragglers
 from fedshuffle.flower.checks import response_estimate
 from fedshuffle.flower.population import Population, Report
-from fedshuffle.flower.train_replies import TrainReply, move
+from fedshuffle.flower.train_replies import TrainReply, explain_steps, move
 from fedshuffle.methods.averaging import Cohort
 from fedshuffle.methods.fedshuffle import HYBRID
 from fedshuffle.probabilities import Estimate
@@ -37,6 +37,8 @@ _log = logging.getLogger("flwr.fedshuffle")
 
 ROUND, PLANNED, SEED = "server-round", "planned-steps", "seed"
 """What the strategy adds to the config that clients get."""
+_MOST_EMPTY_ROUNDS = 3
+"""The run ends if nobody has replied in the first rounds."""
 _CLIPPING_NORM = "clipping_norm"  # the config key of Flower's wrappers for clipping at clients
 
 
@@ -50,7 +52,7 @@ class ConsistentFedAvg(FedAvg):  # type: ignore[misc]  # Flower is untyped here
 
     Every client gets ``train_config`` with three more keys: ``server-round``, as from FedAvg;
     ``seed``, which differs by client and round; and ``planned-steps``, which is ``local_steps``, or
-    what the client did the last time, 0 if that is not known.
+    what the client last reported as ``num-steps``, 0 if that is not known.
 
     Args:
         args, fedavg: Flower's own arguments of FedAvg, such as ``fraction_train``.
@@ -114,11 +116,15 @@ class ConsistentFedAvg(FedAvg):  # type: ignore[misc]  # Flower is untyped here
         else:
             estimate = response_estimate(response_probability)
         self.schedule = stragglers.synchronous(schedule)
-        if isinstance(self.schedule, OverSelection) and self.fraction_train != 1.0:
-            raise FedShuffleError(
-                f"schedule {str(self.schedule)!r} says how many clients are asked: leave out"
-                " fraction_train."
-            )
+        if isinstance(self.schedule, OverSelection):
+            asks = f"schedule {str(self.schedule)!r} asks {self.schedule.ask} clients"
+            if self.fraction_train != 1.0:
+                raise FedShuffleError(f"{asks}, whoever is connected: leave out fraction_train.")
+            if self.min_train_nodes > self.schedule.ask:
+                raise FedShuffleError(
+                    f"{asks}, fewer than min_train_nodes={self.min_train_nodes}: ask more, or lower"
+                    " it."
+                )
         self.objective, self.step_sizes = objective, step_sizes
         self.local_steps = None if local_steps is None else count(local_steps, "local_steps")
         number(self.fraction_train, "fraction_train", within="[0, 1]")
@@ -143,8 +149,8 @@ class ConsistentFedAvg(FedAvg):  # type: ignore[misc]  # Flower is untyped here
         self._private = self._own_loop = self._told = False
 
     def start(self, grid: Grid, *args: Any, **options: Any) -> Result:
-        """Run all rounds, as Flower's FedAvg does."""
-        self._own_loop = True
+        """Run all rounds, as Flower's FedAvg does; called again, with the numbers that follow."""
+        self._own_loop, self._rounds_before = True, self._round
         if not isinstance(self.schedule, Wait):
             grid = stragglers.ScheduledGrid(grid, self.schedule)
         result = super().start(grid, *args, **options)
@@ -233,11 +239,12 @@ class ConsistentFedAvg(FedAvg):  # type: ignore[misc]  # Flower is untyped here
         valid = self._valid(list(replies), server_round)
         if not valid:
             self.population.end({})
+            self._check_empty(server_round)
             return None, None
         weights = self._weights(valid)
         self._check_private(weights)
         self.population.end(_reports(valid))
-        self._tell_about_steps(valid)
+        self._told = self._told or explain_steps(valid, self.local_steps)
         given = [reply.arrays for reply in valid]
         arrays = move(self._sent, given, self.server_step_size * weights)
         contents = [reply.content for reply in valid]
@@ -303,14 +310,9 @@ class ConsistentFedAvg(FedAvg):  # type: ignore[misc]  # Flower is untyped here
         """The replies that count; clients that fail are logged, wrong programs are an error."""
         valid, failed = [], []
         for message in replies:
-            if message.has_error():
-                why = (message.error.reason or "no reason given").strip().split("\n")[-1]
-                failed.append((message.metadata.src_node_id, why))
-                continue
-            reply = TrainReply.read(message, self.weighted_by_key, self.steps_key)
-            if infinite := reply.check(self._sent):
-                why = f"{infinite!r} of its model is not finite. Lower the step size."
-                failed.append((reply.node, why))
+            reply = TrainReply.read(message, self._sent, self.weighted_by_key, self.steps_key)
+            if isinstance(reply, str):
+                failed.append((message.metadata.src_node_id, reply))
             else:
                 valid.append(reply)
         for node, why in failed:
@@ -339,18 +341,16 @@ class ConsistentFedAvg(FedAvg):  # type: ignore[misc]  # Flower is untyped here
                 " clients must do (planned-steps), or FedShuffleStrategy(privacy=...)."
             )
 
-    def _tell_about_steps(self, replies: list[TrainReply]) -> None:
-        """Log once what dividing by uneven steps can and cannot repair."""
-        steps = [reply.steps for reply in replies]
-        if self._told or max(steps) == min(steps):
+    def _check_empty(self, server_round: int) -> None:
+        """A round without replies changes nothing; only such rounds are an error."""
+        if not self.population.asked:
             return
-        self._told = True
-        _log.info(
-            f"clients did {min(steps):g} to {max(steps):g} steps, and are weighed by them. That is"
-            " exact for plain SGD; with momentum, report effective_steps(steps, momentum). Uneven"
-            " steps of Adam or other adaptive optimisers minimise no weighted objective: give all"
-            " clients the same number (local_steps)."
-        )
+        _log.warning(f"round {server_round}: no reply counts, and the model stays as it is")
+        if self._own_loop and not self.population.reports and server_round >= _MOST_EMPTY_ROUNDS:
+            raise FedShuffleError(
+                f"no client has replied in {server_round} rounds: give them more time (timeout of"
+                " start, or the deadline of schedule)."
+            )
 
 
 def _reports(replies: Iterable[TrainReply]) -> dict[int, Report]:

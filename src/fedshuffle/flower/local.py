@@ -314,11 +314,14 @@ class Deployment:
         limit, number = time.monotonic() + _STOP, int(signal.SIGINT)
         with contextlib.suppress(OSError, KeyError):  # nobody is left
             while time.monotonic() < limit:
-                os.killpg(self.processes["superlink"].pid, number)
+                group = self.processes["superlink"].pid
+                os.killpg(group, number)
                 number = 0  # from now on this only asks whether anybody is left
                 time.sleep(0.05)
-                for process in self.processes.values():
-                    process.poll()  # or one that has ended would count
+                # One that has ended would count; also one whose start Ctrl-C has cut short.
+                with contextlib.suppress(ChildProcessError):
+                    while os.waitpid(-group, os.WNOHANG)[0]:
+                        pass
 
     def _remove_folder(self, kind: type[BaseException] | None, *rest: object) -> None:
         for process in self.processes.values():

@@ -170,7 +170,10 @@ def read(message: Message, kind: type[_Fields]) -> _Fields:
         raise FedShuffleError(error_of(message))
     record = message.content.config_records.get(_FIELDS)
     if record is None:
-        raise FedShuffleError("this is not a fedshuffle message. Is another app running?")
+        raise FedShuffleError(
+            "this is not a message of fedshuffle's exact option: client_app needs"
+            " FedShuffleStrategy, and ConsistentFedAvg a train function of your own."
+        )
     return parse(record, kind)
 
 

@@ -247,6 +247,8 @@ class FedShuffleStrategy(Strategy):  # type: ignore[misc]  # Flower is untyped h
             raise FedShuffleError("only start keeps a schedule: call start, or leave out schedule.")
         if self.retries:
             raise FedShuffleError("only start asks clients again: leave out retries.")
+        if self.evaluate_every:
+            raise FedShuffleError("only start lets clients evaluate: leave out evaluate_every.")
         if self._session is None or server_round == 1:
             self._session = self._begin(grid, arrays, server_round)
         return self._session.training_messages(arrays, server_round - 1)
@@ -264,6 +266,7 @@ class FedShuffleStrategy(Strategy):  # type: ignore[misc]  # Flower is untyped h
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
         """Nothing: only :meth:`start` evaluates (``evaluate_every``)."""
+        checks.check_config("evaluate_config", config)
         return []
 
     def aggregate_evaluate(

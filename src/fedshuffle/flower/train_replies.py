@@ -1,5 +1,6 @@
 """What clients with a ``train`` of their own reply: checked, and summed array by array."""
 
+import logging
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,6 +12,7 @@ from numpy.typing import NDArray
 from fedshuffle._arrays import FloatArray, count, number
 from fedshuffle.errors import FedShuffleError
 
+_log = logging.getLogger("flwr.fedshuffle")
 _STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
 """Last parts of the names of what torch's normalisation layers observe, and do not train."""
 
@@ -26,8 +28,14 @@ class TrainReply:
     steps: float
 
     @classmethod
-    def read(cls, reply: Message, examples_key: str, steps_key: str) -> "TrainReply":
-        """A reply with content; an error with the remedy if it lacks something."""
+    def read(
+        cls, reply: Message, sent: ArrayRecord, examples_key: str, steps_key: str
+    ) -> "TrainReply | str":
+        """The reply of a client that was sent these arrays, or why it failed; an error with the
+        remedy if its program is wrong.
+        """
+        if reply.has_error():
+            return (reply.error.reason or "no reason given").strip().split("\n")[-1]
         node, content = reply.metadata.src_node_id, reply.content
         arrays, metrics = [*content.array_records.values()], [*content.metric_records.values()]
         if len(arrays) != 1 or len(metrics) != 1:
@@ -39,10 +47,15 @@ class TrainReply:
         examples = _positive(node, metrics[0], examples_key, "number of examples", remedy)
         remedy = f'"{steps_key}": epochs * len(trainloader)'
         steps = _positive(node, metrics[0], steps_key, "number of local steps it did", remedy)
-        return cls(node, content, arrays[0], examples, steps)
+        found = cls(node, content, arrays[0], examples, steps)
+        found._check_model(sent)
+        every = found.arrays.items()
+        if infinite := [name for name, a in every if not np.isfinite(a.numpy()).all()]:
+            return f"{infinite[0]!r} of its model is not finite. Lower the step size."
+        return found
 
-    def check(self, sent: ArrayRecord) -> str:
-        """Refuse arrays of another model; returns the name of one that is not finite, if any."""
+    def _check_model(self, sent: ArrayRecord) -> None:
+        """Refuse arrays of another model."""
         if sent.keys() != self.arrays.keys():
             differ = sorted(sent.keys() ^ self.arrays.keys())
             raise FedShuffleError(
@@ -55,8 +68,6 @@ class TrainReply:
                     f"node {self.node} replied with {name!r} of shape {tuple(array.shape)}, and was"
                     f" sent {tuple(sent[name].shape)}. Build the same model on both sides."
                 )
-        every = self.arrays.items()
-        return next((name for name, a in every if not np.isfinite(a.numpy()).all()), "")
 
 
 def _positive(node: int, metrics: MetricRecord, key: str, what: str, remedy: str) -> float:
@@ -72,6 +83,26 @@ def _positive(node: int, metrics: MetricRecord, key: str, what: str, remedy: str
             " number is needed."
         )
     return float(value)
+
+
+def explain_steps(replies: Sequence[TrainReply], local_steps: int | None) -> bool:
+    """Log what dividing by the numbers of steps can and cannot repair; False if it need not."""
+    least, most = (extreme(reply.steps for reply in replies) for extreme in (min, max))
+    did = f"clients did {least:g} to {most:g} steps, and"
+    if local_steps is not None and (least < local_steps or most > local_steps):
+        _log.warning(
+            f"{did} were asked for {local_steps}: let them do planned-steps steps and report that"
+            " number, also with momentum. Until then the server's step is shorter or longer than"
+            " meant, and adaptive optimisers minimise no weighted objective."
+        )
+        return True
+    if least < most:
+        _log.info(
+            f"{did} are weighed by them. That is exact for plain SGD; with momentum, report"
+            " effective_steps(steps, momentum). Uneven steps of Adam or other adaptive optimisers"
+            " minimise no weighted objective: give all clients the same number (local_steps)."
+        )
+    return least < most
 
 
 def move(
