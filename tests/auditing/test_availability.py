@@ -371,6 +371,19 @@ def test_intervals_of_a_log_hold_for_correlated_rounds(monkeypatch: pytest.Monke
     assert coverage() < 0.7
 
 
+def test_short_logs_are_not_taken_for_independent_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In 40 rounds clients come and go a few times: intervals are wide, if not wide enough."""
+
+    def coverage() -> float:
+        logs = [_markov_log(seed, rounds=40) for seed in range(100)]
+        found = [(estimate(seen, np.full(4, 0.25), None), true) for seen, true in logs]
+        return float(np.mean([np.abs(e.weights - w) <= e.half_widths(0.95) for e, w in found]))
+
+    assert coverage() > 0.75
+    monkeypatch.setattr(estimation, "_correlated", lambda found, seen: found)
+    assert coverage() < 0.6
+
+
 def _write(path: Path, rows: list[str], header: str = "round,client,size,steps,weight") -> Path:
     path.write_text("\n".join([header, *rows]) + "\n")
     return path
