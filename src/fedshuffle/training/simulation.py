@@ -31,7 +31,6 @@ from fedshuffle.training.message_sizes import message_sizes
 from fedshuffle.training.rounds import Run, run_round
 from fedshuffle.transforms import Channel, DownLink, Transform
 
-
 _RARELY = 1e-3  # a client that is late less often hardly counts less
 
 
@@ -288,13 +287,17 @@ def _warn_of_unfinished_work(run: Run) -> None:
     stop, rule = run.workload.work.interruption, run.method.averaging
     if not isinstance(stop, UntilDeadline) or not isinstance(rule.normaliser, InclusionProbability):
         return
-    done = stop.tasks.in_time(stop.deadline).min(axis=1)
+    steps = run.workload.possible_steps[0].max(axis=1)  # one step is done, or the client is away
+    done = np.where(steps > 1, stop.tasks.in_time(stop.deadline).min(axis=1), 1.0)
     slowest = np.array([int(done.argmin())])
-    planned = run.workload.possible_steps[0][slowest, -1]
-    clients = run.federation, run.sampling, run.workload, slowest
-    full, short = (Cohort.of(*clients, (planned, steps)) for steps in (planned, planned // 2))
-    counts = [rule.client_weights(c) * rule.step_scale(c) * c.done_length for c in (full, short)]
-    if done.min() > 1 - _RARELY or planned[0] == 1 or np.allclose(*counts):
+    if done.min() > 1 - _RARELY:
+        return
+    clients, planned = (run.federation, run.sampling, run.workload, slowest), steps[slowest]
+    full, short = (Cohort.of(*clients, (planned, some)) for some in (planned, planned // 2))
+    one, other = (
+        rule.client_weights(c) * rule.step_scale(c) * c.done_length for c in (full, short)
+    )
+    if np.allclose(one, other):
         return
     alone, _, _ = run.method.name.partition("+")
     remedy = "fedshuffle-gen" if alone == "fedshuffle" else f"{alone}+fedshuffle-gen"
