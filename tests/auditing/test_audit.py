@@ -18,7 +18,7 @@ from fedshuffle import (
     audit,
     methods,
 )
-from fedshuffle.auditing.audit import monte_carlo
+from fedshuffle.auditing.effective_weights import monte_carlo
 from fedshuffle.auditing.subject import Subject
 from fedshuffle.methods import Cohort, Custom, InclusionProbability
 from fedshuffle.methods.averaging import objective_weight, own_steps

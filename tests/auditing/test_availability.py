@@ -229,6 +229,16 @@ def test_when_a_client_is_there_decides_how_much_it_counts() -> None:
     assert "rounds 0 to 24 client 0 counts 2 times" in steady.notes[0]
 
 
+def test_nobody_is_told_to_divide_by_what_the_method_divides_by() -> None:
+    """Who is there changes, but the bias comes from an estimate that does not tend to p."""
+    there = Trace(3, [0, 1, 2], [0, 0, 2], [6, 2, 3])
+    settings: Any = {"availability": there, "probabilities": "estimate:ewma:0.3"}
+    found = audit(CLIENTS, "fedshuffle", **settings)
+    assert found.consistent is False
+    assert ["estimated" in finding.what for finding in found.findings] == [True]
+    assert "in round 3 client 0 counts 6 times" in found.notes[-1]
+
+
 def test_a_drift_and_a_schedule_weigh_by_step_sizes() -> None:
     first, last = np.array([0.9, 0.5, 0.1]), np.array([0.1, 0.5, 0.9])
     sizes = 0.5 ** np.arange(6)
@@ -369,6 +379,19 @@ def test_intervals_of_a_log_hold_for_correlated_rounds(monkeypatch: pytest.Monke
     assert 0.92 <= coverage() <= 0.99
     monkeypatch.setattr(estimation, "_correlated", lambda found, seen: found)
     assert coverage() < 0.7
+
+
+def test_short_logs_are_not_taken_for_independent_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In 40 rounds clients come and go a few times: intervals are wide, if not wide enough."""
+
+    def coverage() -> float:
+        logs = [_markov_log(seed, rounds=40) for seed in range(100)]
+        found = [(estimate(seen, np.full(4, 0.25), None), true) for seen, true in logs]
+        return float(np.mean([np.abs(e.weights - w) <= e.half_widths(0.95) for e, w in found]))
+
+    assert coverage() > 0.75
+    monkeypatch.setattr(estimation, "_correlated", lambda found, seen: found)
+    assert coverage() < 0.6
 
 
 def _write(path: Path, rows: list[str], header: str = "round,client,size,steps,weight") -> Path:

@@ -8,7 +8,7 @@ import pytest
 from typer.testing import CliRunner
 
 from fedshuffle import Federation, LocalWork, audit
-from fedshuffle.auditing.audit import monte_carlo
+from fedshuffle.auditing.effective_weights import monte_carlo
 from fedshuffle.auditing.subject import Subject
 from fedshuffle.cli import app
 from fedshuffle.local_work import EpochRange

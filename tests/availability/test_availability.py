@@ -183,6 +183,8 @@ def test_texts_name_availabilities(tmp_path: Path) -> None:
         ("independent:0.5+leaves:1", "client 0 has 1"),
         ("independent:0.5+gaps", "gaps"),
         ("independent:0.5+often", "unknown option"),
+        ("independent:0.5+leaves:0.1+leaves:0.9", "give 'leaves' once"),
+        ("markov:on=0.1,on=0.9,off=0.5", "'on' is given twice"),
     ],
 )
 def test_bad_texts_name_the_remedy(text: str, words: str) -> None:
@@ -195,6 +197,25 @@ def test_availability_must_fit_the_federation() -> None:
         resolve(Independent([0.5, 0.5]), THREE)
     with pytest.raises(FedShuffleError, match="must be of type Availability"):
         resolve(0.5, THREE)  # type: ignore[arg-type]
+
+
+def test_a_day_has_the_share_of_rounds_that_was_given() -> None:
+    """Also where share times period is rounded up: 0.07 * 100 > 7."""
+    for period in (24, 100):
+        for rounds in range(period + 1):
+            world = Cyclic(np.arange(period), period, rounds / period)
+            assert world.probability(0).sum() == rounds
+    assert Cyclic(np.arange(100), 100, 0.07).probability(3).sum() == 7
+
+
+def test_nothing_is_lost_when_availabilities_are_nested() -> None:
+    there = Independent([0.5, 0.9])
+    with pytest.raises(FedShuffleError, match=r"Leaving\(Groups"):
+        Groups([0, 0, 1], Leaving(there, [0.5, 0.5]))
+    with pytest.raises(FedShuffleError, match="leave already"):
+        Leaving(Leaving(there, [0.5, 0.5]), [0.1, 0.1])
+    there.drop = True
+    assert Leaving(Groups([0, 1], there), [0.1, 0.1]).drop
 
 
 # Traces -------------------------------------------------------------------------------------------
@@ -222,6 +243,11 @@ def test_broken_traces_name_the_line_or_the_client(tmp_path: Path, lines: str, w
     path.write_text("client,begin,end\n" + lines)
     with pytest.raises(FedShuffleError, match=words):
         Trace.read(path, range(3))
+
+
+def test_clients_of_a_trace_are_numbers() -> None:
+    with pytest.raises(FedShuffleError, match="whole numbers from 0 to 1"):
+        Trace(2, [0.7, 1], [0, 0], [3, 3])
 
 
 def test_traces_without_header_or_with_gaps(tmp_path: Path) -> None:

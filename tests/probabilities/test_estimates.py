@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from fedshuffle import FedShuffleError
 from fedshuffle._arrays import FloatArray
 from fedshuffle.availability import Markov
+from fedshuffle.experiments import day_and_night
 from fedshuffle.probabilities import (
     BetaRate,
     Estimate,
@@ -232,6 +233,13 @@ def markov(rng: np.random.Generator, rounds: int, on: FloatArray, off: float) ->
     return np.array(rows)
 
 
+@pytest.mark.parametrize("rounds", [50, 70, 100])
+def test_counts_of_a_rare_client_do_not_look_like_a_drift_by_chance(rounds: int) -> None:
+    """Few pairs of small counts may agree exactly, which is no proof."""
+    tables = np.random.default_rng(rounds).random((400, rounds, 1)) < 0.3
+    assert sum(drifts(table) > 1 for table in tables) <= 4
+
+
 @pytest.mark.parametrize("clients", [1, 3, 30])
 def test_a_stationary_population_is_hardly_ever_called_a_drifting_one(clients: int) -> None:
     """Also if clients stay for rounds, as long as blocks (here of 16 rounds) are longer."""
@@ -255,3 +263,23 @@ def test_drifts_are_found() -> None:
 def test_day_and_night_are_no_drift_over_many_days() -> None:
     t, zones = np.arange(24 * 20)[:, None], np.arange(24)
     assert drifts((t + zones) % 24 < 12) < 1
+
+
+def test_a_drift_shows_through_day_and_night() -> None:
+    """The populations of docs/research/availability.md, and what the server sees of them."""
+    for seed in range(3):
+        rng = np.random.default_rng(seed)
+        for population in day_and_night.POPULATIONS:
+            there = day_and_night.there(population)
+            there = np.tile(there, (240 // len(there), 1))
+            table = np.zeros_like(there)
+            for seen, row in zip(table, there, strict=True):
+                came = np.flatnonzero(row)
+                seen[rng.permutation(came)[:10]] = True
+            assert (drifts(table) > 1) == (population == "drift")
+
+
+def test_nobody_in_the_first_rounds_is_no_error() -> None:
+    past = past_of([[False, False], [False, True]], BetaRate())
+    assert past.probabilities(0, np.array([], dtype=np.int64)).tolist() == []
+    assert past.probabilities(1, np.array([1])).tolist() == [0.2]

@@ -1,8 +1,9 @@
 """The audit: which objective a method, or other people's code, really minimises. Needs no torch."""
 
 from fedshuffle.auditing.async_servers import audit_async_server
-from fedshuffle.auditing.audit import audit, contributions
+from fedshuffle.auditing.audit import audit
 from fedshuffle.auditing.blackbox import audit_server
+from fedshuffle.auditing.effective_weights import contributions
 from fedshuffle.auditing.findings import Finding
 from fedshuffle.auditing.privacy import PrivacyAudit, audit_privacy
 from fedshuffle.auditing.quadrature import expected_ratio

@@ -20,9 +20,10 @@ from numpy.typing import ArrayLike
 
 from fedshuffle._arrays import FloatArray, IntArray, number, vector
 from fedshuffle.auditing.estimation import Observations, estimate
-from fedshuffle.auditing.findings import ServerProperties, describe_weights, uneven
+from fedshuffle.auditing.findings import uneven
 from fedshuffle.auditing.over_time import log_windows, window_findings
 from fedshuffle.auditing.result import Audit, blackbox_result
+from fedshuffle.auditing.server_properties import ServerProperties, describe_weights
 from fedshuffle.errors import FedShuffleError, error_context, optional_import, user_error
 from fedshuffle.federation import Federation
 

@@ -28,15 +28,9 @@ from fedshuffle.auditing.estimation import (
     WeightEstimate,
     estimate_by_batches,
 )
-from fedshuffle.auditing.findings import (
-    CLOSE,
-    Finding,
-    ServerProperties,
-    describe_weights,
-    findings_of,
-    uneven,
-)
+from fedshuffle.auditing.findings import CLOSE, Finding, findings_of, uneven
 from fedshuffle.auditing.result import Audit, blackbox_result
+from fedshuffle.auditing.server_properties import ServerProperties, describe_weights
 from fedshuffle.errors import FedShuffleError, error_context
 from fedshuffle.federation import Federation
 from fedshuffle.randomness import Purpose, check_seed, generator

@@ -20,7 +20,7 @@ Elsewhere the schedule is simulated.
 import numpy as np
 
 from fedshuffle._arrays import FloatArray
-from fedshuffle.auditing.audit import contribution_table, contributions
+from fedshuffle.auditing.effective_weights import contribution_table, contributions
 from fedshuffle.auditing.estimation import BATCHES, error_of_mean
 from fedshuffle.auditing.subject import Subject
 from fedshuffle.methods import InclusionProbability

@@ -26,15 +26,11 @@ from fedshuffle.auditing.estimation import (
     positive_sum,
     proportions,
 )
-from fedshuffle.auditing.findings import (
-    ServerProperties,
-    adaptive_steps,
-    describe_weights,
-    uneven,
-)
+from fedshuffle.auditing.findings import adaptive_steps, uneven
 from fedshuffle.auditing.quadrature import expected_ratio
 from fedshuffle.auditing.result import Audit, blackbox_result
 from fedshuffle.auditing.server import QueryCohort, ServerQueries
+from fedshuffle.auditing.server_properties import ServerProperties, describe_weights
 from fedshuffle.availability import Availability
 from fedshuffle.errors import FedShuffleError
 from fedshuffle.federation import Federation

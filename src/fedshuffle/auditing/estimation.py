@@ -22,7 +22,7 @@ from fedshuffle.errors import FedShuffleError
 
 BATCHES = 32  # batches of draws or rounds that give the standard error of their mean
 LOG_BATCHES = 16  # batches of successive rounds of a log
-_FEW = 8  # clients seen less often get the spread of all clients
+_FEW = 8  # clients seen less often get the spread of all clients; batches that show a spread
 _EXPLAINED = 1e-9  # relative differences up to this are rounding
 _FITS = 1000  # most iterations to fit proportions; ten to a hundred are usual
 
@@ -135,20 +135,21 @@ def _correlated(found: WeightEstimate, seen: Observations) -> WeightEstimate:
     variance of the sum over batches follows from their spread and from how alike neighbours are.
     """
     n, k, weights = len(found.weights), seen.rounds, found.weights
-    if k < 4 * LOG_BATCHES:
+    batches = min(LOG_BATCHES, k // 2)
+    if batches < _FEW:
         return found
-    batch = seen.round * LOG_BATCHES // k
-    cells = np.bincount(batch * n + seen.client, seen.contribution, LOG_BATCHES * n)
-    moved = cells.reshape(LOG_BATCHES, n)
+    batch = seen.round * batches // k
+    cells = np.bincount(batch * n + seen.client, seen.contribution, batches * n)
+    moved = cells.reshape(batches, n)
     residuals = moved - weights * moved.sum(axis=1, keepdims=True)
     whole = positive_sum(moved.sum(axis=0).astype(np.float64))
     squares = (residuals**2).sum(axis=0)
     alike = (residuals[1:] * residuals[:-1]).sum(axis=0) / np.where(squares > 0, squares, 1.0)
-    variance = LOG_BATCHES * residuals.var(axis=0, ddof=1) * (1 + 2 * np.maximum(alike, 0.0))
+    variance = batches * residuals.var(axis=0, ddof=1) * (1 + 2 * np.maximum(alike, 0.0))
     spread = np.sqrt(variance) / whole
     spread[spread <= 1e-12 * np.abs(weights)] = 0.0  # rounding alone
     larger = spread > found.errors
-    freedom = np.where(larger, np.minimum(found.freedom, LOG_BATCHES - 1.0), found.freedom)
+    freedom = np.where(larger, np.minimum(found.freedom, batches - 1.0), found.freedom)
     return WeightEstimate(weights, np.where(larger, spread, found.errors), freedom)
 
 

@@ -11,6 +11,7 @@ from fedshuffle.auditing.estimation import LOG_BATCHES, Observations
 from fedshuffle.auditing.findings import Finding, findings_of
 from fedshuffle.auditing.subject import Subject
 from fedshuffle.errors import NotAuditableError
+from fedshuffle.methods import InclusionProbability
 from fedshuffle.sampling import AmongAvailable
 
 WINDOWS = 4  # parts of the rounds to look at
@@ -63,6 +64,9 @@ def over_time(
     when = f"in round{'s' * (len(window) > 1)} {span} client {client} counts {most:.3g} times"
     if not biased:
         return [], [f"the weights are right over {rounds} rounds, but {when} what you meant"]
+    by_probability = isinstance(subject.method.averaging.normaliser, InclusionProbability)
+    if by_probability and subject.step_size is None:  # another cause, which has its own finding
+        return [], [f"{when} what you meant"]
     share = sum(map(subject.step_size_of, window)) / sum(map(subject.step_size_of, range(rounds)))
     values = {"when": when, "share": f"{share:.0%}", "window": span}
     cause = "time" if subject.step_size is None else "time and step sizes"

@@ -10,7 +10,8 @@ import numpy as np
 
 from fedshuffle._arrays import FloatArray, IntArray, jsonable
 from fedshuffle.auditing.estimation import WeightEstimate
-from fedshuffle.auditing.findings import CLOSE, TOLERANCE, Finding, ServerProperties
+from fedshuffle.auditing.findings import CLOSE, TOLERANCE, Finding
+from fedshuffle.auditing.server_properties import ServerProperties
 from fedshuffle.errors import visible
 from fedshuffle.federation import Federation
 from fedshuffle.methods import Method

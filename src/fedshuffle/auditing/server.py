@@ -9,7 +9,8 @@ import numpy as np
 
 from fedshuffle._arrays import FloatArray, IntArray
 from fedshuffle.auditing.adapters import Aggregator, Replies
-from fedshuffle.auditing.findings import CLOSE, ServerProperties
+from fedshuffle.auditing.findings import CLOSE
+from fedshuffle.auditing.server_properties import ServerProperties
 from fedshuffle.errors import FedShuffleError, error_context
 from fedshuffle.federation import Federation
 from fedshuffle.local_work import EpochRange, Workload

@@ -143,6 +143,8 @@ def _read(text: str) -> tuple[str, str, dict[str, str]]:
         if bool(value) != _OPTIONS[key] or (key == "gaps" and name != "trace"):
             written = {"leaves": "+leaves:0.1", "drop": "+drop", "gaps": "trace:FILE+gaps"}[key]
             raise FedShuffleError(f"availability {text!r}: write {written!r}.")
+        if key in options:
+            raise FedShuffleError(f"availability {text!r}: give {key!r} once.")
         options[key] = value
     return name, argument, options
 
@@ -174,6 +176,8 @@ def _markov(argument: str, population: _Population) -> Markov:
     rates: dict[str, list[str]] = {}
     for word in argument.split(","):
         name, equals, value = word.rpartition("=")
+        if equals and name.strip() in rates:
+            raise FedShuffleError(f"{name.strip()!r} is given twice: list the clients' rates once.")
         if equals:
             rates[name.strip()] = []
         rates[name.strip() if equals else [*rates][-1]].append(value)

@@ -11,6 +11,8 @@ from fedshuffle.availability.independent import Independent
 from fedshuffle.errors import FedShuffleError
 from fedshuffle.randomness import Purpose, uniforms
 
+_ROUNDING = 1e-9  # of a round: 0.07 * 100 is more than 7
+
 
 class _Changing(Availability):
     """Clients that are there independently, with probabilities that change from round to round."""
@@ -68,7 +70,8 @@ class Cyclic(_Changing):
         return len(self.offsets)
 
     def _probability(self, round: int, clients: IntArray) -> FloatArray:
-        is_day = (round + self.offsets[clients]) % self.period < self.share * self.period
+        day = np.ceil(self.share * self.period - _ROUNDING)  # rounds of it
+        is_day = (round + self.offsets[clients]) % self.period < day
         return np.where(is_day, self.day, self.night)
 
 

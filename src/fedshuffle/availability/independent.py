@@ -78,6 +78,11 @@ class Groups(Availability):
 
     def __init__(self, groups: ArrayLike, of: Availability) -> None:
         expect(of, Availability, "the availability of the groups")
+        if of.leaves is not None:
+            raise FedShuffleError(
+                f"groups cannot be of clients that leave ({of!r}): each client leaves by itself, so"
+                " write Leaving(Groups(...), leaves)."
+            )
         labels = as_array(groups, "groups")
         if labels.ndim != 1 or not labels.size or labels.dtype.kind not in "iu":
             raise FedShuffleError(
@@ -90,7 +95,7 @@ class Groups(Availability):
                 f" them from 0 to {len(of) - 1}."
             )
         self.groups: IntArray = frozen(labels.astype(np.int64))
-        self.of, self.period, self.repeats = of, of.period, of.repeats
+        self.of, self.period, self.repeats, self.drop = of, of.period, of.repeats, of.drop
 
     def __repr__(self) -> str:
         return f"{len(self.of)} groups, {self.of!r}"
@@ -121,8 +126,12 @@ class Leaving(Availability):
 
     def __init__(self, of: Availability, leaves: ArrayLike) -> None:
         expect(of, Availability, "the availability of clients that leave")
+        if of.leaves is not None:
+            raise FedShuffleError(
+                f"the clients of {of!r} leave already: give one probability each."
+            )
         what = "probabilities to leave"
-        self.of, self.period, self.repeats = of, of.period, of.repeats
+        self.of, self.period, self.repeats, self.drop = of, of.period, of.repeats, of.drop
         self.leaves: FloatArray = frozen(vector(leaves, what, range(len(of)), within="[0, 1)"))
 
     def __repr__(self) -> str:

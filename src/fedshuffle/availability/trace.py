@@ -53,7 +53,13 @@ class Trace(Availability):
         allow_gaps: bool = False,
     ) -> None:
         self._n = count(n, "the number of clients")
-        client = np.asarray(clients, dtype=np.int64)
+        client = np.asarray(clients)
+        if client.dtype.kind not in "iu" and client.size:
+            raise FedShuffleError(
+                f"the clients of a trace must be whole numbers from 0 to {n - 1}: got"
+                f" {clients!r:.60}."
+            )
+        client = client.astype(np.int64)
         begin, end = np.asarray(begins, dtype=np.float64), np.asarray(ends, dtype=np.float64)
         if not client.shape == begin.shape == end.shape or client.ndim != 1 or not len(client):
             raise FedShuffleError("a trace needs one client, begin and end for each interval.")

@@ -6,14 +6,15 @@ from numpy.typing import NDArray
 from fedshuffle._arrays import FloatArray, IntArray
 from fedshuffle.probabilities.estimates import Estimate, MovingRate
 
-_BLOCKS = 16  # all equally long; when they are full, pairs are joined
+_BLOCKS = 24  # all equally long; when they are full, pairs are joined
 _SHORTEST = 4  # rounds of a block to judge by
+_PAIRS = 6  # of blocks to judge by; there are 12 blocks after some were joined
 _INDEPENDENT = 10  # clients at most that are taken to come and go independently
 _CHANCE = 1e-3  # that a stationary population is called a drifting one
 
 
 class BlockCounts:
-    """How often each client was counted, in at most 16 blocks of successive rounds.
+    """How often each client was counted, in at most 24 blocks of successive rounds.
 
     >>> blocks = BlockCounts(clients=2)
     >>> for round in range(64):
@@ -37,42 +38,47 @@ class BlockCounts:
         self.rounds += 1
 
     def complete(self) -> NDArray[np.int32]:
-        """An even number of blocks that are complete, none if they are too short to judge by."""
-        even = self.rounds // self.length // 2 * 2
-        return self.counts[: even if self.length >= _SHORTEST else 0]
+        """The blocks that are complete, none if they are too short to judge by."""
+        return self.counts[: self.rounds // self.length if self.length >= _SHORTEST else 0]
 
 
 def drift(counts: NDArray[np.int32] | FloatArray) -> float:
     r"""How much counts changed from the first half of the blocks to the second, where more than 1
     is not chance.
 
-    The halves are compared by the variation within them: with counts :math:`N_{ki}` of client i
-    in 2m blocks k of successive rounds, and their means :math:`A_i, B_i` over each half,
+    Blocks are compared in pairs: with counts :math:`N_{ki}` of client i in block k of successive
+    rounds, and the differences :math:`D_{ki} = N_{k + s, i} - N_{ki}` of m pairs of different
+    blocks, whose mean is :math:`\bar D_i`,
 
-    .. math:: F = \frac{m}{2} \sum_i (A_i - B_i)^2 \Big/
-                  \frac{1}{2m - 2} \sum_{k, i} (N_{ki} - \text{mean of its half})^2
+    .. math:: F = m \sum_i \bar D_i^2 \Big/ \frac{1}{m - 1} \sum_{k, i} (D_{ki} - \bar D_i)^2
 
     has an F distribution if blocks are longer than the time for which rounds are correlated.
     The result is F divided by the value that chance exceeds once in a thousand times, if at
     least ten clients, or all, come and go independently.
 
-    >>> drift(np.array([[4], [4], [0], [0]]))
+    An even drift makes all differences of a client equal, so it does not hide itself. Neither does
+    the swing of day and night: s is a multiple of three and blocks have 8, 16, ... rounds, so that
+    a day of 24 rounds, or of 48 or 96, is compared with itself at the same time of day.
+
+    >>> drift(np.repeat([[4], [0]], 6, axis=0))
     inf
     """
-    half = len(counts) // 2
-    if half < 2:
+    apart = (len(counts) + 3) // 6 * 3
+    pairs = min(apart, len(counts) - apart)
+    if pairs < _PAIRS:
         return 0.0
-    halves = counts.reshape(2, half, -1).astype(np.float64)
-    means = halves.mean(axis=1)
-    within = ((halves - means[:, None]) ** 2).sum(axis=(0, 1)) / (2 * half - 2)
-    between = (means[0] - means[1]) ** 2 * half / 2
+    first = len(counts) - apart - pairs
+    changes = (counts[-pairs:] - counts[first : first + pairs]).astype(np.float64)
+    means = changes.mean(axis=0)
+    within = ((changes - means) ** 2).sum(axis=0) / (pairs - 1)
+    between = pairs * means**2
     varied = int(np.count_nonzero(within + between))
     if not varied or not within.any():
         return np.inf if varied else 0.0
     from scipy.special import fdtri  # a third of a second to import: only when needed
 
     alone = min(varied, _INDEPENDENT)
-    limit = fdtri(alone, (2 * half - 2) * alone, 1 - _CHANCE)
+    limit = fdtri(alone, (pairs - 1) * alone, 1 - _CHANCE)
     return float(between.sum() / within.sum() / limit)
 
 

@@ -45,6 +45,8 @@ class Participation:
         """The estimates for the clients that take part in a round, from the rounds before."""
         self._advance(round)
         self._newest = round, clients
+        if not len(clients):  # perhaps nobody has come so far
+            return np.empty(0)
         rate = (self._total + len(clients)) / ((round + 1) * self._n)
         gap = round - self._last[clients]
         return self.estimate.probability(self._score[clients], gap, round, rate)

@@ -19,17 +19,19 @@ from fedshuffle.engines import Engine, Loss, Problem, Ray
 from fedshuffle.errors import FedShuffleError
 from fedshuffle.federation import Federation
 from fedshuffle.local_work import LocalWork
-from fedshuffle.methods import Cohort, Method
+from fedshuffle.methods import Cohort, InclusionProbability, Method
 from fedshuffle.privacy import Privacy
 from fedshuffle.probabilities import Estimate
 from fedshuffle.sampling import Sampling
 from fedshuffle.schedules import Schedule
 from fedshuffle.state import State
-from fedshuffle.timing import NO_BYTES, Clock, TrainingSchedule
+from fedshuffle.timing import NO_BYTES, Clock, TrainingSchedule, UntilDeadline
 from fedshuffle.training.client_state import ClientStateStore
 from fedshuffle.training.message_sizes import message_sizes
 from fedshuffle.training.rounds import Run, run_round
 from fedshuffle.transforms import Channel, DownLink, Transform
+
+_RARELY = 1e-3  # a client that is late less often hardly counts less
 
 
 class Simulation:
@@ -141,6 +143,7 @@ class Simulation:
         self._record_cohorts = record_cohorts or record_clients
         self._record_clients = record_clients
         _warn_of_evaluation_mode(model)
+        _warn_of_unfinished_work(self.run)
 
     @property
     def engine(self) -> Engine:
@@ -275,3 +278,33 @@ def _warn_of_evaluation_mode(model: nn.Module) -> None:
                 stacklevel=3,
             )
             return
+
+
+def _warn_of_unfinished_work(run: Run) -> None:
+    """Warn if clients stop at a deadline, and a method that would be right otherwise counts what
+    they send by the steps that they did.
+    """
+    stop, rule = run.workload.work.interruption, run.method.averaging
+    if not isinstance(stop, UntilDeadline) or not isinstance(rule.normaliser, InclusionProbability):
+        return
+    steps = run.workload.possible_steps[0].max(axis=1)  # one step is done, or the client is away
+    done = np.where(steps > 1, stop.tasks.in_time(stop.deadline).min(axis=1), 1.0)
+    slowest = np.array([int(done.argmin())])
+    if done.min() > 1 - _RARELY:
+        return
+    clients, planned = (run.federation, run.sampling, run.workload, slowest), steps[slowest]
+    full, short = (Cohort.of(*clients, (planned, some)) for some in (planned, planned // 2))
+    one, other = (
+        rule.client_weights(c) * rule.step_scale(c) * c.done_length for c in (full, short)
+    )
+    if np.allclose(one, other):
+        return
+    alone, _, _ = run.method.name.partition("+")
+    remedy = "fedshuffle-gen" if alone == "fedshuffle" else f"{alone}+fedshuffle-gen"
+    warnings.warn(
+        f"by the deadline client {run.federation.ids[slowest[0]]} is done with all its steps in"
+        f" {done.min():.0%} of its rounds, and {run.method.name} counts clients by the steps that"
+        f" they did, so slow ones count less than you meant. Use method {remedy}, which weighs by"
+        " the share of the work that was done.",
+        stacklevel=3,
+    )
