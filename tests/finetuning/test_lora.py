@@ -318,6 +318,9 @@ def test_what_cannot_be_averaged_exactly_is_refused() -> None:
             )
     with pytest.raises(FedShuffleError, match=r"made for a model with 26 .* this one has 14"):
         train(lora(), clients(), loss=losses.squared_error, rounds=1, transforms=[fedex(lora())])
+    for layer, rank in ((nn.Conv2d(2, 2, 1), 1), (nn.Linear(2, 2), 0)):
+        with pytest.raises(FedShuffleError, match=r"base_layer must be|rank is 0"):
+            LoRALinear(layer, rank)  # type: ignore[arg-type]
     half = lora()
     half.base_layer.float()
     with pytest.raises(FedShuffleError, match="one dtype"):
