@@ -161,6 +161,8 @@ class Federation:
     ) -> None:
         """Write it to a folder for :meth:`open`; ``names`` are the names of its fields.
 
+        Its transform is not written: give it again by :meth:`with_transform`.
+
         >>> import tempfile
         >>> folder = tempfile.mkdtemp() + "/people"
         >>> Federation.from_arrays([1.0, 2.0, 3.0], sizes=[1, 2]).save(folder)
