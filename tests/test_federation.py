@@ -209,7 +209,12 @@ def test_cached_examples_give_no_warning() -> None:
         (lambda: Federation.from_sizes([1]).tensors(), "sizes only"),
         (lambda: Federation.from_sizes([[1], [2, 3]]), "different lengths"),
         (lambda: Federation.from_arrays(np.zeros((0, 2)), client_ids=[]), "no examples"),
-        (lambda: Federation.from_arrays([1.0, 2.0], client_ids=[None, "a"]), "mixes"),
+        (lambda: Federation.from_arrays([1.0, 2.0], client_ids=[None, "a"]), "row 0 has no client"),
+        (lambda: Federation.from_arrays([1.0, 2.0], client_ids=[3.0, np.nan]), "row 1 has no cli"),
+        (
+            lambda: Federation.from_arrays([1.0, 2.0], client_ids=np.array([3, "a"], object)),
+            "mixes",
+        ),
         (lambda: Federation.from_arrays([[1.0], [2.0, 3.0]], sizes=[2]), "different lengths"),
         (lambda: Federation.from_datasets([[{"a": 1}]]), "with no names"),  # type: ignore[list-item]
         (lambda: Federation.from_datasets([iter([])]), "must have a length"),  # type: ignore[list-item]

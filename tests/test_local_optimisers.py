@@ -61,6 +61,9 @@ def test_classes_of_torch_go_by_their_name() -> None:
     given = LocalOptimiser(torch.optim.AdamW, {"betas": (0.8, 0.95), "weight_decay": 0})
     assert given == LocalOptimiser.read("adamw:weight_decay=0.0,beta1=0.8,beta2=0.95")
     assert LocalWork(optimiser=torch.optim.SGD).optimiser == LocalOptimiser("sgd")
+    whole, real = (LocalOptimiser("rmsprop", {"alpha": one}) for one in (1, 1.0))
+    assert whole == real
+    assert hash(whole) == hash(real)
     made: Any = given.make([torch.zeros(2)], 0.5)
     group = made.param_groups[0]
     assert isinstance(made, torch.optim.AdamW)
@@ -81,7 +84,10 @@ def test_classes_of_torch_go_by_their_name() -> None:
         (torch.optim.LBFGS, {}, "LBFGS cannot be used: its step needs a closure"),
         (torch.optim.SparseAdam, {}, "it wants sparse gradients"),
         (dict, {}, "derives from torch.optim.Optimizer"),
-        (3, {}, "the local optimiser is 3"),
+        (3, {}, "the local optimiser is of type int"),
+        ("adam", {"betas": 0.9}, "betas .* is 0.9: give a pair"),
+        ("adam", {"betas": (0.9, 0.99), "beta1": 0.5}, "give a pair, or beta1 and beta2"),
+        ("adam", ["beta1"], "options of the local optimiser must be of type Mapping"),
     ],
 )
 def test_what_cannot_be_is_refused(kind: Any, options: dict[str, Any], says: str) -> None:

@@ -329,3 +329,24 @@ def test_what_is_no_language_model_or_has_other_fields_is_said() -> None:
         losses.causal_lm(Speaker(), tokens)
     with pytest.raises(FedShuffleError, match="gives Tensor, which has no logits"):
         losses.causal_lm(lambda input_ids: input_ids.double(), tokens, labels)  # type: ignore[arg-type]
+
+
+def test_labels_may_be_of_any_whole_numbers() -> None:
+    tokens, mask, labels = spoken(True).tensors()
+    torch.manual_seed(0)
+    model = Speaker()
+    want = losses.causal_lm(model, tokens, mask, labels)
+    assert torch.equal(losses.causal_lm(model, tokens, mask, labels.int()), want)
+
+
+def test_heads_and_labels_that_do_not_fit_are_said() -> None:
+    """A head with one output would have a loss of zero, and learn nothing."""
+    tokens, mask, classes = spoken(True, classes=3).tensors()
+    for labels in (torch.zeros(len(tokens), 1), torch.zeros_like(classes)):
+        with pytest.raises(FedShuffleError, match=r"two classes or more.*num_labels"):
+            losses.sequence_classification(Speaker(1), tokens, mask, labels)
+    with pytest.raises(FedShuffleError, match="one class for each"):
+        losses.sequence_classification(Speaker(3), tokens, mask, classes[:, None])
+    for model in (Speaker(), Speaker(3)):
+        with pytest.raises(FedShuffleError, match="a label per token"):
+            losses.causal_lm(model, tokens, mask, classes)

@@ -16,7 +16,7 @@ from fedshuffle.errors import FedShuffleError, check_known
 
 LIST = (types.is_list, types.is_large_list, types.is_fixed_size_list)
 NUMBER = (types.is_integer, types.is_floating, types.is_boolean, types.is_decimal)
-TEXT = (types.is_string, types.is_large_string)
+TEXT = (types.is_string, types.is_large_string, types.is_string_view)
 
 Names = Sequence[str] | None
 Columns = dict[str, str | list[str]]
@@ -32,6 +32,9 @@ def choose(
     label: str | None,
 ) -> Columns:
     """The columns of each field, given the names of all and a function for the type of each."""
+    for what, several in {"fields": fields, "input": input}.items():
+        if isinstance(several, str):
+            raise FedShuffleError(f"{what} is the text {several!r}: give a list, [{several!r}].")
     named = [*([] if client is None else [client]), *(fields or ()), *(input or ())]
     for name in [*named, *([] if label is None else [label])]:
         check_known("column", name, names)
@@ -77,15 +80,24 @@ def owners(column: Any, client: str, before: int = 0) -> tuple[list[Any], IntArr
 
 def joined(columns: str | list[str], array: Callable[[str], NDArray[Any]]) -> NDArray[Any]:
     """A field of one column, or a matrix of several."""
-    if isinstance(columns, list):
-        return np.stack([array(name) for name in columns], axis=1)
-    return wide_labels(array(columns))
+    if isinstance(columns, str):
+        return wide_labels(array(columns))
+    arrays = {name: array(name) for name in columns}
+    for name, one in arrays.items():
+        if one.ndim != 1:
+            raise FedShuffleError(
+                f"column {name!r} becomes an array of shape {one.shape}, but an input column has"
+                " one number per row: use fields."
+            )
+    return np.stack(list(arrays.values()), axis=1)
 
 
 def numbers(column: Any, name: str, before: int = 0, per_row: int = 1) -> NDArray[Any]:
     """A column as an array, missing numbers as NaN; lists, all of one length, become axes."""
     if is_one_of(column.type, LIST):
         lengths = np.asarray(column.value_lengths().fill_null(0))
+        if not lengths.any():
+            raise FedShuffleError(f"column {name!r} holds no values: its lists are empty.")
         other = np.flatnonzero(lengths != lengths[:1])
         if other.size:
             row = before + int(other[0]) // per_row + 1

@@ -11,8 +11,9 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import ArrayLike, NDArray
 
-from fedshuffle._arrays import as_array, distinct, numeric
+from fedshuffle._arrays import as_array, expect, numeric
 from fedshuffle._columns import (
+    LIST,
     NUMBER,
     Names,
     check_client,
@@ -89,8 +90,10 @@ def open_dataset(dataset: Any) -> Table:
     return _HuggingFace(dataset)
 
 
-def open_partitions(partitioner: Any) -> tuple[Table, list[int], list[Any] | None]:
-    """All partitions one after another, their sizes, and their ids, if they have any."""
+def open_partitions(partitioner: Any) -> tuple[Table, list[int], list[Any] | None, str | None]:
+    """All partitions one after another, their sizes; and if they go by a column of natural ids,
+    their ids and that column.
+    """
     for name in ("load_partition", "num_partitions"):
         if not hasattr(type(partitioner), name):
             raise FedShuffleError(
@@ -109,6 +112,8 @@ def open_partitions(partitioner: Any) -> tuple[Table, list[int], list[Any] | Non
         parts = [partitioner.load_partition(k) for k in numbered]
     names = getattr(partitioner, "partition_id_to_natural_id", None)
     ids = [names[k] for k in numbered] if names else None
+    natural = names or hasattr(partitioner, "partition_id_to_natural_ids")  # of groups
+    client = getattr(partitioner, "_partition_by", None) if natural else None
     for k, part in enumerate(parts):
         if not len(part):
             raise FedShuffleError(
@@ -120,7 +125,7 @@ def open_partitions(partitioner: Any) -> tuple[Table, list[int], list[Any] | Non
                 "the partitions have different columns. Clients share their columns here: use a"
                 " partitioner that divides rows."
             )
-    return open_dataset(concatenate_datasets(parts)), [len(part) for part in parts], ids
+    return open_dataset(concatenate_datasets(parts)), [len(part) for part in parts], ids, client
 
 
 def read(
@@ -130,12 +135,25 @@ def read(
     input: Names,
     label: str | None,
     encode: Encode | None,
+    other: str | None = None,
 ) -> tuple[NDArray[Any] | None, list[NDArray[Any]]]:
-    """The client of each row, if a column holds it, and one array per field."""
+    """The client of each row, if a column holds it, and one array per field.
+
+    The ``other`` column is no input unless it is named.
+    """
     if not all(isinstance(name, str) for name in table.names):
         raise FedShuffleError("the names of the columns must be text: rename them.")
-    columns = choose(distinct(table.names), table.kind, client, fields, input, label)
-    encode, used = encode or {}, flat(columns)
+    for name in (name for name in table.names if table.names.count(name) > 1):
+        raise FedShuffleError(f"several columns have the name {name!r}: rename all but one.")
+    encode = {} if encode is None else encode
+    expect(encode, Mapping, "encode")
+
+    def kind(name: str) -> Any:
+        found = table.kind(name)
+        return found if name not in encode or is_one_of(found, LIST) else pa.int64()
+
+    columns = choose(table.names, kind, client or other, fields, input, label)
+    used = flat(columns)
     for name in encode:
         check_known("column to encode", name, used)
     ids = None
@@ -184,11 +202,15 @@ def _encoded(
 ) -> NDArray[Any]:
     made: Any
     if isinstance(how, Mapping):
-        for value in values:
-            if value not in how:
-                raise FedShuffleError(
-                    f"column {name!r} holds {value!r:.40}, for which encode has no number."
-                )
+        with error_context(
+            lambda error: f"encode of column {name!r} needs a function: {one_line(error)}.",
+            TypeError,  # lists
+        ):
+            unknown = [value for value in values if value not in how]
+        for value in unknown:
+            raise FedShuffleError(
+                f"column {name!r} holds {value!r:.40}, for which encode has no number."
+            )
         made = [how[value] for value in values]
     else:
         with error_context(f"encode of column {name!r}"):
@@ -282,8 +304,8 @@ def _whole(column: Any) -> Any:
 def _reading(name: str) -> Any:
     return error_context(
         lambda error: (
-            f"column {name!r} cannot be read as numbers ({one_line(error)}). Turn its values into"
-            f" numbers by encode={{{name!r}: function}}."
+            f"column {name!r} cannot be read ({one_line(error)}). Give its values one type, or"
+            f" turn them into numbers by encode={{{name!r}: function}}."
         ),
         (pa.ArrowException, TypeError),
     )

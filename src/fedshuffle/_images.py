@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from fedshuffle._arrays import IntArray
+from fedshuffle._arrays import IntArray, count
 from fedshuffle.errors import FedShuffleError, check_known, error_context, one_line, optional_import
 
 MODES = ("L", "RGB", "RGBA")
@@ -21,6 +21,11 @@ def pixels(images: Iterable[Any], what: str) -> NDArray[np.float32]:
     for k, image in enumerate(images):
         if image is None:
             raise FedShuffleError(f"image {k} of {what} is missing. Drop that row.")
+        if not hasattr(image, "mode"):
+            raise FedShuffleError(
+                f"image {k} of {what} is a {type(image).__name__}, not an image of Pillow. Decode"
+                " it: dataset.cast_column(name, datasets.Image(decode=True))."
+            )
         array = np.asarray(image.convert("RGB") if image.mode in ("P", "CMYK") else image)
         if array.dtype == bool:
             array = array.astype(np.uint8) * 255
@@ -44,6 +49,9 @@ def read_folder(
     """The clients, their numbers of images, all images and their classes."""
     pillow = optional_import("PIL.Image", "reading images", "data")
     check_known("mode", mode, MODES)
+    size = None if size is None else _pair(size)
+    if classes is not None and (isinstance(classes, str) or len(set(classes)) < len(classes)):
+        raise FedShuffleError(f"classes is {classes!r:.60}, but must be a list of different names.")
     root = Path(folder)
     if not root.is_dir():
         raise FedShuffleError(f"there is no folder {str(root)!r}.")
@@ -53,6 +61,11 @@ def read_folder(
             f"{str(root)!r} has no folders. Put images into {root.name}/CLIENT/CLASS/."
         )
     for client, files in found.items():
+        for path in _stray(root / client):
+            raise FedShuffleError(
+                f"{str(path)!r} is not in the folder of a class, as in {root.name}/{client}/CLASS/."
+                " Put it there, or remove it."
+            )
         if not files:
             raise FedShuffleError(
                 f"client {client!r} has no images in folders of classes, as in"
@@ -60,12 +73,16 @@ def read_folder(
             )
     names = sorted({name for files in found.values() for name, _ in files})
     for name in names if classes is not None else ():
-        check_known("class", name, list(classes or ()))
+        check_known("class", name, classes or ())
     number = {name: k for k, name in enumerate(names if classes is None else classes)}
 
     def opened() -> Iterator[Any]:
         for path in (path for files in found.values() for _, path in files):
             with _reading(path), pillow.open(path) as image:
+                if image.mode[0] in "IF":  # converting it would cut what is above 255
+                    raise ValueError(
+                        f"its mode is {image.mode!r}, not 8 bits per colour: convert it"
+                    )
                 changed = image.convert(mode)
             yield changed if size is None else changed.resize((size[1], size[0]))
 
@@ -80,12 +97,27 @@ def _folders(path: Path) -> list[Path]:
 
 def _images(client: Path) -> list[tuple[str, Path]]:
     """The class and the file of each image of a client."""
-    return [
-        (folder.name, file)
-        for folder in _folders(client)
-        for file in sorted(folder.iterdir())
+    return [(folder.name, file) for folder in _folders(client) for file in _files(folder)]
+
+
+def _stray(client: Path) -> list[Path]:
+    """Images of a client beside the folders of classes, or in folders within these."""
+    inner = [path for folder in _folders(client) for path in _folders(folder)]
+    return [file for folder in (client, *inner) for file in _files(folder)]
+
+
+def _files(folder: Path) -> list[Path]:
+    return sorted(
+        file
+        for file in folder.iterdir()
         if file.suffix.lower() in SUFFIXES and not file.name.startswith(".")
-    ]
+    )
+
+
+def _pair(size: tuple[int, int]) -> tuple[int, int]:
+    if np.shape(size) != (2,):
+        raise FedShuffleError(f"size is {size!r}, but must be two numbers: (height, width).")
+    return count(size[0], "the height"), count(size[1], "the width")
 
 
 def _reading(path: Path) -> AbstractContextManager[None]:

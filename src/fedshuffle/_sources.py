@@ -43,7 +43,7 @@ def from_frame(
         frame: the table.
         client: the column with the client's id, text or whole numbers.
         fields: the columns in the order in which the loss takes them.
-        input: the columns that form the input; by default all other columns of numbers.
+        input: the columns that form the input; by default all others of numbers, or with encode.
         label: the label column.
         encode: for columns that hold no numbers: by column, a function from the list of its
             values to an array with a row for each, or the number of each value.
@@ -136,8 +136,8 @@ def from_partitioner(
     optional_import("pyarrow", "Federation.from_partitioner", "data")
     from fedshuffle._frames import open_partitions, read
 
-    table, sizes, ids = open_partitions(partitioner)
-    found = read(table, None, fields, input, label, encode)[1]
+    table, sizes, ids, other = open_partitions(partitioner)
+    found = read(table, None, fields, input, label, encode, other)[1]
     names = None if ids is None else tuple(ids)
     return cls._build(found, np.array(sizes), weights, names, transform)._check_finite()
 

@@ -90,6 +90,11 @@ class Federation:
             raise FedShuffleError(
                 f"client_ids has shape {owners.shape}: give one for each of {rows} rows."
             )
+        missing: Any = owners != owners  # NaN, of numbers and of times
+        if owners.dtype == object:
+            missing = [one is None for one in owners]
+        for row in np.flatnonzero(missing).tolist():
+            raise FedShuffleError(f"row {row} has no client in client_ids. Fill it in, or drop it.")
         if owners.dtype == object and len(set(map(type, owners))) > 1:
             raise FedShuffleError("client_ids mixes types. Make them all strings, or all numbers.")
         ids, owner, counts = np.unique(owners, return_inverse=True, return_counts=True)
@@ -155,6 +160,8 @@ class Federation:
         self, path: str | Path, *, names: Sequence[str] | None = None, overwrite: bool = False
     ) -> None:
         """Write it to a folder for :meth:`open`; ``names`` are the names of its fields.
+
+        Its transform is not written: give it again by :meth:`with_transform`.
 
         >>> import tempfile
         >>> folder = tempfile.mkdtemp() + "/people"

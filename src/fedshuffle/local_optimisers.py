@@ -78,12 +78,18 @@ class LocalOptimiser:
             check_known("local optimiser", self.kind, _CLASSES)
         elif not isinstance(self.kind, type):
             raise FedShuffleError(
-                f"the local optimiser is {self.kind!r:.60}: give a text such as 'adamw', or a class"
-                " of torch.optim; each client makes its own."
+                f"the local optimiser is of type {type(self.kind).__name__}: give a text such as"
+                " 'adamw', or a class of torch.optim; each client makes its own."
             )
+        expect(self.options, Mapping, "options of the local optimiser")
         options = dict(self.options)
         if isinstance(self.kind, str) and "betas" in options:
-            options["beta1"], options["beta2"] = options.pop("betas")
+            if np.shape(betas := options.pop("betas")) != (2,) or {"beta1", "beta2"} & set(options):
+                raise FedShuffleError(
+                    f"betas of the local optimiser {self.kind!r} is {betas!r:.40}: give a pair, or"
+                    " beta1 and beta2."
+                )
+            options["beta1"], options["beta2"] = betas
         for taken in {"lr", "params"} & options.keys():
             raise FedShuffleError(
                 f"{taken} of the local optimiser is set by the run: leave it out, and give the step"
@@ -94,7 +100,7 @@ class LocalOptimiser:
         object.__setattr__(self, "options", options)
 
     def __hash__(self) -> int:
-        return hash((self.kind, repr(sorted(self.options.items()))))
+        return hash((self.kind, *sorted(self.options)))  # values need not be hashable
 
     @classmethod
     def of(cls, given: "LocalOptimiser | str | type[Optimizer]") -> "LocalOptimiser":

@@ -156,12 +156,35 @@ def _logits(model: nn.Module, fields: Sequence[Tensor]) -> tuple[Tensor, Tensor]
             f"the model gives {type(output).__name__}, which has no logits. Use a model of"
             " transformers for this task, or losses.cross_entropy for one that gives a tensor."
         )
+    labels = labels if labels.is_floating_point() else labels.long()
     return logits.float() if logits.element_size() == 2 else logits, labels
+
+
+def _classes(model: nn.Module, fields: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    """Logits (batch, classes) and a class for each, or a share of each class."""
+    logits, labels = _logits(model, fields)
+    if logits.ndim != 2 or logits.shape[1] == 1:  # the loss of one class is zero, whatever it is
+        raise FedShuffleError(
+            f"the model gives logits of shape {tuple(logits.shape)}, but this loss needs two"
+            " classes or more per sequence: set num_labels, or write your own loss(model, *fields)"
+            " for regression."
+        )
+    if labels.shape not in (logits.shape[:1], logits.shape):
+        raise FedShuffleError(
+            f"labels of shape {tuple(labels.shape)} do not fit {len(logits)} sequences: give one"
+            " class for each."
+        )
+    return logits, labels
 
 
 def _next_tokens(model: nn.Module, fields: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
     """Logits (batch, vocabulary, time) and the token that each should predict."""
     logits, labels = _logits(model, fields)
+    if logits.ndim != 3 or logits.shape[:2] != labels.shape:
+        raise FedShuffleError(
+            f"logits of shape {tuple(logits.shape)} do not fit labels of shape"
+            f" {tuple(labels.shape)}: this loss takes a language model, and a label per token."
+        )
     return logits[:, :-1].transpose(1, 2), labels[:, 1:]
 
 
@@ -173,7 +196,7 @@ squared_error = MeanLoss(_squared_errors)
 """Mean over the examples of half the squared distance to the target."""
 
 sequence_classification = MeanLoss(
-    _cross_entropies, _mean_cross_entropy, _classes_count, predict=_logits
+    _cross_entropies, _mean_cross_entropy, _classes_count, predict=_classes
 )
 """Mean cross-entropy of a sequence classifier of transformers. Fields: ``input_ids``, perhaps
 ``attention_mask``, and ``labels``, a class per sequence; class -100 is ignored.

@@ -88,6 +88,11 @@ def test_rows_that_were_selected_and_the_only_input() -> None:
         ),
         (lambda d: d.to_iterable_dataset(), {}, "the dataset is a stream. Load it without"),
         (lambda d: d.with_transform(lambda rows: rows), {}, r"a transform \(set_transform\)"),
+        (
+            lambda d: d.cast_column("image", datasets.Image(decode=False)),
+            {"fields": ["image"]},
+            "image 0 of column 'image' is a dict.*decode=True",
+        ),
         (lambda d: d.to_dict(), {}, "a dataset of Hugging Face is needed, not a dict"),
     ],
 )
@@ -133,6 +138,16 @@ def test_partitions_are_clients() -> None:
     for k in range(4):
         assert found.client(k)[0].flatten().tolist() == [x for (x,) in many.load_partition(k)["x"]]
     assert found.transform is torch.neg
+
+
+def test_natural_ids_are_no_input() -> None:
+    rows = {"user": [3, 1, 3], "x": [1.0, 2.0, 3.0], "y": [0, 1, 0]}
+    partitioner = NaturalIdPartitioner(partition_by="user")
+    partitioner.dataset = datasets.Dataset.from_dict(rows)
+    found = Federation.from_partitioner(partitioner, label="y")
+    assert found.fields[0].tolist() == [[2], [1], [3]]
+    named = Federation.from_partitioner(partitioner, fields=["user", "y"])
+    assert named.fields[0].tolist() == [1, 3, 3]
 
 
 def test_what_is_wrong_with_a_partitioner_is_said_once() -> None:

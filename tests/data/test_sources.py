@@ -5,6 +5,7 @@ from typing import Any
 
 import numpy as np
 import pandas
+import pyarrow
 import pytest
 import torch
 from PIL import Image
@@ -23,6 +24,7 @@ ROWS: dict[str, Any] = {
 }
 FRAME: Any = pandas.DataFrame(ROWS)
 ORDER = [1, 0, 2, 3]  # sorted by client, otherwise as they were
+LISTS = pyarrow.list_(pyarrow.float64())
 
 
 def check(federation: Federation, *fields: Any) -> None:
@@ -59,6 +61,9 @@ def test_categories_and_text_become_numbers() -> None:
 
     found = Federation.from_frame(FRAME, client="who", fields=["city"], encode={"city": lengths})
     check(found, [[4, 1]] * 4)
+    some = FRAME[["who", "age", "city", "ill"]]  # what encode makes numbers of is input as well
+    found = Federation.from_frame(some, client="who", label="ill", encode={"city": numbers})
+    check(found, np.stack([ROWS["age"], [7, 5, 5, 7]], axis=1).astype(np.float32), ROWS["ill"])
 
 
 def test_weights_and_a_transform_are_kept() -> None:
@@ -153,7 +158,35 @@ def missing() -> Any:
         (
             FRAME.assign(city=[np.eye(2)] * 4),
             {"client": "who", "fields": ["city"]},
-            "'city' cannot be read as numbers.*encode={'city': function}",
+            "'city' cannot be read .*one type, .*encode={'city': function}",
+        ),
+        (
+            FRAME.assign(who=["bob", 3, "ann", "cid"]),
+            {"client": "who", "fields": ["ill"]},
+            "'who' cannot be read .*one type",
+        ),
+        (
+            pandas.concat([FRAME, FRAME[["age"]]], axis=1),
+            {"client": "who", "fields": ["age"]},
+            "several columns have the name 'age'",
+        ),
+        (FRAME, {"client": "who", "fields": "ill"}, r"fields is the text 'ill': give a list"),
+        (FRAME, {"client": "who", "input": "age"}, r"input is the text 'age': give a list"),
+        (
+            FRAME,
+            {"client": "who", "input": ["age", "city"], "encode": {"city": lambda t: np.eye(4)}},
+            r"column 'city' becomes an array of shape \(4, 4\), .*use fields",
+        ),
+        (
+            FRAME,
+            {"client": "who", "fields": ["scan"], "encode": {"scan": {1.0: 2}}},
+            "encode of column 'scan' needs a function",
+        ),
+        (FRAME, {"client": "who", "fields": ["scan"], "encode": len}, "encode must be of type"),
+        (
+            FRAME.assign(scan=[[], [], [], []]).astype({"scan": pandas.ArrowDtype(LISTS)}),
+            {"client": "who", "fields": ["scan"]},
+            "column 'scan' holds no values",
         ),
         (FRAME.rename(columns={"age": 3}), {"client": "who", "fields": ["ill"]}, "must be text"),
         (ROWS, {"client": "who", "fields": ["ill"]}, "a frame is a DataFrame.*not a dict"),
@@ -229,9 +262,25 @@ def test_what_is_wrong_with_images_is_said_once(folder: Path) -> None:
         make(folder / "nobody")
     with pytest.raises(FedShuffleError, match=r"has no folders.* into dog/CLIENT/CLASS"):
         make(folder / "ann/dog")
-    draw(folder / "cid/4.png", (0, 0, 0))
+    for size in (4, (0, 4), (4, 4, 4)):
+        with pytest.raises(FedShuffleError, match=r"two numbers: \(height, width\)|height is 0"):
+            make(folder, size=size)  # type: ignore[arg-type]
+    for classes in ("cat", ["cat", "dog", "dog"]):
+        with pytest.raises(FedShuffleError, match="must be a list of different names"):
+            make(folder, classes=classes)
+    (folder / "cid/dog").mkdir(parents=True)
     with pytest.raises(FedShuffleError, match="client 'cid' has no images in folders of classes"):
         make(folder)
+    for stray in ("cid/4.png", "cid/dog/more/4.png"):
+        draw(folder / stray, (0, 0, 0))
+        with pytest.raises(FedShuffleError, match=r"4\.png' is not in the folder of a class"):
+            make(folder)
+        (folder / stray).unlink()
+    deep = Image.fromarray(np.full((2, 3), 1000, np.uint16))
+    deep.save(folder / "cid/dog/5.png")  # Pillow would turn all of it white
+    with pytest.raises(FedShuffleError, match=r"5\.png.*'I;16', not 8 bits per colour"):
+        make(folder)
+    (folder / "cid/dog/5.png").unlink()
     draw(folder / "cid/dog/4.png", (0, 0, 0), (5, 5))
     with pytest.raises(FedShuffleError, match=r"shape \(3, 5, 5\), and others \(3, 2, 3\)"):
         make(folder)

@@ -238,6 +238,51 @@ def test_a_run_is_resumed_with_its_base(variant: Variant, tmp_path: Path) -> Non
     assert fit(4, tmp_path / "parts", resume=True).equal(whole)
 
 
+@pytest.mark.parametrize("variant", [fedex, flora])
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"method": "fedavgm"}, r"server optimiser Momentum"),
+        ({"method": "fedadam+fedshuffle"}, r"server optimiser Adam"),
+        ({"schedule": "fedbuff:K=2", "clock": "fixed:1"}, "asynchronous schedule"),
+        ({"method": "fedawe", "sampling": "uniform:2"}, "keeps a model at every client"),
+    ],
+)
+def test_a_server_that_does_not_add_the_average_is_refused(
+    variant: Variant, options: dict[str, Any], says: str
+) -> None:
+    """Adam would make steps of full length of a residual of second order, and momentum would merge
+    the adapters of FLoRA again and again.
+    """
+    model = lora()
+    with pytest.raises(FedShuffleError, match=f"FedEx needs a server that adds .* {says}"):
+        Simulation(
+            model, clients(), loss=losses.squared_error, transforms=[variant(model)], **options
+        )
+
+
+def test_a_proximal_term_changes_base_weights_only_by_rounding() -> None:
+    for kind, engine in (
+        (torch.float32, "sequential"),
+        (torch.float32, "vectorized"),
+        (torch.float64, "reference"),
+    ):
+        model = lora().to(kind)
+        start = layer_weight(model)
+        result = train(
+            model,
+            clients(),
+            loss=losses.squared_error,
+            rounds=3,
+            method="fedprox:mu=0.3",
+            work=LocalWork(epochs=8),
+            step_size=0.01,
+            transforms=[fedex(model)],
+            engine=engine,
+        )
+        assert (layer_weight(result.model) - start).norm() > 0.1
+
+
 def test_flora_starts_every_round_with_new_adapters() -> None:
     model = lora()
     transform = flora(model)
@@ -273,6 +318,9 @@ def test_what_cannot_be_averaged_exactly_is_refused() -> None:
             )
     with pytest.raises(FedShuffleError, match=r"made for a model with 26 .* this one has 14"):
         train(lora(), clients(), loss=losses.squared_error, rounds=1, transforms=[fedex(lora())])
+    for layer, rank in ((nn.Conv2d(2, 2, 1), 1), (nn.Linear(2, 2), 0)):
+        with pytest.raises(FedShuffleError, match=r"base_layer must be|rank is 0"):
+            LoRALinear(layer, rank)  # type: ignore[arg-type]
     half = lora()
     half.base_layer.float()
     with pytest.raises(FedShuffleError, match="one dtype"):

@@ -322,6 +322,17 @@ def test_other_adapters_are_refused(prepare: Any) -> None:
         prepare(base("gpt2"))
 
 
+@pytest.mark.parametrize("target", [{"target_modules": ["0"]}, {"target_parameters": ["1.weight"]}])
+def test_layers_that_do_not_multiply_by_their_weight_are_refused(target: Any) -> None:
+    """An embedding as square as a linear layer, and a wrapped parameter."""
+    import peft
+
+    square = nn.Sequential(nn.Embedding(8, 8), nn.Linear(8, 8))
+    model = peft.get_peft_model(square, peft.LoraConfig(**{"r": 2, "target_modules": []} | target))
+    with pytest.raises(FedShuffleError, match=r"layer '.*' is not linear"):
+        fedex(model)
+
+
 def test_examples_without_a_mask_or_with_more_fields() -> None:
     tokens = torch.as_tensor(text().fields[0])
     pairs = Federation.from_arrays(tokens, tokens, sizes=SIZES)

@@ -27,6 +27,8 @@ from fedshuffle.errors import FedShuffleError
 from fedshuffle.finetuning.adapters import Adapter, adapters
 from fedshuffle.transforms import ClientContext, Message, ServerContext, Transform
 
+_ROUNDING = 256  # a proximal term changes base weights by rounding, by up to this many units
+
 Span = tuple[int, int]
 """The first position of a parameter in a flat vector, and the one after its last."""
 
@@ -41,6 +43,8 @@ class Pair(NamedTuple):
     scale: float
     transposed: bool
     """Whether the base weight is (inputs x outputs), as in GPT-2."""
+    largest: float
+    """The largest absolute value in the base weight."""
 
     def product(self, vectors: Tensor) -> Tensor:
         """``scale B A`` of a vector or of rows of them, in the layout of the base weight."""
@@ -55,9 +59,10 @@ class Pair(NamedTuple):
 class FedEx(Transform):
     """Averages the products of LoRA adapters exactly; :func:`fedex` makes it for a model.
 
-    It is exact where the server adds the aggregated update, with any step size; with a server
-    optimiser it is not. The records hold ``residual_share``, the norm of the residual relative
-    to that of the change of the layers: how far plain averaging would be off.
+    It is exact where the server adds the aggregated update to the model that all clients started
+    from, with any step size. So a server optimiser is refused, which would rescale the residual,
+    and so is an asynchronous schedule. The records hold ``residual_share``, the norm of the
+    residual relative to that of the change of the layers: how far plain averaging would be off.
 
     >>> from fedshuffle.finetuning import LoRALinear
     >>> fedex(LoRALinear(nn.Linear(3, 2), rank=1))
@@ -71,6 +76,7 @@ class FedEx(Transform):
     """Whether the server merges the adapters into the base and starts new ones (FLoRA)."""
     pairs: tuple[Pair, ...] = field(default=(), repr=False)
     mean = "unchanged"
+    needs_average = True
 
     def client(self, updates: Tensor, state: Tensor | None, context: ClientContext) -> Message:
         if updates.shape[1] != self.size:
@@ -78,13 +84,17 @@ class FedEx(Transform):
                 f"FedEx was made for a model with {self.size} parameters, and this one has"
                 f" {updates.shape[1]}. Give train the model that fedex(model) was called with."
             )
-        bases = {pair.base for pair in self.pairs}
-        for base in bases:
-            if updates[:, slice(*base)].any():
+        bases = {pair.base: pair.largest for pair in self.pairs}
+        rounding = _ROUNDING * torch.finfo(updates.dtype).eps
+        for base, largest in bases.items():
+            change = updates[:, slice(*base)]
+            if torch.linalg.vector_norm(change, math.inf) > rounding * largest:
                 raise FedShuffleError(
                     "clients changed the base weights, which only the server corrects: by weight"
-                    " decay, or by a momentum of the method. Leave it out."
+                    " decay (that of 'adamw' is 0.01 unless you set it to 0), or by a momentum of"
+                    " the method. Leave it out."
                 )
+            change.zero_()
         for pair in self.pairs:
             updates[:, slice(*pair.base)] += pair.product(updates)
         # A client sends its adapters: the server can multiply them itself.
@@ -196,6 +206,7 @@ def _prepared(model: nn.Module, restart: bool) -> FedEx:
             len(one.a),
             one.scale,
             bool(getattr(one.layer, "fan_in_fan_out", False)),
+            float(_weight(one).detach().abs().max()),
         )
         for one in trained
     ]
@@ -203,9 +214,10 @@ def _prepared(model: nn.Module, restart: bool) -> FedEx:
 
 
 def _weight(adapter: Adapter) -> Any:
-    """The base weight under an adapter."""
+    """The base weight under an adapter; None if the layer does not multiply by one."""
     layer = adapter.layer.base_layer
-    return (layer.base_layer if isinstance(layer, FixedWeight) else layer).weight
+    layer = layer.base_layer if isinstance(layer, FixedWeight) else layer
+    return None if isinstance(layer, nn.Embedding) else getattr(layer, "weight", None)
 
 
 def _check(adapter: Adapter, shared: bool) -> None:
@@ -213,7 +225,8 @@ def _check(adapter: Adapter, shared: bool) -> None:
     weight, fault = _weight(adapter), ""
     a, b = tuple(adapter.a.shape), tuple(adapter.b.shape)
     flipped = getattr(adapter.layer, "fan_in_fan_out", False)
-    if len(a) != 2 or tuple(weight.shape) != ((a[1], b[0]) if flipped else (b[0], a[1])):
+    shape = None if weight is None or hasattr(adapter.layer, "parameter_name") else weight.shape
+    if len(a) != 2 or shape != ((a[1], b[0]) if flipped else (b[0], a[1])):
         fault = "is not linear: leave it out of target_modules"
     elif shared:
         fault = "shares its weight with another layer: leave it out of target_modules"

@@ -4,6 +4,8 @@ import math
 
 from torch import Tensor, nn
 
+from fedshuffle._arrays import count, expect
+
 
 class LoRALinear(nn.Module):
     r"""A frozen linear layer with a low-rank adapter: :math:`(W + s B A) x + b`, where :math:`s` is
@@ -22,6 +24,8 @@ class LoRALinear(nn.Module):
 
     def __init__(self, base_layer: nn.Linear, rank: int, alpha: float = 1.0) -> None:
         super().__init__()
+        expect(base_layer, nn.Linear, "base_layer")
+        count(rank, "rank")
         inputs, outputs = base_layer.in_features, base_layer.out_features
         kind = {"dtype": base_layer.weight.dtype, "device": base_layer.weight.device}
         self.base_layer = base_layer.requires_grad_(False)

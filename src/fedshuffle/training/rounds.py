@@ -20,6 +20,7 @@ from fedshuffle.kernel import Answer, FullGradient, LocalTraining, Request
 from fedshuffle.local_work import LocalWork
 from fedshuffle.methods import Cohort, Method
 from fedshuffle.methods.round import RoundSettings
+from fedshuffle.methods.servers import Average
 from fedshuffle.privacy import Mechanism, Privacy, bind
 from fedshuffle.probabilities import Participation
 from fedshuffle.randomness import check_seed
@@ -116,6 +117,7 @@ class Run:
         # Privacy comes last, so that its sensitivity holds whatever came before.
         self.chain = Chain((*given, *(self.mechanism.transforms if self.mechanism else ())))
         self.chain.check_with_client_state(self.method.name, self.method.direction.client_state)
+        self._check_average()
         if self.method.direction.own_models and self.down_link is not None:
             raise FedShuffleError(
                 f"clients of {self.method.name} start from models that they keep, which a down"
@@ -130,6 +132,21 @@ class Run:
             self.asynchronous = AsynchronousRounds(
                 self.sampling, self.method, self.workload, self.seed
             )
+
+    def _check_average(self) -> None:
+        """Refuse transforms that need the average itself where the server does something else."""
+        faults = {
+            f"has the server optimiser {self.method.server}": self.method.server != Average(),
+            "keeps a model at every client": self.method.direction.own_models,
+            "has an asynchronous schedule": isinstance(self.sampling, Buffers),
+        }
+        for one in self.chain.transforms:
+            for fault in (what for what, true in faults.items() if one.needs_average and true):
+                raise FedShuffleError(
+                    f"{type(one).__name__} needs a server that adds the clients' updates to the"
+                    f" model that all of them started from, and this run of {self.method.name}"
+                    f" {fault}. Use fedshuffle with schedule 'wait'."
+                )
 
     def settings(self, rounds: int) -> dict[str, Any]:
         """What the trajectory over the rounds depends on besides the model, as plain data."""

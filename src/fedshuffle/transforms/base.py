@@ -135,6 +135,9 @@ class Transform(abc.ABC):
     """Whether clients send their updates as they are, so that only the server part matters."""
     every_round: bool = False
     """Whether the server part also runs in a round without clients, as noise must."""
+    needs_average: bool = False
+    """Whether the server must add the aggregated update to the model that all clients started from:
+    no server optimiser, and no stale models."""
     private: bool = False
     """Whether nothing but the aggregated update may leave: any other sum would have no noise."""
 
