@@ -10,7 +10,7 @@ DOCS := $(VENV)/.docs
 ALL := $(VENV)/.all
 # Without bytecode, each of the hundreds of processes that tests start would compile everything again.
 unexport PYTHONDONTWRITEBYTECODE
-PYTEST := $(BIN)/python -m pytest -n 2 --dist loadgroup
+PYTEST := $(BIN)/python -m pytest --dist loadgroup
 
 .PHONY: demo test test-slow docs dist lint format figures docs-pictures notebooks audit-flower bench bench-peers clean
 .DELETE_ON_ERROR:
@@ -22,10 +22,10 @@ docs: $(DOCS)  ## the documentation site in out/site; a warning is an error
 	$(BIN)/python -m sphinx --quiet --fail-on-warning --keep-going docs out/site
 
 test: lint  ## format, lint, types and the fast tests
-	$(PYTEST) -m "not slow"
+	$(PYTEST) -n 2 -m "not slow"
 
 test-slow: $(ALL)  ## the tests that take long: Ray, Flower, the browser, the site, new environments
-	$(PYTEST) -m slow
+	$(PYTEST) -n 3 -m slow  # one of them usually waits for Flower's processes
 
 dist: $(TOOLS)  ## the wheel and the source distribution, in dist
 	rm -rf dist
