@@ -312,7 +312,7 @@ MISTAKES = [
     ("availability=markv:on=0.1", "availability: unknown availability 'markv'. Did you mean"),
     ("schedule=deadlin:3", "schedule: unknown schedule 'deadlin'. Did you mean"),
     ("schedule=deadline:3", "schedule: schedule 'deadline:3' goes by time, and there is no clock"),
-    ("clock=fixed", "clock: clock 'fixed' is incomplete"),
+    ("clock=fixed", "clock: clock 'fixed': it is incomplete"),
     ("availability=markov", "availability: availability 'markov' is incomplete"),
     ("channel=3", "channel is 3"),
     ("channel=tpk:0.1", "channel: unknown compressor 'tpk'. Did you mean 'topk'?"),

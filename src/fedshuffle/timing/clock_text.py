@@ -45,7 +45,7 @@ def parse(text: str, federation: Federation, folder: Path | None = None) -> Cloc
         except FedShuffleError:
             raise
         except (ValueError, TypeError) as error:
-            raise FedShuffleError(f"cannot be read: write {form!r}.") from error
+            raise FedShuffleError(f"it cannot be read: write {form!r}.") from error
         given: dict[str, Any] = {
             key: [number(word, key) for word in value.split(",")]
             for key, value in options.items()
@@ -98,7 +98,7 @@ def _read(text: str) -> tuple[str, str, dict[str, str]]:
     name, _, argument = main.partition(":")
     check_known("clock", name, _MAKERS)
     if not argument:
-        raise FedShuffleError(f"is incomplete: write {_MAKERS[name][0]!r}.")
+        raise FedShuffleError(f"it is incomplete: write {_MAKERS[name][0]!r}.")
     options: dict[str, str] = {}
     for option in rest:
         key, _, value = option.partition(":")
