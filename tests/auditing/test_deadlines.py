@@ -11,6 +11,7 @@ from fedshuffle import Federation, LocalWork, audit
 from fedshuffle.auditing.effective_weights import monte_carlo
 from fedshuffle.auditing.subject import Subject
 from fedshuffle.cli import app
+from fedshuffle.errors import FedShuffleError
 from fedshuffle.local_work import EpochRange
 from fedshuffle.methods import get
 from fedshuffle.sampling import Full, scheduled
@@ -115,8 +116,22 @@ def test_findings_say_who_is_dropped(method: str, schedule: str, words: str) -> 
 def test_bytes_make_clients_late() -> None:
     command = ["audit", "--sizes", "1,1", "--schedule", "deadline:1", "--json"]
     command += ["--clock", "fixed:0.5+up:10,1000+jitter:exponential"]
-    for sizes, want in ((None, [0.865, 0.865]), ("0,5", [0.632, 0.863])):
-        more = [] if sizes is None else ["--message-bytes", sizes]
-        answer = CliRunner().invoke(app, [*command, *more])
+    for sizes, want in (("0,0", [0.865, 0.865]), ("0,5", [0.632, 0.863])):
+        answer = CliRunner().invoke(app, [*command, "--message-bytes", sizes])
         found = json.loads(answer.stdout)["inclusion_probabilities"]
         np.testing.assert_allclose(found, want, atol=5e-4)
+
+
+@pytest.mark.parametrize("schedule", ["deadline:5", "fedasync", "over:1of2"])
+def test_bandwidths_need_the_bytes_of_messages(schedule: str) -> None:
+    with pytest.raises(FedShuffleError, match="nothing says how long messages are"):
+        audit(
+            Federation.from_sizes([1, 1]), "fedshuffle", schedule=schedule, clock="fixed:1+up:9,1"
+        )
+
+
+@pytest.mark.parametrize(("option", "value"), [("--rates", "4,1"), ("--clock", "fixed:1")])
+def test_clocks_without_a_schedule_are_refused(option: str, value: str) -> None:
+    answer = CliRunner().invoke(app, ["audit", "--sizes", "1,1", option, value])
+    assert answer.exit_code != 0
+    assert f"{option} changes nothing" in answer.stderr + str(answer.exception)

@@ -102,6 +102,7 @@ def audit(
     if count(draws, "draws") < BATCHES:
         raise FedShuffleError(f"{draws} draws are too few to judge by: use {BATCHES} or more.")
     timing = Timing.of(schedule, clock, federation, message_sizes)
+    timing.check_sizes()
     workload = method.local_work(work).on(method.clients(federation).sizes)
     sampling, workload = scheduled(sampling, timing, workload, federation.ids)
     method.check(workload, method.sampling(sampling))

@@ -153,6 +153,9 @@ def audit(
         refuse_unused(context, ["step_sizes", "confidence"], "--method")
     if availability is None and config is None:
         refuse_unused(context, ["step_size"], "an audit without --availability")
+    if config is None and schedule in (None, "wait"):
+        unused = ["clock", "rates", "message_bytes"]
+        refuse_unused(context, unused, "schedule 'wait', as the server waits for all")
     if config is not None:
         unused = ["sizes", "data", "weights", "epochs", "batch_size", "optimiser"]
         refuse_unused(context, unused, "--config")

@@ -64,6 +64,17 @@ class Timing:
                 " the down channel, or '+down' of the clock, or use schedule 'wait'."
             )
 
+    def check_sizes(self) -> None:
+        """Refuse bandwidths without the bytes of messages, which would seem to take no time."""
+        if self.clock is None or isinstance(self.schedule, Wait):
+            return
+        if self.clock.has_bandwidths and self.sizes is NO_BYTES:
+            raise FedShuffleError(
+                "the clock has bandwidths, but nothing says how long messages are: give"
+                " message_sizes=MessageSizes(down, up) (--message-bytes DOWN,UP) in bytes, or leave"
+                " out '+down' and '+up'."
+            )
+
     def seconds(
         self,
         seed: int,
