@@ -249,6 +249,29 @@ def test_a_drift_and_a_schedule_weigh_by_step_sizes() -> None:
     np.testing.assert_allclose(found.effective_weights, want / want.sum(), atol=1e-12)
 
 
+def test_a_run_that_outlasts_its_drift_is_audited_over_all_its_rounds() -> None:
+    first, last, period, rounds = np.array([0.9, 0.5, 0.1]), np.array([0.1, 0.5, 0.9]), 50, 500
+    clients, fleet = CLIENTS, Drifting(first, last, period)
+    # All who are there take part, so that client i counts w_i E[there] / p_i, with p of the drift.
+    share = np.minimum(np.arange(rounds), period - 1)[:, None] / (period - 1)
+    there = (1 - share) * first + share * last
+    counts = clients.weights * there.mean(0) / there[:period].mean(0)
+    found = audit(clients, "fedshuffle", availability=fleet, rounds=rounds)
+    np.testing.assert_allclose(found.effective_weights, counts / counts.sum(), rtol=1e-9)
+    [finding] = [one for one in found.findings if "changes with time" in one.what]
+    assert "over 50 rounds, and these are 500" in finding.why
+    assert audit(clients, "fedshuffle", availability=fleet).consistent
+    assert audit(clients, "fedshuffle", availability=fleet, rounds=period).consistent
+
+
+def test_a_run_that_ends_within_a_period_is_audited_until_then() -> None:
+    clients = Federation.from_sizes([1, 1])
+    found = audit(clients, "fedshuffle", availability=HALVES, rounds=50)
+    assert found.effective_weights.tolist() == [1.0, 0.0]
+    assert found.consistent is False
+    assert audit(clients, "fedshuffle", availability=HALVES, rounds=200).consistent
+
+
 def test_rules_that_depend_on_the_round_meet_who_is_there() -> None:
     """In even rounds clients have twice their weight, and client 0 is there in even rounds."""
 

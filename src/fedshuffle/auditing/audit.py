@@ -67,7 +67,7 @@ def audit(
     step_size: Schedule | str | None = None,
     seed: int = 0,
     draws: int = 32_000,
-    rounds: int = ROUNDS,
+    rounds: int | None = None,
 ) -> Audit:
     """The objective that a method really minimises on this federation.
 
@@ -81,7 +81,8 @@ def audit(
     run.
     ``seed`` and ``draws`` matter only if no exact result is known and the audit has to sample;
     ``rounds`` only if a rule, an interruption, the availability or the step size depends on the
-    round: the weights are then the mean over that many rounds.
+    round: the weights are then the mean over that many rounds, 100 by default. Of an availability
+    it is by default a whole period, or the rounds of a drift.
 
         >>> result = audit(Federation.from_sizes([1, 2, 3]), "fedavg-rr")
         >>> (result.effective_weights * 14).round(6).tolist(), result.consistent
@@ -94,9 +95,9 @@ def audit(
     """
     expect(federation, Federation, "federation")
     method = methods.get(method).with_probabilities(probabilities)
-    rounds = count(rounds, "rounds")
+    length = ROUNDS if rounds is None else count(rounds, "rounds")
     sampling = resolve(sampling, federation)
-    sampling = among_available(sampling, availability, federation, rounds)
+    sampling = among_available(sampling, availability, federation, length)
     work = LocalWork() if work is None else work
     expect(work, LocalWork, "work")
     if count(draws, "draws") < BATCHES:
@@ -110,8 +111,10 @@ def audit(
     chain = [*transforms, *([] if link is None else [link])]
     if isinstance(sampling, Buffers):
         sampling.check(Chain(tuple(chain)), privacy is not None)
-    by_round = None if step_size is None else schedules.resolve(step_size, rounds)
-    subject = Subject(federation, method, sampling, workload, rounds, by_round)
+    by_round = None if step_size is None else schedules.resolve(step_size, length)
+    if by_round is None and rounds is not None and _ends_within(sampling, rounds):
+        by_round = 1.0
+    subject = Subject(federation, method, sampling, workload, length, by_round)
     raw, how, errors, averaged = _weights(subject, check_seed(seed), draws)
     subject = _as_counted(subject)
     objective, effective = federation.weights, raw / positive_sum(raw)
@@ -162,6 +165,15 @@ def audit(
         optimiser=str(workload.optimiser),
         adaptive=adaptive,
     )
+
+
+def _ends_within(sampling: Sampling, rounds: int) -> bool:
+    """Whether a run of this length ends within a period of the availability, or outlasts a drift:
+    then the mean over a period does not stand for it.
+    """
+    if not isinstance(sampling, AmongAvailable) or (period := sampling.period) == 1:
+        return False
+    return rounds < period if sampling.availability.repeats else rounds != period
 
 
 def _weights(

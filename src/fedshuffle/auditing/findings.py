@@ -60,6 +60,10 @@ counting: estimate:bayes.""",
         The model follows whoever is there, and here the mean over time does not make up for it.
         Divide by inclusion probabilities, as method fedshuffle does, with step sizes that are \
 small for the length of a period.""",
+    "time and rounds": """Who is there changes with time: {when} what you meant.
+        Inclusion probabilities are means over {period} rounds, and these are {rounds}.
+        Let the drift last as long as the run, train for whole periods, or estimate probabilities \
+by a moving rate: estimate:ewma:0.05.""",
     "time and step sizes": """Who is there changes with time: {when} what you meant.
         Rounds {window} have {share} of the step sizes, so those who are there then count more.
         Keep step sizes constant while who is there changes, or let them fall over many periods \

@@ -65,11 +65,16 @@ def over_time(
     if not biased:
         return [], [f"the weights are right over {rounds} rounds, but {when} what you meant"]
     by_probability = isinstance(subject.method.averaging.normaliser, InclusionProbability)
-    if by_probability and subject.step_size is None:  # another cause, which has its own finding
-        return [], [f"{when} what you meant"]
-    share = sum(map(subject.step_size_of, window)) / sum(map(subject.step_size_of, range(rounds)))
+    steps = [subject.step_size_of(round) for round in range(rounds)]
+    cause = "time" if min(steps) == max(steps) else "time and step sizes"
+    if by_probability and cause == "time":
+        whole = sampling.availability.repeats and rounds % sampling.period == 0
+        if whole or rounds == sampling.period:  # another cause, which has its own finding
+            return [], [f"{when} what you meant"]
+        cause = "time and rounds"
+    share = sum(steps[round] for round in window) / sum(steps)
     values = {"when": when, "share": f"{share:.0%}", "window": span}
-    cause = "time" if subject.step_size is None else "time and step sizes"
+    values |= {"period": str(sampling.period), "rounds": str(rounds)}
     return findings_of({cause: True}, **values), []
 
 
