@@ -1,6 +1,8 @@
 """Who is there: pure functions of (seed, round, client), with the stated probabilities."""
 
 import itertools
+import math
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -55,26 +57,35 @@ def test_is_there_as_often_as_stated(availability: Availability, round: int) -> 
     np.testing.assert_array_equal(availability.at(round).probability(5), q)
 
 
-def test_a_chain_comes_and_goes_at_its_rates() -> None:
-    """Exactly the chain that its numbers drive, step by step, whatever way it is asked."""
-    on, off = np.array([0.1, 0.7, 0.9, 0.02]), np.array([0.2, 0.5, 0.8, 0.01])
-    chain, everyone, seed = Markov(on, off), np.arange(4), 5
-    start = uniforms(seed, Purpose.AVAILABILITY, round=0, client=everyone)
-    state = start < on / (on + off)
-    history = []
-    for round in range(4000):
-        u = uniforms(seed, Purpose.AVAILABILITY, round=round + 1, client=everyone)
-        low, high = np.minimum(on, 1 - off), np.maximum(on, 1 - off)
-        between = np.where(on < 1 - off, state, ~state)
-        state = (u < low) | ((u < high) & between)
-        history.append(state)
-        if round % 97 == 0 or round < 20:
-            assert chain.available(seed, round, everyone).tolist() == state.tolist()
-    seen = np.array(history)
-    came, away = (seen[1:] & ~seen[:-1]).sum(0), (~seen[:-1]).sum(0)
-    went, there = (~seen[1:] & seen[:-1]).sum(0), seen[:-1].sum(0)
-    assert (np.abs(came / away - on) < 5 * np.sqrt(on / away)).all()
-    assert (np.abs(went / there - off) < 5 * np.sqrt(off / there)).all()
+@pytest.mark.parametrize(
+    ("on", "off"), [(0.1, 0.2), (0.7, 0.5), (0.9, 0.8), (0.5, 0.5), (0.02, 0.01), (0.3, 0.0)]
+)
+@pytest.mark.parametrize("begin", [0, 8, 31, 998])
+def test_a_chain_takes_each_path_as_often_as_its_rates_say(
+    on: float, off: float, begin: int
+) -> None:
+    """All paths of five rounds, which also cross the blocks of about 1 / (on + off) rounds."""
+    clients = np.arange(20_000)
+    chain = Markov(np.full(len(clients), on), np.full(len(clients), off))
+    seen = np.array([chain.available(5, begin + t, clients) for t in range(5)])
+    found = np.bincount(2 ** np.arange(5) @ seen, minlength=32).tolist()
+    steps, q = np.array([[1 - on, on], [off, 1 - off]]), on / (on + off)
+    for code in range(32):
+        path = [code >> t & 1 for t in range(5)]
+        chance = (q if path[0] else 1 - q) * math.prod(steps[a, b] for a, b in pairwise(path))
+        assert stats.binomtest(found[code], len(clients), chance).pvalue > 1e-6, path
+
+
+def test_a_slow_chain_forgets_as_its_rates_say() -> None:
+    """The correlation of two rounds is (1 - on - off) to the power of their distance."""
+    clients, rate = np.arange(40_000), 1e-4
+    chain = Markov(np.full(len(clients), rate), np.full(len(clients), rate))
+    now = chain.available(3, 50_000, clients)
+    for distance in (1, 1000, 5000, 20_000):
+        before = chain.available(3, 50_000 - distance, clients)
+        expected = (1 + (1 - 2 * rate) ** distance) / 2
+        spread = math.sqrt(expected * (1 - expected) / len(clients))
+        assert abs((now == before).mean() - expected) < 5 * spread
 
 
 def test_a_chain_that_always_changes_state_alternates() -> None:
@@ -103,7 +114,10 @@ def test_hashed_numbers_are_uniform_and_independent() -> None:
     assert (np.abs(bits.mean(axis=0) - 0.5) < 0.08).all()
 
 
-def test_a_round_of_a_million_markov_clients_looks_at_few(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("slow", [1, 1e-3])
+def test_a_round_of_a_million_markov_clients_looks_at_few(
+    slow: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """By the numbers that are drawn; benchmarks/population.py measures the time."""
     drawn = 0
 
@@ -115,11 +129,11 @@ def test_a_round_of_a_million_markov_clients_looks_at_few(monkeypatch: pytest.Mo
 
     monkeypatch.setattr("fedshuffle.availability.markov.uniforms", counted)
     n = 10**6
-    chain = Markov(np.full(n, 0.05), np.repeat([0.05, 0.1], n // 2))
+    chain = Markov(np.full(n, slow * 0.05), np.repeat([slow * 0.05, slow * 0.1], n // 2))
     sampling = AmongAvailable(Uniform(n, 100), chain)
-    for round in range(1000, 1010):
+    for round in range(100_000, 100_010):
         assert len(sampling.draw(1, round)) == 100
-    assert drawn / 10 < n / 10
+    assert drawn / 10 < n / 100
     assert sampling.p.sum() == pytest.approx(100, abs=1e-9)
 
 

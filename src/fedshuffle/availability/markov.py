@@ -1,14 +1,15 @@
 r"""Clients that come and go: a chain of two states for each.
 
 A client that is away comes with probability ``on`` from one round to the next, one that is there
-goes with probability ``off``. One number u per round and client drives the chain:
+goes with probability ``off``. The same chain: a round draws the state anew with probability
 
-.. math:: X_t = 1 \text{ if } u_t < \min(a, b), \quad X_t = 0 \text{ if } u_t \ge \max(a, b),
-          \qquad a = \text{on},\ b = 1 - \text{off},
+.. math:: r = \min(\text{on} + \text{off},\ 2 - \text{on} - \text{off}),
 
-and in between the state stays as it was if :math:`a < b`, and changes if :math:`a > b`. So the
-state of any round follows from the last round whose number decides alone: coupling from the past
-(Propp and Wilson 1996). Before round 0 the state is drawn from the stationary distribution.
+there with probability on/r, or (1 - off)/r if on + off > 1; else the state stays as it was, or
+changes if on + off > 1. So the state of a round follows from the last round that drew it, which is
+found without a look at those between: rounds lie in blocks of about 1/r, and in a block the gaps
+from one draw to the next are geometric. Before round 0 the state is drawn from the stationary
+distribution.
 """
 
 import functools
@@ -22,7 +23,7 @@ from fedshuffle.availability.independent import Independent
 from fedshuffle.errors import FedShuffleError
 from fedshuffle.randomness import Purpose, uniforms
 
-_NUMBERS = 1 << 13  # to look at together when the past is searched for a round that decides
+_NEVER = 1e-300  # the rate of a chain that never draws: on = off = 1 alternates
 
 
 class Markov(Availability):
@@ -62,25 +63,35 @@ class Markov(Availability):
 
     def available(self, seed: int, round: int, clients: IntArray) -> BoolArray:
         clients = np.asarray(clients, dtype=np.int64)
-        a, b = self.on[clients], 1 - self.off[clients]
-        low, high, flips = np.minimum(a, b), np.maximum(a, b), a > b
-        state, changed = np.zeros((2, len(clients)), dtype=np.bool_)
-        left = np.arange(len(clients))  # those whose state no later round has decided
-        end = round + 1  # rounds before this one are to be looked at
-        while end > 0 and len(left):
-            begin = max(0, end - max(1, _NUMBERS // len(left)))
-            rounds = np.arange(begin, end)[::-1]
-            # Round t has the number t + 1; number 0 is for the state before round 0.
-            u = uniforms(
-                seed, Purpose.AVAILABILITY, round=rounds + 1, client=clients[left][:, None]
-            )
-            there, away = u < low[left, None], u >= high[left, None]
-            decides = there | away
-            found = decides.any(axis=1)
-            first = np.where(found, decides.argmax(axis=1), len(rounds))
-            state[left] = there[np.arange(len(left)), np.minimum(first, len(rounds) - 1)]
-            changed[left] ^= flips[left] & (first % 2 == 1)
-            left, end = left[~found], begin
-        start = uniforms(seed, Purpose.AVAILABILITY, round=0, client=clients[left])
-        state[left] = start < self._stationary.probabilities[clients[left]]
-        return state ^ changed
+        on, off = self.on[clients], self.off[clients]
+        changes = on + off > 1
+        rate = np.maximum(np.where(changes, (1 - on) + (1 - off), on + off), _NEVER)
+        drawn = self._last_draw(seed, round, clients, rate)
+        first = drawn < 0  # not drawn since round 0: as it was before
+        there = np.where(first, on / (on + off), np.where(changes, 1 - off, on) / rate)
+        # Round t has the number t + 1; number 0 is for the state before round 0.
+        u = uniforms(seed, Purpose.AVAILABILITY, round=drawn + 1, client=clients)
+        changed: BoolArray = changes & ((round - drawn) % 2 == 1)
+        return changed ^ (u < there)
+
+    def _last_draw(self, seed: int, round: int, clients: IntArray, rate: FloatArray) -> IntArray:
+        """The last round up to this one that drew each client's state anew; -1 if none did."""
+        found = np.full(len(clients), -1)
+        length = np.ceil(1 / rate)
+        with np.errstate(divide="ignore"):  # a rate of 1 draws in every round
+            scale = np.log1p(-rate)
+        left, last = np.arange(len(clients)), np.full(len(clients), float(round))
+        while len(left):
+            begin = last - last % length[left]  # of the block
+            draw, number, inside = begin - 1, 0, np.ones(len(left), dtype=np.bool_)
+            while inside.any():
+                u = uniforms(
+                    seed, Purpose.AVAILABILITY, round=begin + number, client=clients[left], part=1
+                )
+                draw = draw + 1 + np.floor(np.log1p(-u) / scale[left])
+                inside = draw <= last
+                found[left[inside]] = draw[inside]
+                number += 1
+            earlier = (found[left] < 0) & (begin > 0)
+            left, last = left[earlier], begin[earlier] - 1
+        return found
