@@ -128,6 +128,20 @@ def test_fedau_where_participation_drifts_counts_a_client_too_little() -> None:
     train(two, pair, **settings)  # probabilities are known: nothing to warn of
 
 
+def test_a_run_that_outlasts_its_drift_warns_that_known_probabilities_do_not_fit() -> None:
+    pair = Federation.from_arrays(torch.ones(2, 1), torch.eye(2), sizes=[1, 1])
+    model = torch.nn.Linear(1, 2, bias=False)
+    drift = {"availability": "drifting:0.9,0.2:0.2,0.9:4"}
+    # p is 0.55 for both; client 1 then comes in 0.9 of two more rounds, client 0 in 0.2.
+    times = (4 + 2 * 0.9 / 0.55) / 6
+    with pytest.warns(UserWarning, match=f"client 1 counts {times:.2f} times what you meant"):
+        train(model, pair, **SETTINGS | drift | {"rounds": 6})
+    for fits in ({"rounds": 4}, {"rounds": 6, "method": "fedavg-rr"}):
+        train(model, pair, **SETTINGS | drift | fits)
+    for alike in ("cyclic:4:0.5", "drifting:0.9:0.2:4"):
+        train(model, pair, **SETTINGS | {"availability": alike, "rounds": 6})
+
+
 def test_the_audit_says_what_cut_intervals_do() -> None:
     found = audit(CLIENTS, "fedau:cutoff=3+fedshuffle", "independent:0.9,0.5,0.2,0.2")
     want = CLIENTS.weights * (1 - np.array([0.1, 0.5, 0.8, 0.8]) ** 3)

@@ -25,11 +25,11 @@ from fedshuffle.evaluation import ClientTable, Evaluation, Evaluations, evaluati
 from fedshuffle.federation import Federation
 from fedshuffle.local_work import LocalWork
 from fedshuffle.losses import counted
-from fedshuffle.methods import Method
+from fedshuffle.methods import InclusionProbability, Method
 from fedshuffle.privacy import Privacy
 from fedshuffle.probabilities import Estimate
 from fedshuffle.probabilities.drift import drift_warning
-from fedshuffle.sampling import Sampling
+from fedshuffle.sampling import AmongAvailable, Sampling
 from fedshuffle.schedules import Schedule
 from fedshuffle.state import State
 from fedshuffle.timing import Clock, TrainingSchedule
@@ -57,6 +57,7 @@ Evaluate = Evaluation | Evaluations | Callable[[nn.Module], Mapping[str, float]]
 """What :func:`fedshuffle.train` evaluates with: an evaluation, several, or your own function."""
 _OURS = (Evaluation, Evaluations)
 _LARGE = 1 << 20  # parameters of a model that is not run on hundreds of examples at once
+_DRIFTED = 0.01  # by which a client counts too much before a run warns that its drift ends early
 
 
 def train(
@@ -202,6 +203,8 @@ def train(
     if (private := sim.run.mechanism) and private.max_rounds is not None:
         last = min(rounds, private.max_rounds)
 
+    _warn_of_outlasted_drift(sim.run, last)
+
     with ExitStack() as stack:
         if folder:
             folder.check(resume)
@@ -249,6 +252,29 @@ def train(
         )
         calls.end(result)
     return result
+
+
+def _warn_of_outlasted_drift(run: Run, rounds: int) -> None:
+    """Warn if known inclusion probabilities are means over a drift that ends before the run."""
+    sampling, rule, weights = run.sampling, run.method.averaging, run.federation.weights
+    if not isinstance(rule.normaliser, InclusionProbability) or rule.estimate is not None:
+        return
+    if not isinstance(sampling, AmongAvailable) or sampling.availability.repeats:
+        return
+    if (after := rounds - sampling.period) <= 0:
+        return
+    # A client counts p-bar / p, where p is its mean over the drift and p-bar over the run.
+    counts = sampling.period + after * sampling.at(sampling.period - 1).inclusion / sampling.p
+    counts /= weights @ counts
+    most = int(counts.argmax())
+    if counts[most] > 1 + _DRIFTED:
+        warnings.warn(
+            f"the availability drifts over {sampling.period} rounds and the run has {rounds}, so"
+            " the inclusion probabilities, means over the drift, do not fit the run: client"
+            f" {run.federation.ids[most]} counts {counts[most]:.2f} times what you meant. Begin a"
+            f' run whose drift takes {rounds} rounds, or one with probabilities="estimate:ewma".',
+            stacklevel=3,
+        )
 
 
 def _warn_of_drift(run: Run, rounds: int) -> None:
