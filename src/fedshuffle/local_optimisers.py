@@ -188,15 +188,15 @@ class LocalOptimiser:
             return 2.0 if self.linear else 1.0
         return _measured_gain(self)
 
-    def check(self) -> None:
-        """Refuse what torch cannot make, before training; of plain SGD it makes nothing, and the
-        first optimiser that it makes in a process takes it seconds.
+    def check(self, parameters: "Sequence[Tensor]" = ()) -> None:
+        """Refuse what torch cannot make, before training; over these parameters, if given. Of plain
+        SGD it makes nothing, and the first optimiser that it makes in a process takes it seconds.
         """
         if self.plain:
             return
         import torch
 
-        self.make([torch.zeros(1, 1)], 1.0)
+        self.make(parameters or [torch.zeros(1, 1)], 1.0)
 
     def make(self, parameters: "Sequence[Tensor]", step_size: float) -> "Optimizer":
         """A fresh optimiser of torch over these parameters."""
@@ -212,7 +212,10 @@ class LocalOptimiser:
             if kind is None:
                 raise FedShuffleError(f"this torch has no optimiser {self.kind!r}: update torch.")
         with error_context(
-            lambda error: f"the local optimiser {self} cannot be made: {one_line(error)}.",
+            lambda error: (
+                f"the local optimiser {self} cannot be made: {one_line(error).rstrip('.')}. Change"
+                " its options, or use another, such as 'adamw'."
+            ),
             Exception,
         ):
             made: Optimizer = kind(parameters, lr=step_size, **arguments)

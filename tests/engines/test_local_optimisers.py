@@ -14,6 +14,7 @@ from fedshuffle.engines import Problem, ReferenceEngine, SequentialEngine, Vecto
 from fedshuffle.engines.serialization import pack
 from fedshuffle.kernel import ClientTask, LocalTraining, StepCoefficients
 from fedshuffle.local_optimisers import LocalOptimiser
+from fedshuffle.training import Simulation
 from fedshuffle.training.rounds import Run, simulate
 from tests.engines.models import ENGINES, SIZES, data
 
@@ -136,6 +137,12 @@ def test_every_engine_equals_a_bare_loop(engine: str, text: str) -> None:
 def test_other_optimisers_see_the_shapes_of_the_parameters(engine: str, text: str) -> None:
     model = network(bias=False)  # Muon is for matrices only
     assert_same(trained(model, text, engine), bare(model, *OTHERS[text]))
+
+
+def test_an_optimiser_that_does_not_fit_the_model_is_refused_before_training() -> None:
+    work = LocalWork(optimiser="muon")
+    with pytest.raises(FedShuffleError, match=r"muon cannot be made.*use another, such as"):
+        Simulation(network(), FEDERATION, loss=losses.cross_entropy, work=work)
 
 
 def test_processes_know_classes_of_the_user() -> None:

@@ -29,9 +29,9 @@ def convert_device_trace(
 
     The JSON object has an entry for each device, as the traces of FedScale (Lai et al. 2022) have:
     ``{"active": [...], "inactive": [...]}``, the seconds at which it came and went; other keys do
-    not matter. A device is there in a round if it is there when the round begins; devices that
-    never are, are left out. The others become the clients ``ids``, in the order of the file, or
-    keep their names.
+    not matter. An interval that ends before it begins is empty, as it is in FedScale. A device is
+    there in a round if it is there when the round begins; devices that never are, are left out. The
+    others become the clients ``ids``, in the order of the file, or keep their names.
 
         >>> from tempfile import TemporaryDirectory
         >>> devices = {"7": {"active": [0, 7200], "inactive": [3600, 14000], "finish_time": 86400}}

@@ -130,10 +130,11 @@ def import_trace(
 
 def _print_trace(facts: dict[str, Any]) -> None:
     empty, file = facts["rounds_without_clients"], facts["out"] + "+gaps"
-    lines = [
-        f"{facts['out']}: {facts['clients']:,} clients come and go in {facts['intervals']:,}"
-        f" intervals over {facts['rounds']:,} rounds."
-    ]
+    units = ("intervals", "clients", "rounds")
+    intervals, clients, rounds = (
+        f"{facts[unit]:,} {unit if facts[unit] != 1 else unit[:-1]}" for unit in units
+    )
+    lines = [f"{facts['out']}: {intervals} of {clients} over {rounds}."]
     if empty:
         lines.append(f"In {empty:,} rounds nobody is there: write --availability trace:{file}")
     console.print(escape("\n".join(lines)), soft_wrap=True)

@@ -136,6 +136,8 @@ class Simulation:
         if place is not None and any(p.device != place for p in model.parameters()):
             model = copy.deepcopy(model).to(place)
         self.problem = Problem(model, loss, self.run.federation)
+        if not (optimiser := self.run.workload.optimiser).elementwise:
+            optimiser.check(list(self.problem.parameters.values()))
         self.engine_reason = ""
         """Why ``engine="auto"`` chose its engine."""
         self._engine: Engine | None = None
