@@ -35,8 +35,10 @@ def choose(
     for what, several in {"fields": fields, "input": input}.items():
         if isinstance(several, str):
             raise FedShuffleError(f"{what} is the text {several!r}: give a list, [{several!r}].")
-    named = [*([] if client is None else [client]), *(fields or ()), *(input or ())]
-    for name in [*named, *([] if label is None else [label])]:
+    for what, name in {"client": client, "label": label}.items():
+        if name is not None:
+            check_known(f"{what} column", name, names)
+    for name in [*(fields or ()), *(input or ())]:
         check_known("column", name, names)
     if (fields is None) == (input is None and label is None):
         some = ", ".join([*names[:12], *["..."] * (len(names) > 12)])

@@ -209,7 +209,8 @@ def _encoded(
             unknown = [value for value in values if value not in how]
         for value in unknown:
             raise FedShuffleError(
-                f"column {name!r} holds {value!r:.40}, for which encode has no number."
+                f"column {name!r} holds {value!r:.40}, for which encode has no number: add"
+                " it there, or leave out its rows."
             )
         made = [how[value] for value in values]
     else:

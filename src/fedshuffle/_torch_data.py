@@ -1,7 +1,7 @@
 """Reads torch datasets into packed tensors, and warns if reading them is random."""
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -49,6 +49,11 @@ def _packed(datasets: Sequence[Dataset[Any]], rows: Sequence[tuple[int, int]]) -
     examples = [datasets[i][j] for i, j in rows]
     with error_context("the examples do not fit together", (TypeError, RuntimeError)):
         collated = default_collate(examples)
+    if isinstance(collated, Mapping):
+        raise FedShuffleError(
+            f"the examples are dicts ({', '.join(map(str, collated))}): let the dataset return"
+            " tuples without names, in the order in which the loss takes them."
+        )
     fields = [collated] if isinstance(collated, Tensor) else list(collated)
     for k, field in enumerate(fields):
         if not isinstance(field, Tensor):

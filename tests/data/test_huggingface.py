@@ -79,7 +79,7 @@ def test_rows_that_were_selected_and_the_only_input() -> None:
 @pytest.mark.parametrize(
     ("change", "options", "message"),
     [
-        (None, {"client": "who"}, "unknown column 'who'.*Known: grid, image, label, scan"),
+        (None, {"client": "who"}, "unknown client column 'who'.*Known: grid, image, label, scan"),
         (None, {"fields": ["text", "label"]}, "column 'text' holds text. If these are classes"),
         (
             lambda d: datasets.DatasetDict(train=d),
@@ -175,7 +175,7 @@ def test_columns_of_polars_become_fields() -> None:
     assert found.fields[2].tolist() == [1, 0, 1, 0]
     with pytest.raises(FedShuffleError, match=r"the frame is lazy. Give frame\.collect"):
         Federation.from_frame(frame.lazy(), client="who", fields=["age"])
-    with pytest.raises(FedShuffleError, match="unknown column 'user'"):
+    with pytest.raises(FedShuffleError, match="unknown client column 'user'"):
         Federation.from_frame(frame, client="user", fields=["age"])
     unordered = frame.with_columns(polars.col("city").cast(polars.Categorical))
     with pytest.raises(FedShuffleError, match=r"column 'city' holds text.*\{'Bern': 0"):

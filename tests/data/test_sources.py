@@ -97,7 +97,11 @@ def missing() -> Any:
 @pytest.mark.parametrize(
     ("frame", "options", "message"),
     [
-        (FRAME, {"client": "user", "label": "ill"}, "unknown column 'user'.*Known: age, city, ill"),
+        (
+            FRAME,
+            {"client": "user", "label": "ill"},
+            "unknown client column 'user'.*Known: age, city, ill",
+        ),
         (FRAME, {"client": "whom", "label": "ill"}, "Did you mean 'who'"),
         (FRAME, {"client": "who", "fields": ["x"]}, "unknown column 'x'"),
         (FRAME, {"client": "who"}, "choose by fields, or by label and input, among.* who, age"),
@@ -112,7 +116,7 @@ def missing() -> Any:
         (
             FRAME,
             {"client": "who", "fields": ["city"], "encode": {"city": {"Rome": 1}}},
-            "column 'city' holds 'Bern', for which encode has no number",
+            "column 'city' holds 'Bern', for which encode has no number: add it there",
         ),
         (
             FRAME,

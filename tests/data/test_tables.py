@@ -130,7 +130,7 @@ def test_folders_above_the_source_are_no_columns(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("columns", "options", "message"),
     [
-        ({"x": [1.0]}, {"label": "y"}, "unknown column 'y'"),
+        ({"x": [1.0]}, {"label": "y"}, "unknown label column 'y'"),
         ({"x": [1.0]}, {"fields": ["X"]}, "unknown column 'X'"),
         ({"x": [1.0]}, {}, "who, x"),
         ({"x": [1.0]}, {"fields": ["x"], "label": "x"}, "who, x"),
