@@ -42,7 +42,7 @@ def test_the_command_prints_what_to_paste_and_to_run(
     found = printed(capsys)
     assert list(found) == [
         "step_size", "server_step_size", "start", "loss", "tried", "rounds_spent", "share",
-        "local_steps", "complete", "config", "command",
+        "local_steps", "complete", "largest_scale", "config", "command",
     ]  # fmt: skip
     assert found["loss"] < found["start"]
     assert found["share"] == found["rounds_spent"] / 7
@@ -60,6 +60,22 @@ def test_the_command_prints_what_to_paste_and_to_run(
     out = tomllib.loads((file.parent / "run" / "config.toml").read_text())
     assert out["step_size"]["step_size"] == found["step_size"]
     assert out["work"]["batch_size"] == 3
+
+
+@pytest.mark.parametrize(("most", "advised"), [(10, False), (11, True)])
+def test_a_cap_is_advised_where_steps_differ_much(
+    most: int,
+    advised: bool,
+    file: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    work = f"work={{epochs=[1, 1, {most}], batch_size=9}}"  # the last client has the most examples
+    words = ["tune", str(file), "--set", "method='fedshuffle'", "--set", work]
+    assert command(monkeypatch, *words) == 0
+    shown = capsys.readouterr().out
+    assert ("fedshuffle-capped:rho=2" in shown) == advised
+    assert (f"{most} times as large" in shown) == advised
 
 
 def test_a_table_stays_a_table(

@@ -27,7 +27,7 @@ VALUES = 0.1, 0.2, 0.3
 def two_methods(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever the study tunes by default, here these."""
     methods = {"fedavg-rr": "FedAvg", "fedshuffle-capped:rho=2": "FedShuffle (rho = inf)"}
-    monkeypatch.setattr(step_sizes, "DEFAULT_METHODS", methods)
+    monkeypatch.setattr(step_sizes, "DEFAULT_METHODS", dict.fromkeys(step_sizes.DATA_SETS, methods))
 
 
 def made(seed: int, last: float, **facts: Any) -> dict[str, Any]:
@@ -276,7 +276,7 @@ def test_the_default_is_tuned_then_trained(
     tiny: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     rows = step_sizes.reproduce_default(tiny, data_sets=["plays"])
-    methods = list(step_sizes.DEFAULT_METHODS)
+    methods = list(step_sizes.DEFAULT_METHODS["plays"])
     assert [(row["data"], row["method"], row["seed"]) for row in rows] == [
         ("plays", method, seed) for method in methods for seed in (0, 1)
     ]

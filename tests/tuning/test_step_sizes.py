@@ -409,6 +409,7 @@ def test_every_kind_of_method(name: str) -> None:
         {"method": methods.get("fedshuffle").with_momentum(fedshuffle.MVR(0.2))},
         {"engine": "vectorized", "work": LocalWork(epochs=2, batch_size=2)},
         {"engine": "auto"},
+        {"sampling": "uniform:2", "probabilities": "estimate"},
         {"step_size": "warmup:2+cosine:0.1"},
         {"step_size": lambda round: 0.1 / (round + 1), "server_step_size": "inverse_time:1:5"},
     ],
@@ -416,6 +417,13 @@ def test_every_kind_of_method(name: str) -> None:
 )
 def test_every_kind_of_run(options: dict[str, Any]) -> None:
     assert classes(**options).loss <= math.log(2)
+
+
+@pytest.mark.parametrize(
+    ("method", "scale"), [("fedavg-rr", 1.0), ("fedshuffle-capped:rho=2", 2.0), ("fedshuffle", 6.0)]
+)
+def test_it_says_how_large_the_steps_of_clients_are(method: str, scale: float) -> None:
+    assert classes(method=method).largest_scale == pytest.approx(scale)  # sizes 2 to 12
 
 
 def test_schedules_keep_their_shape() -> None:
@@ -548,7 +556,7 @@ def test_plain_data() -> None:
     plain = json.loads(json.dumps(found.to_dict(), allow_nan=False))
     assert list(plain) == [
         "step_size", "server_step_size", "start", "loss", "tried", "rounds_spent", "share",
-        "local_steps", "complete",
+        "local_steps", "complete", "largest_scale",
     ]  # fmt: skip
     assert [Trial(**trial) for trial in plain["tried"]] == list(found.tried)
     assert plain["tried"][0]["loss"] is None  # it diverged

@@ -24,6 +24,7 @@ from fedshuffle.federation import Federation
 from fedshuffle.local_work import LocalWork
 from fedshuffle.methods import Method
 from fedshuffle.privacy import Privacy
+from fedshuffle.probabilities import Estimate
 from fedshuffle.sampling import Sampling, among_available, resolve
 from fedshuffle.schedules import NamedSchedule, Schedule
 from fedshuffle.timing import Clock, TrainingSchedule
@@ -68,6 +69,8 @@ class TunedStepSizes:
     """The local steps of all of them together."""
     complete: bool
     """Whether every neighbour of the best point was tried before the budget was spent."""
+    largest_scale: float
+    """The largest step size of a client, as a multiple of ``step_size``."""
     settings: Mapping[str, Any] = field(repr=False)
     """The arguments ``step_size`` and ``server_step_size`` of :func:`fedshuffle.train`, with the
     schedules that were given.
@@ -99,6 +102,7 @@ def tune(
     availability: str | Availability | None = None,
     schedule: str | TrainingSchedule | None = None,
     clock: str | Clock | None = None,
+    probabilities: str | Estimate | None = None,
     seed: int = 0,
     engine: str | Ray = "sequential",
     device: str | torch.device | None = None,
@@ -149,6 +153,7 @@ def tune(
         availability: who is there to be sampled.
         schedule: for whom the server waits.
         clock: how long clients take.
+        probabilities: how to estimate inclusion probabilities; by default they are known.
         seed: that of the full run. Short runs use others, which follow from it.
         engine: the name of an engine.
         device: ``"cpu"``, ``"cuda"`` or ``"mps"``.
@@ -193,6 +198,7 @@ def tune(
         down_channel=down_channel,
         schedule=schedule,
         clock=clock,
+        probabilities=probabilities,
         seed=seed,
         engine=engine,
         device=device,
@@ -218,6 +224,7 @@ def tune(
         share=search.spent / rounds,
         local_steps=sum(trial.local_steps for trial in tried),
         complete=search.complete,
+        largest_scale=simulation.run.step_scales()[1],
         settings={name: _like(size, sizes[name], to) for (name, size), to in kinds},
     )
 
