@@ -1,15 +1,14 @@
 """Modules of the user: how they are found, loaded once and forgotten."""
 
+import re
 import sys
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from fedshuffle import (
-    FedShuffleError,
-    config,
-)
+from fedshuffle import FedShuffleError, config, losses
+from fedshuffle.config import imports
 from tests.config.project import CONFIG, MODULE
 
 
@@ -31,11 +30,17 @@ def test_a_module_that_cannot_be_imported(project: Path, code: str, message: str
         changed.inputs()
 
 
-def test_a_module_with_the_name_of_a_loaded_one(project: Path) -> None:
-    (project / "json.py").write_text("")
-    changed = config.load(project / "config.toml", {"model": "json:model"})
-    with pytest.raises(FedShuffleError, match=r"json.py"):
-        changed.inputs()
+@pytest.mark.parametrize("file", ["json.py", "json/__init__.py", "json/decoder.py"])
+def test_a_module_with_the_name_of_a_loaded_one(project: Path, file: str) -> None:
+    (project / file).parent.mkdir(exist_ok=True)
+    (project / file).touch()
+    with pytest.raises(FedShuffleError, match=re.escape(file)):
+        imports.find("json.decoder:JSONDecoder", project)
+
+
+def test_a_folder_without_modules_is_no_module(project: Path) -> None:
+    (project / "fedshuffle" / "seed0").mkdir(parents=True)  # runs of the method of that name
+    assert imports.find("fedshuffle.losses:cross_entropy", project) is losses.cross_entropy
 
 
 def test_modules_are_forgotten_after_a_run(project: Path, tmp_path: Path) -> None:

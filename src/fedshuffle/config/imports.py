@@ -143,7 +143,9 @@ def running(what: str, folder: Path) -> AbstractContextManager[None]:
 def _module(path: str, name: str, folder: Path) -> ModuleType:
     top = name.partition(".")[0]
     loaded = sys.modules.get(top)
-    own = [place for place in (folder / f"{top}.py", folder / top) if place.exists()]
+    # Folders without these, such as the run folder of a method, are no modules.
+    files = f"{top}.py", f"{top}/__init__.py", f"{name.replace('.', '/')}.py"
+    own = [folder / file for file in files if (folder / file).exists()]
     if loaded is not None and own and not _is_in(loaded, folder):
         raise FedShuffleError(
             f"{path!r}: {str(own[0])!r} has the name of a module that is loaded already, from"
