@@ -27,7 +27,7 @@ from fedshuffle.availability import (
 )
 from fedshuffle.cli import app
 from fedshuffle.methods import Cohort
-from fedshuffle.sampling import AmongAvailable, Uniform
+from fedshuffle.sampling import AmongAvailable, Stratified, Uniform
 from tests import brute
 
 CLIENTS = Federation.from_sizes([1, 2, 3])
@@ -171,6 +171,23 @@ def test_some_of_those_who_are_there_by_a_double_integral(n: int, b: int, leaves
         found = expected_ratio(sampling, u, c, numerator, power, chances)
         want = brute.expected_ratio(brute.cohorts(sampling), u, c, numerator, power, chances)
         np.testing.assert_allclose(found, want, rtol=1e-10)  # type: ignore[arg-type]
+
+
+def test_a_stratum_that_must_be_away_may_be() -> None:
+    """Cohorts with clients of few steps count zero; but all of a stratum may be away or leave."""
+    inf, u = np.inf, np.arange(1.0, 6.0)[:, None]
+    strata = Stratified([0, 0, 1, 1, 1], 3)
+    for there in (
+        Independent([0.9, 0.5, 0.2, 1.0, 0.7]),
+        Leaving(Independent([1.0] * 5), [0.1, 0.2, 0.5, 0.3, 0.2]),
+    ):
+        sampling = AmongAvailable(strata, there)
+        for away in ([0, 1], [2, 3, 4], [0, 2, 3]):
+            v = u.copy()
+            v[away] = inf
+            found = expected_ratio(sampling, v, u)
+            want = brute.expected_ratio(brute.cohorts(sampling), v, u, None, 1, np.ones(1))
+            np.testing.assert_allclose(found, want, rtol=1e-10)  # type: ignore[arg-type]
 
 
 def test_weights_of_many_clients_among_those_who_are_there_are_exact() -> None:
