@@ -253,7 +253,25 @@ def test_nobody_is_told_to_divide_by_what_the_method_divides_by() -> None:
     found = audit(CLIENTS, "fedshuffle", **settings)
     assert found.consistent is False
     assert ["estimated" in finding.what for finding in found.findings] == [True]
-    assert "in round 3 client 0 counts 6 times" in found.notes[-1]
+
+
+def test_estimates_over_correlated_rounds_are_those_of_a_long_run() -> None:
+    """FedAU of a chain: ``1 / p-hat`` tends to ``E[T] / E[ceil(T / K)]``, and by Kac's formula
+    ``p = 1 / E[T]``, so client i counts ``w_i / E[ceil(T_i / K)]``.
+    """
+    on, off, cutoff = np.array([0.05, 0.3, 0.02]), np.array([0.02, 0.3, 0.2]), 5
+    settings: Any = {"availability": Markov(on, off), "probabilities": f"estimate:fedau:{cutoff}"}
+    found = audit(CLIENTS, "fedshuffle", **settings)
+    pieces = 1 + off * (1 - on) ** (cutoff - 1) / (1 - (1 - on) ** cutoff)
+    want = CLIENTS.weights / pieces
+    want /= want.sum()
+    assert found.standard_errors is not None
+    assert found.standard_errors.max() < 0.01
+    assert (np.abs(found.effective_weights - want) < 5 * found.standard_errors).all()
+    assert (found.exact, found.consistent) == (False, False)
+    drifting = audit(CLIENTS, "fedau", availability="drifting:0.9:0.1")
+    assert not drifting.exact  # as if it did not drift
+    assert audit(CLIENTS, "fedau", availability="independent:0.9,0.5,0.2").exact
 
 
 def test_a_drift_and_a_schedule_weigh_by_step_sizes() -> None:
@@ -286,6 +304,10 @@ def test_a_run_that_ends_within_a_period_is_audited_until_then() -> None:
     found = audit(clients, "fedshuffle", availability=HALVES, rounds=50)
     assert found.effective_weights.tolist() == [1.0, 0.0]
     assert found.consistent is False
+    later = audit(clients, "fedshuffle", availability=HALVES, rounds=150)
+    np.testing.assert_allclose(later.effective_weights, [2 / 3, 1 / 3], rtol=1e-12)
+    assert later.consistent is False
+    assert "over 100 rounds, and these are 150" in later.findings[0].why
     assert audit(clients, "fedshuffle", availability=HALVES, rounds=200).consistent
 
 

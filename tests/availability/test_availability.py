@@ -169,6 +169,8 @@ def test_texts_name_availabilities(tmp_path: Path) -> None:
     assert q("drifting:0.9,0.5,0.1:0.1,0.5,0.9", round=1) == [0.5] * 3
     assert q("drifting:0.9:0.1:9", round=4) == [0.5] * 3
     assert q("trace:week.csv", round=2) == [0.0, 1.0, 1.0]
+    (tmp_path / "shifts.csv").write_text("client,begin,end\n0,0,1\n1,2,3\n")
+    assert q("groups:0,1,0:trace:shifts.csv+gaps", round=1) == [0.0] * 3
     leaving = parse("independent:0.5+leaves:0.1,0.2,0.3+drop", THREE)
     assert leaving.leaves is not None
     assert leaving.leaves.tolist() == [0.1, 0.2, 0.3]
