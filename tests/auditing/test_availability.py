@@ -27,7 +27,7 @@ from fedshuffle.availability import (
 )
 from fedshuffle.cli import app
 from fedshuffle.methods import Cohort
-from fedshuffle.sampling import AmongAvailable, Uniform
+from fedshuffle.sampling import AmongAvailable, Stratified, Uniform
 from tests import brute
 
 CLIENTS = Federation.from_sizes([1, 2, 3])
@@ -173,6 +173,23 @@ def test_some_of_those_who_are_there_by_a_double_integral(n: int, b: int, leaves
         np.testing.assert_allclose(found, want, rtol=1e-10)  # type: ignore[arg-type]
 
 
+def test_a_stratum_that_must_be_away_may_be() -> None:
+    """Cohorts with clients of few steps count zero; but all of a stratum may be away or leave."""
+    inf, u = np.inf, np.arange(1.0, 6.0)[:, None]
+    strata = Stratified([0, 0, 1, 1, 1], 3)
+    for there in (
+        Independent([0.9, 0.5, 0.2, 1.0, 0.7]),
+        Leaving(Independent([1.0] * 5), [0.1, 0.2, 0.5, 0.3, 0.2]),
+    ):
+        sampling = AmongAvailable(strata, there)
+        for away in ([0, 1], [2, 3, 4], [0, 2, 3]):
+            v = u.copy()
+            v[away] = inf
+            found = expected_ratio(sampling, v, u)
+            want = brute.expected_ratio(brute.cohorts(sampling), v, u, None, 1, np.ones(1))
+            np.testing.assert_allclose(found, want, rtol=1e-10)  # type: ignore[arg-type]
+
+
 def test_weights_of_many_clients_among_those_who_are_there_are_exact() -> None:
     """Four kinds of five clients: over how many of each kind are there, and how many are drawn."""
     sizes, q, b = np.array([1, 4, 1, 4]), np.array([0.9, 0.2, 0.4, 0.7]), 3
@@ -236,7 +253,25 @@ def test_nobody_is_told_to_divide_by_what_the_method_divides_by() -> None:
     found = audit(CLIENTS, "fedshuffle", **settings)
     assert found.consistent is False
     assert ["estimated" in finding.what for finding in found.findings] == [True]
-    assert "in round 3 client 0 counts 6 times" in found.notes[-1]
+
+
+def test_estimates_over_correlated_rounds_are_those_of_a_long_run() -> None:
+    """FedAU of a chain: ``1 / p-hat`` tends to ``E[T] / E[ceil(T / K)]``, and by Kac's formula
+    ``p = 1 / E[T]``, so client i counts ``w_i / E[ceil(T_i / K)]``.
+    """
+    on, off, cutoff = np.array([0.05, 0.3, 0.02]), np.array([0.02, 0.3, 0.2]), 5
+    settings: Any = {"availability": Markov(on, off), "probabilities": f"estimate:fedau:{cutoff}"}
+    found = audit(CLIENTS, "fedshuffle", **settings)
+    pieces = 1 + off * (1 - on) ** (cutoff - 1) / (1 - (1 - on) ** cutoff)
+    want = CLIENTS.weights / pieces
+    want /= want.sum()
+    assert found.standard_errors is not None
+    assert found.standard_errors.max() < 0.01
+    assert (np.abs(found.effective_weights - want) < 5 * found.standard_errors).all()
+    assert (found.exact, found.consistent) == (False, False)
+    drifting = audit(CLIENTS, "fedau", availability="drifting:0.9:0.1")
+    assert not drifting.exact  # as if it did not drift
+    assert audit(CLIENTS, "fedau", availability="independent:0.9,0.5,0.2").exact
 
 
 def test_a_drift_and_a_schedule_weigh_by_step_sizes() -> None:
@@ -269,6 +304,10 @@ def test_a_run_that_ends_within_a_period_is_audited_until_then() -> None:
     found = audit(clients, "fedshuffle", availability=HALVES, rounds=50)
     assert found.effective_weights.tolist() == [1.0, 0.0]
     assert found.consistent is False
+    later = audit(clients, "fedshuffle", availability=HALVES, rounds=150)
+    np.testing.assert_allclose(later.effective_weights, [2 / 3, 1 / 3], rtol=1e-12)
+    assert later.consistent is False
+    assert "over 100 rounds, and these are 150" in later.findings[0].why
     assert audit(clients, "fedshuffle", availability=HALVES, rounds=200).consistent
 
 

@@ -76,6 +76,17 @@ def test_a_chain_takes_each_path_as_often_as_its_rates_say(
         assert stats.binomtest(found[code], len(clients), chance).pvalue > 1e-6, path
 
 
+@pytest.mark.parametrize(("on", "off"), [(0.9, 0.5), (0.8, 0.9), (0.3, 0.3), (0.5, 0.5)])
+def test_clients_leave_whatever_brought_them(on: float, off: float) -> None:
+    """Who leaves does not depend on what the chain has drawn."""
+    clients = np.arange(20_000)
+    chain = Markov(np.full(len(clients), on), np.full(len(clients), off))
+    leaving, chance = Leaving(chain, np.full(len(clients), 0.6)), on / (on + off) * 0.4
+    for round in (0, 1, 6, 7, 21):
+        stays = leaving.available(3, round, clients) & leaving.answers(3, round, clients)
+        assert stats.binomtest(int(stays.sum()), len(clients), chance).pvalue > 1e-4
+
+
 def test_a_slow_chain_forgets_as_its_rates_say() -> None:
     """The correlation of two rounds is (1 - on - off) to the power of their distance."""
     clients, rate = np.arange(40_000), 1e-4
@@ -158,6 +169,8 @@ def test_texts_name_availabilities(tmp_path: Path) -> None:
     assert q("drifting:0.9,0.5,0.1:0.1,0.5,0.9", round=1) == [0.5] * 3
     assert q("drifting:0.9:0.1:9", round=4) == [0.5] * 3
     assert q("trace:week.csv", round=2) == [0.0, 1.0, 1.0]
+    (tmp_path / "shifts.csv").write_text("client,begin,end\n0,0,1\n1,2,3\n")
+    assert q("groups:0,1,0:trace:shifts.csv+gaps", round=1) == [0.0] * 3
     leaving = parse("independent:0.5+leaves:0.1,0.2,0.3+drop", THREE)
     assert leaving.leaves is not None
     assert leaving.leaves.tolist() == [0.1, 0.2, 0.3]

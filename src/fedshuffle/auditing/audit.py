@@ -21,7 +21,12 @@ import numpy as np
 from fedshuffle import methods, schedules
 from fedshuffle._arrays import FloatArray, count, expect
 from fedshuffle.auditing.asynchronous import asynchronous_weights, long_run
-from fedshuffle.auditing.effective_weights import NoFormulaError, exact_weights, monte_carlo
+from fedshuffle.auditing.effective_weights import (
+    NoFormulaError,
+    exact_weights,
+    monte_carlo,
+    over_successive_rounds,
+)
 from fedshuffle.auditing.estimation import BATCHES, positive_sum
 from fedshuffle.auditing.findings import TOLERANCE, adaptive_steps, method_findings
 from fedshuffle.auditing.over_time import check_steady, over_time
@@ -149,7 +154,7 @@ def audit(
         effective_weights=effective,
         inclusion_probabilities=sampling.inclusion,
         consistent=False if biased or keeps is False or adaptive == "unequal" else certain,
-        exact=errors is None and not adaptive,
+        exact=errors is None and not adaptive and not (assumed or "").startswith("as if"),
         how=f"{how}, for gradients of equal length" if adaptive else how,
         rounds=averaged,
         standard_errors=errors,
@@ -173,7 +178,7 @@ def _ends_within(sampling: Sampling, rounds: int) -> bool:
     """
     if not isinstance(sampling, AmongAvailable) or (period := sampling.period) == 1:
         return False
-    return rounds < period if sampling.availability.repeats else rounds != period
+    return rounds % period != 0 if sampling.availability.repeats else rounds != period
 
 
 def _weights(
@@ -195,6 +200,10 @@ def _weights(
     by_past |= subject.method.direction.remembers and _depends_on_when(subject)
     if formula is not methods.Direction.effective_weights and not by_data and not by_past:
         counted = _as_counted(subject)
+        if counted.successive:
+            successive = max(draws // 4, BATCHES)  # a round after the other takes its time
+            raw, errors = over_successive_rounds(counted, seed, successive)
+            return raw, f"Monte Carlo, {successive} successive rounds", errors, rounds
         with suppress(NoFormulaError):
             if (exact := exact_weights(counted)) is not None:
                 raw, how = exact

@@ -57,6 +57,7 @@ class AvailableDraw:
             mix = np.exp(exponent - decay[:, None])
             here = np.exp(self.log_keep + decay - log_a)
             odds = np.log(self.pi) - np.log1p(-self.pi) + log_a
+        odds[:, np.isneginf(log_a)] = -np.inf  # who must be away, even if it never is
         mix[np.isneginf(decay)] = here[np.isneginf(decay)] = 0.0
         c = here * (mix * self.c).sum(axis=1)
         v = cv = None

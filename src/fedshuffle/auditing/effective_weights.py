@@ -6,18 +6,21 @@ Carlo with standard errors.
 
 from collections.abc import Callable, Iterable
 from contextlib import suppress
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
 
 from fedshuffle._arrays import FloatArray, IntArray
-from fedshuffle.auditing.estimation import BATCHES, error_of_mean
+from fedshuffle.auditing.estimation import BATCHES, error_of_mean, positive_sum
 from fedshuffle.auditing.quadrature import expected_ratio
 from fedshuffle.auditing.subject import Subject
 from fedshuffle.errors import FedShuffleError, NotAuditableError
 from fedshuffle.methods import Cohort, CohortMoments, InclusionProbability, Method, SumOne
 from fedshuffle.methods.averaging import RatioOfSums, objective_weight, steps_of_the_longest
 from fedshuffle.methods.directions import gradient_weights
+from fedshuffle.probabilities import Participation
 from fedshuffle.randomness import Purpose, generator
 from fedshuffle.sampling import AmongAvailable, Cohorts, One, Sampling
 from fedshuffle.sampling.base import MAX_COHORTS, EqualPairCorrelation
@@ -307,6 +310,46 @@ def monte_carlo(subject: Subject, seed: int, draws: int) -> tuple[FloatArray, Fl
     rare = np.count_nonzero(shares, axis=0) < BATCHES // 2
     errors[rare] = np.maximum(errors, subject.federation.weights)[rare]
     return mean, errors
+
+
+def over_successive_rounds(
+    subject: Subject, seed: int, rounds: int
+) -> tuple[FloatArray, FloatArray]:
+    """Effective weights, not normalised, where probabilities are estimated from correlated rounds,
+    and their standard errors: ``p_i`` times the mean contribution in rounds with client i.
+    """
+    estimate, sampling, n = (
+        subject.method.averaging.estimate,
+        subject.sampling,
+        len(subject.sampling),
+    )
+    assert estimate is not None
+    past, each = Participation(n, estimate, partial(sampling.draw, seed)), rounds // BATCHES
+    values, chances = subject.workload.possible_steps
+    moved, seen = np.zeros((2, BATCHES, n))
+    for round in range(each, each + BATCHES * each):  # estimates settle in the rounds before
+        members = sampling.draw(seed, round)
+        if not len(members):
+            continue
+        rng = generator(seed, Purpose.MONTE_CARLO, round=round)
+        planned = values[members, rng.choice(len(chances), size=len(members), p=chances)]
+        steps = subject.workload.cohort_steps(planned)
+        cohort = subject.cohort(members, steps, seed, round)
+        cohort = replace(cohort, probability=past.probabilities(round, members))
+        batch = round // each - 1
+        moved[batch, members] += contributions(subject.method, cohort)
+        seen[batch, members] += 1
+    count, w = seen.sum(axis=0), subject.federation.weights
+    mean = moved.sum(axis=0) / np.maximum(count, 1)
+    share = sampling.inclusion / np.maximum(count, 1)
+    raw, apart = sampling.inclusion * mean, (moved - mean * seen) * share
+    never = (count == 0) & (sampling.inclusion > 0)
+    raw[never] = w[never] * raw.sum() / max(w[count > 0].sum(), 1e-300)
+    weights = raw / positive_sum(raw)
+    apart = (apart - weights * apart.sum(axis=1, keepdims=True)) / raw.sum()
+    errors = error_of_mean(apart) * BATCHES
+    errors[never] = w[never]
+    return raw, errors
 
 
 def _pool_alike(subject: Subject) -> Callable[[FloatArray], FloatArray]:

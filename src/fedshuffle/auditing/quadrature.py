@@ -78,9 +78,11 @@ def expected_ratio(
     if not draws:  # nobody is there
         return np.zeros(len(sampling))
     # A lower bound of the sum of u over a cohort. If all may be dropped, one may be alone.
-    dropping = not isinstance(sampling, Uniform | Stratified)
-    least = [u[members].min() * (1 if dropping else size) for members, _, size, _ in draws]
-    smallest = float(sum(least))
+    least = [(float(u[members].min()), size) for members, _, size, _ in draws]
+    if isinstance(sampling, Uniform | Stratified):
+        smallest = sum(one * size for one, size in least)
+    else:
+        smallest = min(one for one, _ in least)
     if not np.isfinite(smallest):
         return np.zeros(len(sampling))
     finite = np.where(np.isfinite(u), u, 0.0)

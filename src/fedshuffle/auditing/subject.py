@@ -133,11 +133,22 @@ class Subject:
         sampling = self.sampling
         if isinstance(sampling, AmongAvailable) and not sampling.availability.repeats:
             return "as if participation did not drift, as it does: no estimate can be right"
-        if sampling.independent_rounds:
+        if sampling.independent_rounds or self.successive:
             return ""
         if not isinstance(estimate, BetaRate):
             return "as if rounds were independent"
         return "" if sampling.period == 1 else f"over many periods of {sampling.period} rounds"
+
+    @property
+    def successive(self) -> bool:
+        """Whether probabilities are estimated from rounds that are correlated by a rule to which
+        that matters, so that a long run has to be drawn.
+        """
+        estimate, sampling = self.method.averaging.estimate, self.sampling
+        if estimate is None or isinstance(estimate, BetaRate) or sampling.independent_rounds:
+            return False
+        known = not isinstance(sampling, AmongAvailable) or not sampling.availability.repeats
+        return not (known or self.step_size is not None or self.dependencies.window)
 
     @functools.cached_property
     def plan(self) -> "list[tuple[int, float, Sampling]]":

@@ -22,7 +22,7 @@ without clients that are never there, which are an error otherwise.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
@@ -62,6 +62,7 @@ class _Population:
     rounds: int | None = None
     folder: Path = field(default_factory=Path)
     ids: tuple[object, ...] | None = None
+    gaps: bool = False
 
 
 def parse(
@@ -76,8 +77,8 @@ def parse(
     """
     name, argument, options = _read(text)
     ids = tuple(federation.ids) if "trace" in text else None
-    population = _Population(len(federation), rounds, folder or Path(), ids)
-    found = _make(name, argument, population, "gaps" in options)
+    gaps = "gaps" in options
+    found = _make(name, argument, _Population(len(federation), rounds, folder or Path(), ids, gaps))
     if "leaves" in options:
         leaves = per_client(_numbers(options["leaves"], "leaves"), len(federation), "leaves")
         found = Leaving(found, leaves)
@@ -140,7 +141,7 @@ def _read(text: str) -> tuple[str, str, dict[str, str]]:
     for option in rest:
         key, _, value = option.partition(":")
         check_known("option of an availability", key, _OPTIONS)
-        if bool(value) != _OPTIONS[key] or (key == "gaps" and name != "trace"):
+        if bool(value) != _OPTIONS[key] or (key == "gaps" and "trace:" not in main):
             written = {"leaves": "+leaves:0.1", "drop": "+drop", "gaps": "trace:FILE+gaps"}[key]
             raise FedShuffleError(f"availability {text!r}: write {written!r}.")
         if key in options:
@@ -149,13 +150,13 @@ def _read(text: str) -> tuple[str, str, dict[str, str]]:
     return name, argument, options
 
 
-def _make(name: str, argument: str, population: _Population, gaps: bool = False) -> Availability:
+def _make(name: str, argument: str, population: _Population) -> Availability:
     form, make = _MAKERS[name]
     try:
         if name == "trace":
             file = population.folder / argument
             ids = population.ids or tuple(range(population.clients))
-            return Trace.read(file, ids, allow_gaps=gaps)
+            return Trace.read(file, ids, allow_gaps=population.gaps)
         return make(argument, population)
     except FedShuffleError:
         raise
@@ -210,7 +211,7 @@ def _groups(argument: str, population: _Population) -> Groups:
     name, inner, options = _read(rest)
     if options:
         raise ValueError(options)
-    of = _Population(int(labels.max()) + 1, population.rounds, population.folder)
+    of = replace(population, clients=int(labels.max()) + 1, ids=None)
     return Groups(labels, _make(name, inner, of))
 
 

@@ -58,7 +58,7 @@ class Availability(abc.ABC):
         """Which of these clients, if they were asked, do not leave before they answer."""
         if self.leaves is None:
             return np.ones(len(clients), dtype=np.bool_)
-        numbers = uniforms(seed, Purpose.AVAILABILITY, round=round, client=clients, part=1)
+        numbers = uniforms(seed, Purpose.AVAILABILITY, round=round, client=clients, part=2)
         return numbers >= self.leaves[clients]
 
 
