@@ -9,8 +9,9 @@ import numpy as np
 from flwr.app import Array, ArrayRecord, Message, MetricRecord, RecordDict
 from numpy.typing import NDArray
 
-from fedshuffle._arrays import FloatArray, count, number
+from fedshuffle._arrays import FloatArray
 from fedshuffle.errors import FedShuffleError
+from fedshuffle.local_optimisers import LocalOptimiser
 
 _log = logging.getLogger("flwr.fedshuffle")
 _STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
@@ -85,22 +86,25 @@ def _positive(node: int, metrics: MetricRecord, key: str, what: str, remedy: str
     return float(value)
 
 
-def explain_steps(replies: Sequence[TrainReply], local_steps: int | None) -> bool:
-    """Log what dividing by the numbers of steps can and cannot repair; False if it need not."""
+def explain_steps(
+    replies: Sequence[TrainReply], local_steps: int | None, optimiser: LocalOptimiser
+) -> bool:
+    """Log what weighing by the steps can and cannot repair; False if it need not."""
     least, most = (extreme(reply.steps for reply in replies) for extreme in (min, max))
-    did = f"clients did {least:g} to {most:g} steps, and"
+    did = f"clients did {least:g} to {most:g} steps of {optimiser}, and"
+    lost = "uneven steps of adaptive optimisers minimise no weighted objective"
     if local_steps is not None and (least < local_steps or most > local_steps):
         _log.warning(
             f"{did} were asked for {local_steps}: let them do planned-steps steps and report that"
-            " number, also with momentum. Until then the server's step is shorter or longer than"
-            " meant, and adaptive optimisers minimise no weighted objective."
+            f" number. Until then the server's step is shorter or longer than meant, and {lost}."
         )
         return True
-    if least < most:
+    if least < most and not optimiser.linear:
+        _log.warning(f"{did} {lost}: give all clients the same number (local_steps).")
+    elif least < most:
         _log.info(
-            f"{did} are weighed by them. That is exact for plain SGD; with momentum, report"
-            " effective_steps(steps, momentum). Uneven steps of Adam or other adaptive optimisers"
-            " minimise no weighted objective: give all clients the same number (local_steps)."
+            f"{did} are weighed by how far these go. That is exact if clients do use {optimiser},"
+            ' new in each round. If not, say what: optimiser="sgd:momentum=0.9", or "adamw".'
         )
     return least < most
 
@@ -133,21 +137,3 @@ def move(
             total += weight * (value - begun[name].numpy() if steps else value)
         moved[name] = Array(np.asarray(total if floating else total.round(), dtype=start.dtype))
     return ArrayRecord(moved)
-
-
-def effective_steps(steps: int, momentum: float) -> float:
-    r"""The number of plain steps that go as far as these steps of SGD with momentum.
-
-    .. math:: \frac{1}{1 - m} \left(\tau - \frac{m (1 - m^\tau)}{1 - m}\right)
-
-    for momentum m that starts from zero in every round, as a new ``torch.optim.SGD`` does. Clients
-    of :class:`~fedshuffle.flower.ConsistentFedAvg` report it as ``num-steps``.
-
-    Reference: Wang et al., Tackling the Objective Inconsistency Problem in Heterogeneous Federated
-    Optimization, 2020.
-
-    >>> effective_steps(2, momentum=0.5)  # the first gradient counts 1.5 times
-    2.5
-    """
-    m, steps = number(momentum, "momentum", within="[0, 1)"), count(steps, "steps")
-    return (steps - m * (1 - m**steps) / (1 - m)) / (1 - m)
