@@ -352,7 +352,7 @@ def test_scaled_step_sizes_need_one() -> None:
 @pytest.mark.parametrize(
     ("metric", "says"),
     [
-        ({"num-steps": None}, "does not report 'num-steps'.*MetricRecord"),
+        ({"num-steps": None}, r"does not report 'num-steps'.*MetricRecord\(\{.*tell the strategy"),
         ({"num-examples": None}, "does not report 'num-examples'"),
         ({"num-steps": 0}, "reports 0 as 'num-steps'"),
         ({"num-steps": [1, 2]}, "reports"),

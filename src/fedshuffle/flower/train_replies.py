@@ -16,6 +16,8 @@ from fedshuffle.local_optimisers import LocalOptimiser
 _log = logging.getLogger("flwr.fedshuffle")
 _STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
 """Last parts of the names of what torch's normalisation layers observe, and do not train."""
+_ADD = "Add it to the metrics that train returns: MetricRecord({{..., {}}})."
+_NAME = ' If train does not use plain SGD, tell the strategy: optimiser="sgd:momentum=0.9".'
 
 
 @dataclass(frozen=True)
@@ -44,9 +46,9 @@ class TrainReply:
                 f"node {node} replied with {len(arrays)} array records and {len(metrics)} metric"
                 " records: a reply to train has one of each."
             )
-        remedy = f'"{examples_key}": len(trainloader.dataset)'
+        remedy = _ADD.format(f'"{examples_key}": len(trainloader.dataset)')
         examples = _positive(node, metrics[0], examples_key, "number of examples", remedy)
-        remedy = f'"{steps_key}": epochs * len(trainloader)'
+        remedy = _ADD.format(f'"{steps_key}": epochs * len(trainloader)') + _NAME
         steps = _positive(node, metrics[0], steps_key, "number of local steps it did", remedy)
         found = cls(node, content, arrays[0], examples, steps)
         found._check_model(sent)
@@ -74,8 +76,7 @@ class TrainReply:
 def _positive(node: int, metrics: MetricRecord, key: str, what: str, remedy: str) -> float:
     if key not in metrics:
         raise FedShuffleError(
-            f"the client at node {node} does not report {key!r}, the {what}. Add it to the metrics"
-            f" that train returns: MetricRecord({{..., {remedy}}})."
+            f"the client at node {node} does not report {key!r}, the {what}. {remedy}"
         )
     value = metrics[key]
     if not isinstance(value, int | float) or not 0 < value < math.inf:
