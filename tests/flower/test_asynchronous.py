@@ -85,9 +85,8 @@ def test_slow_clients_count_as_meant(exponent: float) -> None:
 def test_equal_times_and_a_buffer_of_all_are_rounds(
     optimiser: str, length: Callable[[int], float]
 ) -> None:
-    options, on = {"optimiser": optimiser}, grid(length=length)
-    found = run("fedbuff:K=3,C=3", on, 3, **options).arrays["w"].numpy()
-    rounds = model(ConsistentFedAvg(**options), grid(length=length), 3)
+    found = run("fedbuff:K=3,C=3", grid(length=length), 3, optimiser=optimiser).arrays["w"].numpy()
+    rounds = model(ConsistentFedAvg(optimiser=optimiser), grid(length=length), 3)
     np.testing.assert_allclose(found, rounds, rtol=1e-12)
     assert shares(found) == pytest.approx(MEANT)
 

@@ -36,8 +36,6 @@ from fedshuffle.flower.exchange import POLL_SECONDS, Outbox
 from fedshuffle.flower.population import Report
 from fedshuffle.flower.train_replies import TrainReply, explain_steps, move
 from fedshuffle.local_optimisers import SGD, LocalOptimiser
-from fedshuffle.methods.averaging import Cohort
-from fedshuffle.methods.fedshuffle import HYBRID
 from fedshuffle.randomness import Purpose, check_seed, generator
 from fedshuffle.timing import Asynchronous, resolve_schedule
 
@@ -249,15 +247,9 @@ class ConsistentFedBuff:
         mean = mean_length(reports, self.objective, self.local_steps, self.optimiser)
         # What came now is counted: it makes the estimate exact for clients that come regularly.
         rates = [self._contributed[k] / (version + 1 - self._joined[k]) for k in nodes]
-        cohort = Cohort(
-            clients=np.arange(len(nodes)),
-            weight=weight * fresh / len(self._joined),
-            probability=np.array(rates),
-            planned=np.full(len(nodes), mean),
-            done=self.optimiser.lengths(np.array([reply.steps for reply in replies])),
-            max_steps=1,
-        )
-        return HYBRID.aggregation_weights(cohort)
+        done = self.optimiser.lengths(np.array([reply.steps for reply in replies]))
+        weights: FloatArray = weight * fresh / len(self._joined) / np.array(rates) * (mean / done)
+        return weights
 
 
 def _evaluate(evaluate: Evaluate | None, result: Result, version: int) -> None:

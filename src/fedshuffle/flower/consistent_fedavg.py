@@ -29,8 +29,6 @@ from fedshuffle.flower.checks import response_estimate
 from fedshuffle.flower.population import Population, Report
 from fedshuffle.flower.train_replies import TrainReply, explain_steps, move
 from fedshuffle.local_optimisers import SGD, LocalOptimiser
-from fedshuffle.methods.averaging import Cohort
-from fedshuffle.methods.fedshuffle import HYBRID
 from fedshuffle.probabilities import Estimate
 from fedshuffle.randomness import Purpose, check_seed, generator
 from fedshuffle.timing import OverSelection, TrainingSchedule, Wait
@@ -272,15 +270,10 @@ class ConsistentFedAvg(FedAvg):  # type: ignore[misc]  # Flower is untyped here
             mean = self.mean_examples or np.mean([known.examples for known in past])
             weight = np.array([reply.examples for reply in replies]) / mean
         done = self.optimiser.lengths(np.array([reply.steps for reply in replies]))
-        cohort = Cohort(
-            clients=np.arange(len(replies)),
-            weight=weight / self.population.size,
-            probability=self.population.inclusion([reply.node for reply in replies]),
-            planned=np.array([self._planned.get(reply.node, mean_length) for reply in replies]),
-            done=done,
-            max_steps=1,
-        )
-        return HYBRID.aggregation_weights(cohort)
+        planned = np.array([self._planned.get(reply.node, mean_length) for reply in replies])
+        probability = self.population.inclusion([reply.node for reply in replies])
+        weights: FloatArray = weight / self.population.size / probability * (planned / done)
+        return weights
 
     def _mean_length(self, clients: list[Report]) -> float | None:
         """The mean length of the steps: FedAvg moves that far. None if it is not known."""
