@@ -342,6 +342,12 @@ def test_the_command_line_audits_it() -> None:
     momentum = CliRunner().invoke(app, [*words[:-1], "sgd:momentum=0.9", "--check"])
     assert momentum.exit_code == 0
     assert "consistent: it minimises the objective you meant." in momentum.stdout
+    diloco = ["audit", "--sizes", "1,2,3", "--method", "diloco", "--json"]
+    assert "LocalWork(steps=...)" in str(CliRunner().invoke(app, diloco).exception)
+    equal = CliRunner().invoke(app, [*diloco, "--steps", "5"])
+    assert json.loads(equal.stdout)["consistent"] is None
+    both = CliRunner().invoke(app, [*diloco, "--steps", "5", "--epochs", "2"])
+    assert "--epochs changes nothing under --steps 5" in str(both.exception)
 
 
 def test_cohorts_count_steps_by_length() -> None:

@@ -18,6 +18,7 @@ linear: each client rescales its own gradients.
 
 import functools
 import inspect
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -154,7 +155,7 @@ class LocalOptimiser:
         """
         return self.kind == "sgd" or (self.kind not in _OPTIONS and _is_linear(self))
 
-    def lengths(self, steps: IntArray) -> FloatArray:
+    def lengths(self, steps: IntArray | FloatArray) -> FloatArray:
         """How far these numbers of steps of size one go along a gradient of one that stays: for SGD
         with momentum the closed form of Wang et al., 2020; for others measured.
 
@@ -166,10 +167,10 @@ class LocalOptimiser:
             return count
         far: FloatArray
         if self.kind != "sgd":
-            table = _measured_lengths(self, min(int(steps.max(initial=1)), _MEASURED))
+            table = _measured_lengths(self, min(math.ceil(steps.max(initial=1)), _MEASURED))
             last = len(table) - 1
             more = np.maximum(count - last, 0.0) * (table[last] - table[last - 1])
-            far = table[np.minimum(steps, last)] + more
+            far = np.interp(count, np.arange(last + 1), table) + more
             return far
         m, new = self.options["momentum"], 1 - self.options.get("dampening", 0.0)
         first = -np.expm1(count * np.log(m)) / (1 - m)  # 1 + m + ... : what the first gradient adds

@@ -1,7 +1,7 @@
 """Asynchronous training over Flower's messages, with clients of scripted speeds."""
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
@@ -12,7 +12,16 @@ from fedshuffle.errors import FedShuffleError
 from fedshuffle.flower import ConsistentFedAvg, ConsistentFedBuff
 from tests.flower.grid import Fault, LocalGrid
 from tests.flower.helpers import warnings
-from tests.flower.test_consistent_fedavg import LR, MEANT, grid, model, shares, start
+from tests.flower.quickstart_app import momentum
+from tests.flower.test_consistent_fedavg import (
+    LR,
+    MEANT,
+    MOMENTUM,
+    grid,
+    model,
+    shares,
+    start,
+)
 
 pytestmark = pytest.mark.usefixtures("server_process")
 
@@ -72,9 +81,14 @@ def test_slow_clients_count_as_meant(exponent: float) -> None:
     assert shares(found.arrays["w"].numpy()) == pytest.approx(MEANT, rel=0.04)
 
 
-def test_equal_times_and_a_buffer_of_all_are_rounds() -> None:
-    found = run("fedbuff:K=3,C=3", grid(), 3).arrays["w"].numpy()
-    np.testing.assert_allclose(found, model(ConsistentFedAvg(), grid(), 3), rtol=1e-12)
+@pytest.mark.parametrize(("optimiser", "length"), [("sgd", float), (MOMENTUM, momentum)])
+def test_equal_times_and_a_buffer_of_all_are_rounds(
+    optimiser: str, length: Callable[[int], float]
+) -> None:
+    found = run("fedbuff:K=3,C=3", grid(length=length), 3, optimiser=optimiser).arrays["w"].numpy()
+    rounds = model(ConsistentFedAvg(optimiser=optimiser), grid(length=length), 3)
+    np.testing.assert_allclose(found, rounds, rtol=1e-12)
+    assert shares(found) == pytest.approx(MEANT)
 
 
 def test_concurrency_limits_who_trains_and_draws_among_the_idle(
@@ -167,7 +181,7 @@ def test_config_for_evaluation_is_refused() -> None:
 
 def test_log_says_once_what_uneven_steps_mean(log: pytest.LogCaptureFixture) -> None:
     run("fedbuff:K=3", grid(), 3)
-    assert len({r for r in log.records if "exact for plain SGD" in r.getMessage()}) == 1
+    assert len({r for r in log.records if "That is exact" in r.getMessage()}) == 1
 
 
 def test_client_without_steps_is_an_error_with_the_remedy() -> None:

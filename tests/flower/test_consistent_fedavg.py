@@ -23,16 +23,25 @@ from fedshuffle import Federation, LocalWork
 from fedshuffle.auditing import audit_privacy, audit_server
 from fedshuffle.auditing.adapters import FlowerAggregator
 from fedshuffle.errors import FedShuffleError
-from fedshuffle.flower import ConsistentFedAvg, client_app, effective_steps
+from fedshuffle.flower import ConsistentFedAvg, client_app
 from tests.flower.grid import Fault, LocalGrid
 from tests.flower.helpers import warnings
-from tests.flower.quickstart_app import BEFORE, PAGE, changes, migrate, run
+from tests.flower.quickstart_app import (
+    BEFORE,
+    PAGE,
+    SIZES,
+    changes,
+    counted,
+    migrate,
+    momentum,
+    run,
+)
 
 pytestmark = pytest.mark.usefixtures("server_process")
 
-SIZES = [8, 24, 64]
 MEANT = np.array(SIZES) / sum(SIZES)
 LR = 0.25
+MOMENTUM = "sgd:momentum=0.9"
 
 Trained = Callable[[int, Message], dict[str, Any]]
 """What a client adds to its metrics, given its number and the message."""
@@ -43,8 +52,11 @@ def grid(
     fault: Fault | None = None,
     trained: Trained = lambda client, message: {},
     mods: Iterable[Any] = (),
+    length: Callable[[int], float] = float,
 ) -> LocalGrid:
-    """Clients that follow the gradient along their own coordinate, an epoch at batch size 8."""
+    """Clients that follow the gradient along their own coordinate, an epoch at batch size 8;
+    ``length``: how far their steps go along a gradient of one.
+    """
     app = ClientApp(mods=[*mods])
 
     @app.train()
@@ -52,7 +64,7 @@ def grid(
         client = int(context.node_config["partition-id"])
         config, steps = message.content["config"], sizes[client] // 8
         model = message.content["arrays"]["w"].numpy().copy()
-        model[client] += config["lr"] * steps
+        model[client] += config["lr"] * length(steps)
         metrics = {"num-examples": sizes[client], "num-steps": steps} | trained(client, message)
         metrics = {name: value for name, value in metrics.items() if value is not None}
         arrays = ArrayRecord({"w": Array(model)})
@@ -102,9 +114,7 @@ def test_three_lines_change() -> None:
 def test_quickstart_is_biased_before_and_right_after(tmp_path: Path, epochs: int) -> None:
     config = {"local-epochs": epochs}
     before = run(BEFORE, tmp_path / "before", **config)
-    squares = np.square(SIZES)
-    assert before == pytest.approx(squares / squares.sum(), rel=1e-5)
-    assert [round(100 * share, 1) for share in before] == [1.4, 12.2, 86.5]
+    assert before == pytest.approx(counted(epochs), rel=1e-5)
     after = run(migrate(tmp_path / "app"), tmp_path / "after", **config)
     assert after == pytest.approx(MEANT, rel=1e-5)
 
@@ -112,8 +122,9 @@ def test_quickstart_is_biased_before_and_right_after(tmp_path: Path, epochs: int
 @pytest.mark.parametrize("sampling", ["full", "uniform:2"])
 @pytest.mark.parametrize("name", ["FedAvg", "ConsistentFedAvg"])
 def test_table_of_the_page_is_that_of_the_audit(name: str, sampling: str) -> None:
-    federation, work = Federation.from_sizes(SIZES), LocalWork(batch_size=8)
-    fixed = ConsistentFedAvg(local_steps=4, mean_examples=32)
+    federation = Federation.from_sizes(SIZES)
+    work = LocalWork(batch_size=8, optimiser=MOMENTUM)
+    fixed = ConsistentFedAvg(local_steps=4, mean_examples=32, optimiser=MOMENTUM)
     server = FlowerAggregator(FedAvg() if name == "FedAvg" else fixed, 3)
     found = audit_server(server, federation, sampling, work)
     assert found.consistent is (name == "ConsistentFedAvg")
@@ -126,13 +137,20 @@ def test_table_of_the_page_is_that_of_the_audit(name: str, sampling: str) -> Non
 
 
 @pytest.mark.parametrize("step_sizes", ["equal", "scaled"])
-def test_second_round_is_exact_over_all_cohorts(step_sizes: Any) -> None:
+@pytest.mark.parametrize(("optimiser", "length"), [("sgd", float), (MOMENTUM, momentum)])
+def test_second_round_is_exact_over_all_cohorts(
+    step_sizes: Any, optimiser: str, length: Callable[[int], float]
+) -> None:
     """Enumerate the cohorts of two rounds: after any first, the mean second is the right one."""
+
+    def fresh() -> ConsistentFedAvg:
+        return ConsistentFedAvg(step_sizes=step_sizes, optimiser=optimiser)
+
     cohorts = list(itertools.combinations(range(3), 2))
     for first in cohorts:
         moves = []
         for second in cohorts:
-            strategy, sampled = ConsistentFedAvg(step_sizes=step_sizes), [first, second]
+            sampled = [first, second]
 
             def away(client: int, message: Message, sampled: Any = sampled) -> str | None:
                 return (
@@ -141,8 +159,8 @@ def test_second_round_is_exact_over_all_cohorts(step_sizes: Any) -> None:
                     else "gone"
                 )
 
-            x = model(strategy, grid(fault=away), 2)
-            moves.append(x - model(ConsistentFedAvg(step_sizes=step_sizes), grid(fault=away), 1))
+            two, one = (model(fresh(), grid(fault=away, length=length), n) for n in (2, 1))
+            moves.append(two - one)
         assert shares(np.mean(moves, axis=0)) == pytest.approx(MEANT)
 
 
@@ -153,8 +171,12 @@ def test_first_round_is_that_of_fednova() -> None:
     assert x[[0, 2]] == pytest.approx(weights * (weights @ steps) * LR)
 
 
-def test_full_participation_moves_as_far_as_fedavg() -> None:
-    ours, theirs = (model(strategy, grid(), 2) for strategy in (ConsistentFedAvg(), FedAvg()))
+@pytest.mark.parametrize(("optimiser", "length"), [("sgd", float), (MOMENTUM, momentum)])
+def test_full_participation_moves_as_far_as_fedavg(
+    optimiser: str, length: Callable[[int], float]
+) -> None:
+    strategies = ConsistentFedAvg(optimiser=optimiser), FedAvg()
+    ours, theirs = (model(strategy, grid(length=length), 2) for strategy in strategies)
     assert ours.sum() == pytest.approx(theirs.sum())
     assert shares(ours) == pytest.approx(MEANT)
 
@@ -233,26 +255,25 @@ def test_second_start_goes_on_with_the_next_rounds() -> None:
     assert sent(2, 3) == sent(5)
 
 
-def test_momentum_is_repaired_by_effective_steps() -> None:
-    for steps in (1, 4, 9):
-        x = torch.zeros(1, requires_grad=True)
-        optimiser = torch.optim.SGD([x], lr=1.0, momentum=0.9)
-        for _ in range(steps):
-            x.grad = torch.ones(1)
-            optimiser.step()
-        assert -x.item() == pytest.approx(effective_steps(steps, 0.9))
-
-
 def test_log_says_once_what_uneven_steps_mean(log: pytest.LogCaptureFixture) -> None:
     trained(ConsistentFedAvg(), grid([16] * 3), 3)
-    assert "exact for plain SGD" not in log.text
+    assert "That is exact" not in log.text
     strategy, x = ConsistentFedAvg(), start()
     for round, explained in ((1, True), (2, False)):
         log.clear()
         here = grid()
         messages = strategy.configure_train(round, x, ConfigRecord({"lr": LR}), here)
         strategy.aggregate_train(round, here.send_and_receive(messages))
-        assert ("1 to 8 steps, and are weighed by them. That is exact" in log.text) is explained
+        said = "1 to 8 steps of sgd, and are weighed by how far these go. That is exact"
+        assert (said in log.text) is explained
+
+
+@pytest.mark.parametrize("optimiser", ["adamw", "rmsprop:alpha=0.9"])
+def test_uneven_adaptive_steps_are_warned_of(optimiser: str, log: pytest.LogCaptureFixture) -> None:
+    trained(ConsistentFedAvg(optimiser=optimiser), grid([16] * 3), 2)
+    assert "objective" not in warnings(log)
+    trained(ConsistentFedAvg(optimiser=optimiser), grid(), 2)
+    assert f"steps of {optimiser}, and uneven steps of adaptive" in warnings(log)
 
 
 def test_log_says_once_that_clients_do_other_steps_than_asked(
@@ -261,7 +282,7 @@ def test_log_says_once_that_clients_do_other_steps_than_asked(
     trained(ConsistentFedAvg(local_steps=2), grid([16] * 3), 2)
     assert "steps" not in warnings(log)
     trained(ConsistentFedAvg(local_steps=4), grid([16] * 3), 2)
-    said = "clients did 2 to 2 steps, and were asked for 4"
+    said = "clients did 2 to 2 steps of sgd, and were asked for 4"
     assert len({record for record in log.records if said in record.getMessage()}) == 1
 
 
@@ -331,7 +352,7 @@ def test_scaled_step_sizes_need_one() -> None:
 @pytest.mark.parametrize(
     ("metric", "says"),
     [
-        ({"num-steps": None}, "does not report 'num-steps'.*MetricRecord"),
+        ({"num-steps": None}, r"does not report 'num-steps'.*MetricRecord\(\{.*tell the strategy"),
         ({"num-examples": None}, "does not report 'num-examples'"),
         ({"num-steps": 0}, "reports 0 as 'num-steps'"),
         ({"num-steps": [1, 2]}, "reports"),
@@ -407,6 +428,7 @@ def test_other_model_is_refused() -> None:
         ({"fraction_train": 1.5}, "fraction_train"),
         ({"server_step_size": 0}, "server_step_size"),
         ({"seed": -1}, "seed"),
+        ({"optimiser": "sgdm"}, "unknown local optimiser"),
     ],
 )
 def test_wrong_arguments_are_refused(options: dict[str, Any], says: str) -> None:

@@ -27,7 +27,7 @@ from fedshuffle.training.rounds import Run, simulate
 from fedshuffle.training.run_folder import RunFolder
 from fedshuffle.transforms import channel
 from tests.flower.deployment import CLIENTS, restart_killed_node
-from tests.flower.quickstart_app import BEFORE, migrate, shares
+from tests.flower.quickstart_app import BEFORE, counted, migrate, shares
 from tests.processes import LOOPBACK, PATIENCE, listening, wait_for, with_environment
 
 APP = Path(__file__).parent / "app"
@@ -116,7 +116,6 @@ def test_secure_aggregation(deployment: Deployment, task: Any, tmp_path: Path) -
         torch.testing.assert_close(found[name], value, rtol=0, atol=1e-6)
 
 
-COUNTED_BEFORE = [64 / 4736, 576 / 4736, 4096 / 4736]
 COUNTED_AFTER = [8 / 96, 24 / 96, 64 / 96]
 """How much each client counts in the app of docs/how-to/migrate-a-flower-app.md."""
 
@@ -189,7 +188,7 @@ def test_quickstart_is_biased_before_and_right_after(
     app, out = migrate(tmp_path / "app") if migrated else BEFORE, tmp_path / "out"
     said = simulator(app, f'num-server-rounds=1 out="{out}"')
     assert out.exists(), said
-    assert shares(out) == pytest.approx(COUNTED_AFTER if migrated else COUNTED_BEFORE, rel=1e-5)
+    assert shares(out) == pytest.approx(COUNTED_AFTER if migrated else counted(), rel=1e-5)
 
 
 @pytest.fixture(scope="module")

@@ -55,6 +55,9 @@ def audit(
         Text, Option(help="For a clock with bandwidths: bytes of the model and an update, 4e6,1e5.")
     ] = None,
     epochs: Annotated[Text, Option(help="2 for all, 1,2,3 per client, or 2..5 drawn; 1.")] = None,
+    steps: Annotated[
+        Text, Option(help="As many local steps for all: 500, or min or mean of those of epochs.")
+    ] = None,
     batch_size: Annotated[Count, Option(help="Examples per local step; 1.")] = None,
     weights: Annotated[Text, Option(help="Objective weights, as --sizes; else by size.")] = None,
     momentum: Annotated[
@@ -137,15 +140,15 @@ def audit(
     elif server is None:
         raise FedShuffleError("--privacy probes a server: give --flower or --callable.")
     else:
-        unused = ["weights", "epochs", "batch_size", "optimiser", "step_sizes", "draws"]
+        unused = ["weights", "epochs", "steps", "batch_size", "optimiser", "step_sizes", "draws"]
         refuse_unused(context, unused, "--privacy")
     if sum(one is not None for one in (flower, function, log)) > 1:
         raise FedShuffleError("give one of --flower, --callable and --log.")
     rules = ["method", "momentum", "rounds", "channel", "step_size", "probabilities"]
     rules += ["schedule", "clock", "rates", "message_bytes"]
     if log is not None:
-        inputs = ["sizes", "data", "config", "sampling", "availability", "epochs", "batch_size"]
-        inputs.append("optimiser")
+        inputs = ["sizes", "data", "config", "sampling", "availability"]
+        inputs += ["epochs", "steps", "batch_size", "optimiser"]
         refuse_unused(context, [*rules, *inputs, "step_sizes", "seed", "draws"], "--log")
     elif server is not None:
         refuse_unused(context, rules, "--flower, --callable")
@@ -157,8 +160,11 @@ def audit(
         unused = ["clock", "rates", "message_bytes"]
         refuse_unused(context, unused, "schedule 'wait', as the server waits for all")
     if config is not None:
-        unused = ["sizes", "data", "weights", "epochs", "batch_size", "optimiser"]
+        unused = ["sizes", "data", "weights", "epochs", "steps", "batch_size", "optimiser"]
         refuse_unused(context, unused, "--config")
+    common: Any = int(steps) if steps is not None and steps.isdecimal() else steps
+    if isinstance(common, int):
+        refuse_unused(context, ["epochs"], f"--steps {common}")
     objective = None if weights is None else _numbers(weights, "--weights")
     if log is not None:
         result, _ = read_log(log, weights=objective, confidence=confidence)
@@ -192,7 +198,7 @@ def audit(
                 drawn = imports.sampling(sampling, federation, here)
                 drawn = among_available(drawn, availability, federation, rounds or ROUNDS, here)
                 passes = None if epochs is None else loader.epochs(epochs, "--epochs")
-                work = LocalWork(passes, batch_size=batch_size, optimiser=optimiser)
+                work = LocalWork(passes, common, batch_size, optimiser=optimiser)
                 on_the_way = {"schedule": schedule, "clock": resolve_clock(clock, federation)}
             if server is None:
                 given = on_the_way | given

@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from fedshuffle.flower.consistent_fedavg import ConsistentFedAvg
     from fedshuffle.flower.secure_aggregation import SecureAggregation
     from fedshuffle.flower.strategy import FedShuffleStrategy
-    from fedshuffle.flower.train_replies import effective_steps
 
 __all__ = [
     "Client",
@@ -28,7 +27,6 @@ __all__ = [
     "FedShuffleStrategy",
     "SecureAggregation",
     "client_app",
-    "effective_steps",
 ]
 
 _load = attach(__name__)

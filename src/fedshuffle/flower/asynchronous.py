@@ -30,13 +30,12 @@ from fedshuffle.flower.consistent_fedavg import (
     SEED,
     check_keys,
     client_seed,
-    mean_steps,
+    mean_length,
 )
 from fedshuffle.flower.exchange import POLL_SECONDS, Outbox
 from fedshuffle.flower.population import Report
 from fedshuffle.flower.train_replies import TrainReply, explain_steps, move
-from fedshuffle.methods.averaging import Cohort
-from fedshuffle.methods.fedshuffle import HYBRID
+from fedshuffle.local_optimisers import SGD, LocalOptimiser
 from fedshuffle.randomness import Purpose, check_seed, generator
 from fedshuffle.timing import Asynchronous, resolve_schedule
 
@@ -69,8 +68,8 @@ class ConsistentFedBuff:
             clients at a time (by default all), staleness exponent a (by default 0). ``"fedasync"``
             steps for every update.
         objective: what counts alike, all ``"examples"`` or all ``"clients"``.
-        local_steps: the number of steps that clients are asked for, as ``planned-steps``; by
-            default every client decides for itself.
+        optimiser, local_steps: what clients make their local steps with, and how many they are
+            asked for, as for :class:`ConsistentFedAvg`.
         server_step_size: a factor of the server's step.
         seed: determines which idle clients are sent off, and the clients' seeds.
         min_available_nodes: how many nodes must be connected at the start.
@@ -85,6 +84,7 @@ class ConsistentFedBuff:
         schedule: str | Asynchronous = "fedbuff:K=10",
         *,
         objective: Literal["examples", "clients"] = "examples",
+        optimiser: LocalOptimiser | str = SGD,
         local_steps: int | None = None,
         server_step_size: float = 1.0,
         seed: int = 0,
@@ -103,6 +103,7 @@ class ConsistentFedBuff:
         if objective not in ("examples", "clients"):
             raise unknown("objective", objective, ["examples", "clients"])
         self.schedule, self.objective = found, objective
+        self.optimiser = LocalOptimiser.of(optimiser)
         self.local_steps = None if local_steps is None else count(local_steps, "local_steps")
         self.server_step_size = number(server_step_size, "server_step_size", within="(0, inf)")
         self.seed = check_seed(seed)
@@ -220,7 +221,7 @@ class ConsistentFedBuff:
     ) -> tuple[ArrayRecord, MetricRecord]:
         """The model after a server step, and its metrics."""
         tasks, replies = zip(*buffer, strict=True)
-        self._told = self._told or explain_steps(replies, self.local_steps)
+        self._told = self._told or explain_steps(replies, self.local_steps, self.optimiser)
         staleness = np.array([version - task.version for task in tasks])
         fresh = (1.0 + staleness) ** -self.schedule.staleness
         nodes = [task.node for task in tasks]
@@ -241,20 +242,14 @@ class ConsistentFedBuff:
     ) -> FloatArray:
         weight, reports = np.ones(len(nodes)), [*self.reports.values()]
         if self.objective == "examples":
-            mean = np.mean([report.examples for report in reports])
-            weight = np.array([reply.examples for reply in replies]) / mean
-        steps = self.local_steps or mean_steps(reports, self.objective)
+            examples = np.array([reply.examples for reply in replies])
+            weight = examples / np.mean([report.examples for report in reports])
+        mean = mean_length(reports, self.objective, self.local_steps, self.optimiser)
         # What came now is counted: it makes the estimate exact for clients that come regularly.
         rates = [self._contributed[k] / (version + 1 - self._joined[k]) for k in nodes]
-        cohort = Cohort(
-            clients=np.arange(len(nodes)),
-            weight=weight * fresh / len(self._joined),
-            probability=np.array(rates),
-            planned=np.full(len(nodes), steps),
-            done=np.array([reply.steps for reply in replies]),
-            max_steps=1,
-        )
-        return HYBRID.aggregation_weights(cohort)
+        done = self.optimiser.lengths(np.array([reply.steps for reply in replies]))
+        weights: FloatArray = weight * fresh / len(self._joined) / np.array(rates) * (mean / done)
+        return weights
 
 
 def _evaluate(evaluate: Evaluate | None, result: Result, version: int) -> None:

@@ -8,7 +8,8 @@ The server moves by
 where :math:`p_i` is the probability that client i is among the replies
 (:mod:`fedshuffle.flower.population`), :math:`\tau_i` the number of steps that it did, and
 :math:`\bar\tau_i` the number that its step size was made for: the rule of ``fedshuffle-gen``
-(:mod:`fedshuffle.methods.averaging`).
+(:mod:`fedshuffle.methods.averaging`). With momentum, the steps count by their length
+(:mod:`fedshuffle.local_optimisers`).
 """
 
 import logging
@@ -27,8 +28,7 @@ from fedshuffle.flower import stragglers
 from fedshuffle.flower.checks import response_estimate
 from fedshuffle.flower.population import Population, Report
 from fedshuffle.flower.train_replies import TrainReply, explain_steps, move
-from fedshuffle.methods.averaging import Cohort
-from fedshuffle.methods.fedshuffle import HYBRID
+from fedshuffle.local_optimisers import SGD, LocalOptimiser
 from fedshuffle.probabilities import Estimate
 from fedshuffle.randomness import Purpose, check_seed, generator
 from fedshuffle.timing import OverSelection, TrainingSchedule, Wait
@@ -57,6 +57,9 @@ class ConsistentFedAvg(FedAvg):  # type: ignore[misc]  # Flower is untyped here
     Args:
         args, fedavg: Flower's own arguments of FedAvg, such as ``fraction_train``.
         objective: what counts alike, all ``"examples"`` or all ``"clients"``.
+        optimiser: what clients make their local steps with, new in each round, as in
+            :class:`~fedshuffle.LocalWork`: ``"sgd:momentum=0.9"`` for
+            ``torch.optim.SGD(..., momentum=0.9)``. Steps are weighed by how far they go.
         step_sizes: ``"equal"`` leaves step sizes alone. ``"scaled"`` sends every client its own,
             in inverse proportion to its steps, as FedShuffle does: the ``lr`` of ``train_config``
             is that of a client with the mean number of steps. Clients must use it.
@@ -90,6 +93,7 @@ class ConsistentFedAvg(FedAvg):  # type: ignore[misc]  # Flower is untyped here
         self,
         *args: Any,
         objective: Literal["examples", "clients"] = "examples",
+        optimiser: LocalOptimiser | str = SGD,
         step_sizes: Literal["equal", "scaled"] = "equal",
         response_probability: str | Estimate | Mapping[int, float] | None = None,
         schedule: str | TrainingSchedule = "wait",
@@ -126,6 +130,7 @@ class ConsistentFedAvg(FedAvg):  # type: ignore[misc]  # Flower is untyped here
                     " it."
                 )
         self.objective, self.step_sizes = objective, step_sizes
+        self.optimiser = LocalOptimiser.of(optimiser)
         self.local_steps = None if local_steps is None else count(local_steps, "local_steps")
         number(self.fraction_train, "fraction_train", within="[0, 1]")
         if mean_examples is not None:
@@ -142,7 +147,7 @@ class ConsistentFedAvg(FedAvg):  # type: ignore[misc]  # Flower is untyped here
         self.population = Population(estimate, forget_after, given)
         """The clients that were seen so far."""
         self._planned: dict[int, float] = {}
-        """The number of steps that each one's step size was made for,"""
+        """The length of the steps that each one's step size was made for,"""
         self._sent = ArrayRecord()
         """and the model that they got."""
         self._round = self._rounds_before = 0
@@ -179,6 +184,7 @@ class ConsistentFedAvg(FedAvg):  # type: ignore[misc]  # Flower is untyped here
         super().summary()
         clients = "clients seen so far" if self.population.estimate else "connected clients"
         _log.info(f"weighs by inclusion probability, {self.objective} of all {clients} count alike")
+        _log.info(f"local steps are taken to be those of {self.optimiser}")
         corrected = self.population.estimate or self.population.given
         if not corrected and not isinstance(self.schedule, Wait):
             _log.warning(stragglers.slow_clients_count_less(self.schedule))
@@ -215,7 +221,7 @@ class ConsistentFedAvg(FedAvg):  # type: ignore[misc]  # Flower is untyped here
         chosen = sorted(draw.choice(len(connected), size, replace=False).tolist())
         population.asked = [connected[k] for k in chosen]
         _log.info(f"configure_train: sampled {size} nodes (out of {len(connected)})")
-        mean, self._planned = self._mean_steps(population.known), {}
+        mean, self._planned = self._mean_length(population.known), {}
         messages = []
         for node in population.asked:
             known = population.reports.get(node)
@@ -224,10 +230,9 @@ class ConsistentFedAvg(FedAvg):  # type: ignore[misc]  # Flower is untyped here
             own[PLANNED] = self.local_steps or round(known.steps if known else 0)
             own[SEED] = client_seed(self.seed, self._round, node)
             if self.step_sizes == "scaled" and mean is not None:
-                self._planned[node] = known.steps if known and not self.local_steps else mean
-                own[self.step_size_key] = float(config[self.step_size_key]) * (
-                    mean / self._planned[node]
-                )
+                planned = (self._mean_length([known]) if known else None) or mean
+                self._planned[node] = planned
+                own[self.step_size_key] = float(config[self.step_size_key]) * (mean / planned)
             content = RecordDict({self.arrayrecord_key: arrays, self.configrecord_key: own})
             messages.append(Message(content, dst_node_id=node, message_type="train"))
         return messages
@@ -244,7 +249,7 @@ class ConsistentFedAvg(FedAvg):  # type: ignore[misc]  # Flower is untyped here
         weights = self._weights(valid)
         self._check_private(weights)
         self.population.end(_reports(valid))
-        self._told = self._told or explain_steps(valid, self.local_steps)
+        self._told = self._told or explain_steps(valid, self.local_steps, self.optimiser)
         given = [reply.arrays for reply in valid]
         arrays = move(self._sent, given, self.server_step_size * weights)
         contents = [reply.content for reply in valid]
@@ -258,27 +263,23 @@ class ConsistentFedAvg(FedAvg):  # type: ignore[misc]  # Flower is untyped here
         step is that of full participation.
         """
         past = self.population.known or [*_reports(replies).values()]
-        steps = self._mean_steps(past)
-        assert steps is not None
+        mean_length = self._mean_length(past)
+        assert mean_length is not None
         weight = np.ones(len(replies))
         if self.objective == "examples":
             mean = self.mean_examples or np.mean([known.examples for known in past])
             weight = np.array([reply.examples for reply in replies]) / mean
-        cohort = Cohort(
-            clients=np.arange(len(replies)),
-            weight=weight / self.population.size,
-            probability=self.population.inclusion([reply.node for reply in replies]),
-            planned=np.array([self._planned.get(reply.node, steps) for reply in replies]),
-            done=np.array([reply.steps for reply in replies]),
-            max_steps=1,
-        )
-        return HYBRID.aggregation_weights(cohort)
+        done = self.optimiser.lengths(np.array([reply.steps for reply in replies]))
+        planned = np.array([self._planned.get(reply.node, mean_length) for reply in replies])
+        probability = self.population.inclusion([reply.node for reply in replies])
+        weights: FloatArray = weight / self.population.size / probability * (planned / done)
+        return weights
 
-    def _mean_steps(self, clients: list[Report]) -> float | None:
-        """The mean number of steps, by the objective's weights: FedAvg moves that far."""
-        if self.local_steps is not None or not clients:
-            return self.local_steps
-        return mean_steps(clients, self.objective)
+    def _mean_length(self, clients: list[Report]) -> float | None:
+        """The mean length of the steps: FedAvg moves that far. None if it is not known."""
+        if self.local_steps is None and not clients:
+            return None
+        return mean_length(clients, self.objective, self.local_steps, self.optimiser)
 
     def _wait_for_nodes(self, grid: Grid) -> list[int]:
         shown = -1
@@ -357,10 +358,15 @@ def _reports(replies: Iterable[TrainReply]) -> dict[int, Report]:
     return {reply.node: Report(reply.examples, reply.steps) for reply in replies}
 
 
-def mean_steps(clients: list[Report], objective: str) -> float:
-    """The mean number of steps, by the objective's weights."""
+def mean_length(
+    clients: list[Report], objective: str, local_steps: int | None, optimiser: LocalOptimiser
+) -> float:
+    """How far the steps go on average, by the objective's weights."""
+    if local_steps is not None:
+        return float(optimiser.lengths(np.array([local_steps]))[0])
     weights = [client.examples if objective == "examples" else 1.0 for client in clients]
-    return float(np.average([client.steps for client in clients], weights=weights))
+    lengths = optimiser.lengths(np.array([client.steps for client in clients]))
+    return float(np.average(lengths, weights=weights))
 
 
 def check_keys(config: ConfigRecord) -> None:

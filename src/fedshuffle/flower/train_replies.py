@@ -9,12 +9,15 @@ import numpy as np
 from flwr.app import Array, ArrayRecord, Message, MetricRecord, RecordDict
 from numpy.typing import NDArray
 
-from fedshuffle._arrays import FloatArray, count, number
+from fedshuffle._arrays import FloatArray
 from fedshuffle.errors import FedShuffleError
+from fedshuffle.local_optimisers import LocalOptimiser
 
 _log = logging.getLogger("flwr.fedshuffle")
 _STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
 """Last parts of the names of what torch's normalisation layers observe, and do not train."""
+_ADD = "Add it to the metrics that train returns: MetricRecord({{..., {}}})."
+_NAME = ' If train does not use plain SGD, tell the strategy: optimiser="sgd:momentum=0.9".'
 
 
 @dataclass(frozen=True)
@@ -43,9 +46,9 @@ class TrainReply:
                 f"node {node} replied with {len(arrays)} array records and {len(metrics)} metric"
                 " records: a reply to train has one of each."
             )
-        remedy = f'"{examples_key}": len(trainloader.dataset)'
+        remedy = _ADD.format(f'"{examples_key}": len(trainloader.dataset)')
         examples = _positive(node, metrics[0], examples_key, "number of examples", remedy)
-        remedy = f'"{steps_key}": epochs * len(trainloader)'
+        remedy = _ADD.format(f'"{steps_key}": epochs * len(trainloader)') + _NAME
         steps = _positive(node, metrics[0], steps_key, "number of local steps it did", remedy)
         found = cls(node, content, arrays[0], examples, steps)
         found._check_model(sent)
@@ -73,8 +76,7 @@ class TrainReply:
 def _positive(node: int, metrics: MetricRecord, key: str, what: str, remedy: str) -> float:
     if key not in metrics:
         raise FedShuffleError(
-            f"the client at node {node} does not report {key!r}, the {what}. Add it to the metrics"
-            f" that train returns: MetricRecord({{..., {remedy}}})."
+            f"the client at node {node} does not report {key!r}, the {what}. {remedy}"
         )
     value = metrics[key]
     if not isinstance(value, int | float) or not 0 < value < math.inf:
@@ -85,22 +87,25 @@ def _positive(node: int, metrics: MetricRecord, key: str, what: str, remedy: str
     return float(value)
 
 
-def explain_steps(replies: Sequence[TrainReply], local_steps: int | None) -> bool:
-    """Log what dividing by the numbers of steps can and cannot repair; False if it need not."""
+def explain_steps(
+    replies: Sequence[TrainReply], local_steps: int | None, optimiser: LocalOptimiser
+) -> bool:
+    """Log what weighing by the steps can and cannot repair; False if it need not."""
     least, most = (extreme(reply.steps for reply in replies) for extreme in (min, max))
-    did = f"clients did {least:g} to {most:g} steps, and"
+    did = f"clients did {least:g} to {most:g} steps of {optimiser}, and"
+    lost = "uneven steps of adaptive optimisers minimise no weighted objective"
     if local_steps is not None and (least < local_steps or most > local_steps):
         _log.warning(
             f"{did} were asked for {local_steps}: let them do planned-steps steps and report that"
-            " number, also with momentum. Until then the server's step is shorter or longer than"
-            " meant, and adaptive optimisers minimise no weighted objective."
+            f" number. Until then the server's step is shorter or longer than meant, and {lost}."
         )
         return True
-    if least < most:
+    if least < most and not optimiser.linear:
+        _log.warning(f"{did} {lost}: give all clients the same number (local_steps).")
+    elif least < most:
         _log.info(
-            f"{did} are weighed by them. That is exact for plain SGD; with momentum, report"
-            " effective_steps(steps, momentum). Uneven steps of Adam or other adaptive optimisers"
-            " minimise no weighted objective: give all clients the same number (local_steps)."
+            f"{did} are weighed by how far these go. That is exact if clients do use {optimiser},"
+            ' new in each round. If not, say what: optimiser="sgd:momentum=0.9", or "adamw".'
         )
     return least < most
 
@@ -133,21 +138,3 @@ def move(
             total += weight * (value - begun[name].numpy() if steps else value)
         moved[name] = Array(np.asarray(total if floating else total.round(), dtype=start.dtype))
     return ArrayRecord(moved)
-
-
-def effective_steps(steps: int, momentum: float) -> float:
-    r"""The number of plain steps that go as far as these steps of SGD with momentum.
-
-    .. math:: \frac{1}{1 - m} \left(\tau - \frac{m (1 - m^\tau)}{1 - m}\right)
-
-    for momentum m that starts from zero in every round, as a new ``torch.optim.SGD`` does. Clients
-    of :class:`~fedshuffle.flower.ConsistentFedAvg` report it as ``num-steps``.
-
-    Reference: Wang et al., Tackling the Objective Inconsistency Problem in Heterogeneous Federated
-    Optimization, 2020.
-
-    >>> effective_steps(2, momentum=0.5)  # the first gradient counts 1.5 times
-    2.5
-    """
-    m, steps = number(momentum, "momentum", within="[0, 1)"), count(steps, "steps")
-    return (steps - m * (1 - m**steps) / (1 - m)) / (1 - m)

@@ -16,7 +16,7 @@ def train(msg: Message, context: Context) -> Message:
     model = Net()
     model.load_state_dict(msg.content["arrays"].to_torch_state_dict())
     trainloader, _ = load_data(int(context.node_config["partition-id"]))
-    epochs = int(context.run_config["local-epochs"])
+    epochs = context.run_config["local-epochs"]
     train_loss = train_fn(model, trainloader, epochs, msg.content["config"]["lr"])
     metrics = {
         "train_loss": train_loss,

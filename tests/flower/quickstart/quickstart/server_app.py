@@ -14,7 +14,8 @@ app = ServerApp()
 def main(grid: Grid, context: Context) -> None:
     """Train, and save the model."""
     config = context.run_config
-    strategy = FedAvg(fraction_train=float(config["fraction-train"]))
+    fraction_train = float(config["fraction-train"])
+    strategy = FedAvg(fraction_train=fraction_train)
     result = strategy.start(
         grid=grid,
         initial_arrays=ArrayRecord(Net().state_dict()),
