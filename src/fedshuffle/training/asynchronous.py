@@ -20,6 +20,7 @@ from fedshuffle.schedules import Schedule
 from fedshuffle.state import State
 from fedshuffle.timing.events import Arrivals
 
+
 class AsynchronousRounds:
     """From which models the updates of a server step started, and how much each counts."""
 
