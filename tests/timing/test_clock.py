@@ -67,8 +67,8 @@ def test_steps_of_dear_tasks_are_counted_one_by_one(
     before = max(before, 1 - gradients)  # something is computed
     clock = clock.charged(gradients, np.array([before]), trips=2)
     one, steps = np.arange(1), np.array([planned])
-    factor = clock.durations(0, 4, one, steps) - 2 * 0.7
-    factor = float(factor[0]) / (0.3 * (gradients * planned + before))
+    whole = float(clock.durations(0, 4, one, steps)[0]) - 2 * 0.7
+    factor = whole / (0.3 * (gradients * planned + before))
     ends = [1.4 + 0.3 * factor * (before + gradients * k) for k in range(1, planned + 1)]
     if min(abs(end - deadline) for end in ends) > 1e-6:
         found = clock.steps_by(deadline, 0, 4, one, steps)[0]
