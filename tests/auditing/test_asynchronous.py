@@ -74,6 +74,29 @@ def test_monte_carlo_finds_what_is_exact(method: str, schedule: str) -> None:
     assert (off < 5 * found.standard_errors + 1e-6).all()
 
 
+def test_errors_of_rare_clients_are_not_too_small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Most of their updates are stale, and count little; few are not, and decide the mean."""
+    rates = np.exp(np.random.default_rng(0).normal(size=300))
+    clients, clock = Federation.from_sizes([1] * 300), Clock(1 / rates, "task", Exponential())
+    settings: dict[str, Any] = {"schedule": "fedbuff:K=3,a=0.5", "clock": clock}
+    exact = audit(clients, "fedavg-rr", **settings)
+    monkeypatch.setattr("fedshuffle.auditing.asynchronous._exact", lambda subject, buffers: None)
+    for seed in range(3):
+        found = audit(clients, "fedavg-rr", **settings, seed=seed)
+        assert exact.exact
+        assert not found.exact
+        assert found.standard_errors is not None
+        off = np.abs(found.effective_weights - exact.effective_weights)
+        assert (off < 5 * found.standard_errors).all()
+
+
+@pytest.mark.slow
+def test_large_populations_are_simulated_for_long_enough() -> None:
+    clients = Federation.from_sizes(np.arange(4000) % 50 + 1)
+    schedule, clock = "fedbuff:K=10,C=100,a=0.5", "lognormal:0.05:1"
+    assert audit(clients, "fedavg-rr", schedule=schedule, clock=clock).consistent is False
+
+
 @pytest.mark.parametrize(
     "schedule", ["fedbuff:K=2,C=3,a=0.5", "queued:K=2,C=5,a=1", "fedasync:a=1"]
 )

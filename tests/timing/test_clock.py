@@ -59,6 +59,23 @@ def test_steps_by_a_deadline_that_is_exact(steps: int, seconds: float) -> None:
     assert clock.in_time(steps * seconds, one, np.array([steps])) == 1
 
 
+@given(st.integers(0, 3), st.integers(0, 9), st.integers(1, 9), st.floats(0.01, 60))
+def test_steps_of_dear_tasks_are_counted_one_by_one(
+    gradients: int, before: int, planned: int, deadline: float
+) -> None:
+    clock = Clock([0.3], jitter=LogNormal(0.5), latency=0.7)
+    before = max(before, 1 - gradients)  # something is computed
+    clock = clock.charged(gradients, np.array([before]), trips=2)
+    one, steps = np.arange(1), np.array([planned])
+    whole = float(clock.durations(0, 4, one, steps)[0]) - 2 * 0.7
+    factor = whole / (0.3 * (gradients * planned + before))
+    ends = [1.4 + 0.3 * factor * (before + gradients * k) for k in range(1, planned + 1)]
+    if min(abs(end - deadline) for end in ends) > 1e-6:
+        found = clock.steps_by(deadline, 0, 4, one, steps)[0]
+        assert min(max(found, 0), planned) == sum(end < deadline for end in ends)
+        assert clock.finished(deadline, 0, 4, one, steps)[0] == (ends[-1] < deadline)
+
+
 def test_texts() -> None:
     clients = Federation.from_sizes([1] * 4000)
     devices = parse_clock("lognormal:0.1:1", clients)

@@ -79,9 +79,10 @@ def test_those_in_time_take_part_of_those_that_are_asked_anyway(schedule: str) -
     assert (np.abs(count / rounds - found.p) < 4 * error).all()
 
 
-@pytest.mark.parametrize("per", ["step", "task"])
-def test_unfinished_work_has_the_stated_chances(per: Any) -> None:
+@pytest.mark.parametrize(("per", "before"), [("step", 0), ("task", 0), ("step", 1)])
+def test_unfinished_work_has_the_stated_chances(per: Any, before: int) -> None:
     clock = Clock([0.3, 0.2, 0.3], per=per, jitter=LogNormal(0.8), latency=1.6)
+    clock = clock.charged(1, np.full(3, before), trips=1)
     _, workload = bound("deadline:2+partial", LocalWork(), Full(3), clock)
     stop = workload.work.interruption
     assert isinstance(stop, UntilDeadline)

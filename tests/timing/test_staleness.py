@@ -101,6 +101,8 @@ def test_mean_weights_in_the_limits() -> None:
     np.testing.assert_allclose(  # of a million clients, stale by a million steps
         looping_exponential(np.array([1e-6]), 1, 1.0), 1e-6 * np.log(1e6), rtol=1e-5
     )
+    for exponent in (100.0, 400.0, 1e9):  # only what is not stale counts
+        np.testing.assert_allclose(looping_exponential(np.array([0.3]), 1, exponent), 0.3)
     # Times with a common multiple: what is exact for others is not for these, by some permille.
     steps = 0.1 * np.array([53, 59, 61])
     for unknown in (times(FOUR), times(steps), times(FOUR, LogNormal(1.0))):

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from fedshuffle import Federation, FedShuffleError, LocalWork, losses, train
+from fedshuffle import Federation, FedShuffleError, LocalWork, audit, losses, train
 from fedshuffle.auditing import contributions
 from fedshuffle.config import load
 from fedshuffle.local_work import EpochRange
@@ -90,6 +90,28 @@ def test_compression_shortens_the_round(schedule: str | None) -> None:
     assert half.history[0]["bytes_up"] < plain.history[0]["bytes_up"]
     sent = half.history[0]["bytes_up"] / 4
     assert half.history[0]["time"] == pytest.approx(2 + 4 + sent / 10)
+
+
+@pytest.mark.parametrize(
+    ("method", "trips", "gradients", "full"),
+    [("fedshuffle", 1, 1, 0), ("mime", 2, 2, 1), ("fedlin", 2, 1, 2), ("fedshuffle-mvr", 2, 2, 2)],
+)
+@pytest.mark.parametrize("schedule", ["wait", "deadline:100", "over:4of4"])
+def test_methods_take_the_time_of_all_that_they_compute(
+    method: str, trips: int, gradients: int, full: int, schedule: str
+) -> None:
+    """Client 3 is the slowest: 8 steps, and an epoch of 4 for each full gradient."""
+    clock = Clock([1.0], latency=0.5)
+    settings = {"method": method, "schedule": schedule, "clock": clock, "sampling": "full"}
+    found = trained(**settings, work=LocalWork(epochs=2), rounds=1)
+    want = trips * 0.5 + gradients * 8 + full * 4
+    assert found.history[0]["time"] == pytest.approx(want)
+
+
+def test_who_is_in_time_depends_on_what_a_method_computes() -> None:
+    clock = Clock([1.0], jitter=Exponential(), latency=0.5)
+    slow = audit(CLIENTS, "mime", schedule="deadline:4", clock=clock).inclusion_probabilities
+    np.testing.assert_allclose(slow, -np.expm1(-(4 - 2 * 0.5) / (3 * CLIENTS.sizes)))
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)

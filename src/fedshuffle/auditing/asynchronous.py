@@ -28,6 +28,7 @@ from fedshuffle.methods.averaging import RatioOfSums
 from fedshuffle.sampling import Buffers
 from fedshuffle.timing.simulation import SimulatedSteps, simulate
 
+_ENOUGH = 10_000  # times BATCHES: updates that are simulated for a large population
 _SETTLES = 4  # times the concurrency: arrivals until the start is forgotten
 
 
@@ -108,9 +109,14 @@ def independent_arrivals(
 def _monte_carlo(
     subject: Subject, buffers: Buffers, seed: int, draws: int
 ) -> tuple[FloatArray, str, FloatArray]:
-    """From simulated server steps, in batches of successive ones."""
+    """From simulated server steps, in batches of successive ones.
+
+    Shares of arrivals are known, so only what an update counts is estimated. The errors are those
+    of both: few updates show too little of the spread of staleness weights.
+    """
     schedule, at_a_time = buffers.schedule, buffers.schedule.at_a_time(len(buffers))
-    each = -(-max(draws, BATCHES * at_a_time) // (BATCHES * schedule.buffer))
+    least = BATCHES * max(at_a_time, min(len(buffers), _ENOUGH))
+    each = -(-max(draws, least) // (BATCHES * schedule.buffer))
     settles = max(BATCHES * each // 10, _SETTLES * at_a_time // schedule.buffer)
     found = simulate(schedule, buffers.times, seed, settles + BATCHES * each)
     found = SimulatedSteps(*(part[settles:] for part in found))
@@ -128,7 +134,8 @@ def _monte_carlo(
     # A client that hardly ever arrived shows no spread, so its error is at least its weight.
     rare = np.count_nonzero(shares, axis=0) < BATCHES // 2
     errors[rare] = np.maximum(errors, subject.federation.weights)[rare]
-    return sums.sum(axis=0), f"Monte Carlo, {clients.size} simulated updates", errors
+    per_update = sums.sum(axis=0) / np.maximum(np.bincount(clients.ravel(), minlength=n), 1)
+    return buffers.p * per_update, f"Monte Carlo, {clients.size} simulated updates", errors
 
 
 def _moves(subject: Subject, found: SimulatedSteps) -> FloatArray:

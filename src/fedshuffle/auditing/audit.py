@@ -110,6 +110,7 @@ def audit(
     timing = Timing.of(schedule, clock, federation, message_sizes)
     timing.check_sizes()
     workload = method.local_work(work).on(method.clients(federation).sizes)
+    timing = method.timing(timing, workload)
     sampling, workload = scheduled(sampling, timing, workload, federation.ids)
     method.check(workload, method.sampling(sampling))
     link = channels.channel(channel)

@@ -26,6 +26,7 @@ from fedshuffle.probabilities import Estimate
 from fedshuffle.probabilities import resolve as resolve_estimate
 from fedshuffle.sampling import Buffers, Full, Sampling
 from fedshuffle.state import State
+from fedshuffle.timing import Timing
 
 if TYPE_CHECKING:
     from fedshuffle.federation import Federation
@@ -231,6 +232,31 @@ class Method:
                 f" ({sampling!r}). Use sampling 'full'."
             )
         return Full(1)
+
+    def timing(self, timing: Timing, workload: Workload) -> Timing:
+        """The timing with what this method asks of clients and lets them compute in a round.
+
+        MIME computes two gradients per step, and a full one besides.
+
+        >>> from fedshuffle import Federation, methods
+        >>> clients = Federation.from_sizes([10])
+        >>> timing = Timing.of("wait", "fixed:1", clients)
+        >>> workload = LocalWork().on(clients.sizes)
+        >>> clock = methods.get("mime").timing(timing, workload).clock
+        >>> clock.mean(np.arange(1), np.array([10])).tolist()
+        [30.0]
+        """
+        if timing.clock is None:
+            return timing
+        if self.pooled:
+            raise FedShuffleError(
+                f"{self.name} has all data in one place, so there are no clients that take their"
+                " time: leave out the clock, or use another method."
+            )
+        costs = self.direction
+        full = costs.full_gradients * workload.steps_per_epoch
+        clock = timing.clock.charged(costs.gradients_per_step, full, costs.trips)
+        return dataclasses.replace(timing, clock=clock)
 
     def check(self, workload: Workload, sampling: Sampling) -> None:
         """Refuse a setting for which the method is not defined."""

@@ -2,11 +2,14 @@ r"""How long a client takes: a clock of devices and networks, without which roun
 
 A task of client i with :math:`\tau` local steps takes
 
-.. math:: T_i = \ell_i + \frac{b_\mathrm{down}}{d_i} + \frac{b_\mathrm{up}}{u_i} + \tau s_i J
+.. math:: T_i = m \ell_i + \frac{b_\mathrm{down}}{d_i} + \frac{b_\mathrm{up}}{u_i}
+          + (g \tau + f e_i) s_i J
 
-seconds: the latency, the model on its way down and the update on its way up, by their bytes and
-bandwidths, and the steps, ``s_i`` seconds each, times a factor J with mean one that is drawn for
-every task. The clock is virtual: nobody waits.
+seconds: the latency of each of m trips, the model on its way down and the update on its way up, by
+their bytes and bandwidths, and the steps, ``s_i`` seconds each, times a factor J with mean one that
+is drawn for every task. For most methods m = g = 1 and f = 0; others, as MIME, ask twice per round,
+or compute g gradients per step and f full gradients besides, of ``e_i`` steps each, those of an
+epoch. The clock is virtual: nobody waits.
 """
 
 from typing import Any, Literal, NamedTuple
@@ -21,6 +24,7 @@ from fedshuffle.randomness import Purpose, uniform, uniforms
 from fedshuffle.timing.jitter import Jitter, NoJitter
 
 _PART_OF_STEP = 1e-9  # steps that end this close to a deadline are in time
+_NO_TIME = 1e-200  # of the steps of a method that computes full gradients only
 
 
 class MessageSizes(NamedTuple):
@@ -75,6 +79,7 @@ class Clock:
         self.latency = _each(latency, "latency", n, "[0, inf)")
         self.down = _each(down, "down", n, "(0, inf]")
         self.up = _each(up, "up", n, "(0, inf]")
+        self._gradients, self._before = 1, np.zeros(n)
 
     def __len__(self) -> int:
         return len(self.seconds)
@@ -95,9 +100,14 @@ class Clock:
         on_the_way = sizes.down / self.down[clients] + sizes.up / self.up[clients]
         return np.asarray(self.latency[clients] + on_the_way)
 
-    def computing(self, clients: IntArray | int, steps: IntArray | int) -> FloatArray:
-        """The mean seconds that these clients compute."""
-        return np.asarray(self.seconds[clients] * (steps if self.per == "step" else 1))
+    def computing(
+        self, clients: IntArray | int, steps: IntArray | int, share: float | FloatArray = 1.0
+    ) -> FloatArray:
+        """The mean seconds that these clients compute, up to a share of their steps."""
+        if self.per == "task":
+            return np.asarray(self.seconds[clients] * share)
+        done = self._gradients * steps * share + self._before[clients]
+        return np.asarray(self.seconds[clients] * done)
 
     def mean(
         self, clients: IntArray, steps: IntArray, sizes: MessageSizes = NO_BYTES
@@ -139,8 +149,8 @@ class Clock:
         """The probability that a task, or a share of its steps, ends before the deadline: the
         distribution of ``T_i``.
         """
-        left, most = self._most(deadline, clients, steps, sizes)
-        return np.where(left > 0, self.jitter.cdf(most / share), 0.0)
+        left, most = self._most(deadline, clients, steps, sizes, share)
+        return np.where(left > 0, self.jitter.cdf(most), 0.0)
 
     def density(
         self, time: FloatArray, clients: IntArray, steps: IntArray, sizes: MessageSizes = NO_BYTES
@@ -173,17 +183,24 @@ class Clock:
         sizes: MessageSizes = NO_BYTES,
     ) -> FloatArray:
         """The number of steps that each client would have done when it must send them."""
-        left, most = self._most(deadline, clients, planned, sizes)
-        share = most / self._factor(seed, task, clients)
-        return np.where(left > 0, np.floor(share * planned), 0.0)
+        left = np.asarray(deadline - self.network(clients, sizes)) * (1 + _PART_OF_STEP)
+        before = self.computing(clients, planned, share=0.0)
+        left = left / self._factor(seed, task, clients) - before
+        steps = np.maximum(self.computing(clients, planned) - before, _NO_TIME)
+        return np.where(left > 0, np.floor(left / steps * planned), 0.0)
 
     def _most(
-        self, deadline: float | FloatArray, clients: IntArray, steps: IntArray, sizes: MessageSizes
+        self,
+        deadline: float | FloatArray,
+        clients: IntArray,
+        steps: IntArray,
+        sizes: MessageSizes,
+        share: float | FloatArray = 1.0,
     ) -> tuple[FloatArray, FloatArray]:
         """The time left to compute before a deadline, and the largest factor that is in time."""
         left = np.asarray(deadline - self.network(clients, sizes))
         # A task that takes exactly as long as it may is in time, whatever rounding does.
-        return left, left / self.computing(clients, steps) * (1 + _PART_OF_STEP)
+        return left, left / self.computing(clients, steps, share) * (1 + _PART_OF_STEP)
 
     def _factor(self, seed: int, task: int | IntArray, clients: IntArray) -> FloatArray:
         return self.jitter.quantile(uniforms(seed, Purpose.CLOCK, round=task, client=clients))
@@ -196,6 +213,18 @@ class Clock:
         """
         names = ("seconds", "per", "jitter", "latency", "down", "up")
         return Clock(**{name: getattr(self, name) for name in names} | parts)
+
+    def charged(self, gradients: int, before: IntArray, trips: int) -> "Clock":
+        """The same devices for tasks of ``trips`` messages each way, with this many gradients per
+        step and, of each client, ``before`` its first step.
+
+            >>> clock = Clock([0.1, 0.4], latency=1).charged(2, np.array([5, 5]), trips=2)
+            >>> clock.mean(np.arange(2), steps=np.array([10, 10])).tolist()  # 2 + 25 gradients
+            [4.5, 12.0]
+        """
+        found = self.changed(latency=trips * self.latency)
+        found._gradients, found._before = gradients, before.astype(np.float64)
+        return found
 
 
 def _each(values: ArrayLike, name: str, n: int, within: str) -> FloatArray:

@@ -72,11 +72,11 @@ def looping_exponential(share: FloatArray, buffer: int, exponent: float) -> Floa
     gone = -np.expm1(buffer * log_q)  # 1 - Q
     x = np.arange(-40.0, 7.0, 1 / 8)
     u = np.exp(x)
-    each = np.empty(len(share))
+    scaled = (1 + exponent) * x - 2 * u - special.gammaln(1 + exponent)
+    series = np.empty(len(share))
     for k, log_big in enumerate((buffer * log_q).tolist()):
         rest = -np.expm1(log_big - u)  # 1 - Q e^-u
-        each[k] = (np.exp((1 + exponent) * x - 2 * u) * (1 + rest) / rest**2).sum() / 8
-    series = each / special.gamma(1 + exponent)
+        series[k] = (np.exp(scaled) * (1 + rest) / rest**2).sum() / 8
     return np.asarray(1 - (1 - share) * gone / (buffer * share) * (1 - gone * series))
 
 

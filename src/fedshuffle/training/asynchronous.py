@@ -7,7 +7,6 @@ step, and here by the client's mean of s as well: so each counts as the objectiv
 """
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -20,9 +19,6 @@ from fedshuffle.sampling import Buffers
 from fedshuffle.schedules import Schedule
 from fedshuffle.state import State
 from fedshuffle.timing.events import Arrivals
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 
 class AsynchronousRounds:
@@ -53,12 +49,12 @@ class AsynchronousRounds:
     def starts(self, state: State, step_size: Schedule) -> list[StartGroup]:
         """Those who started from the same model, with the step size of that time."""
         found = self.arrivals(state.round)
-        models = _models(state)
-        groups = []
+        models, groups = state.in_flight, []
         for address, places in _grouped(found.addresses):
             version = int(found.versions[places[0]])
             size = schedules.value(step_size, version, "step size")
-            groups.append(StartGroup(places, models[version], address, size))
+            model = state.x if version == state.round else models[version]
+            groups.append(StartGroup(places, model, address, size))
         return groups
 
     def factors(self, round: int) -> FloatArray:
@@ -74,13 +70,11 @@ class AsynchronousRounds:
     def after(self, state: State, after: State) -> State:
         """The next state: with the time, and the models that updates still to come started from."""
         found = self.arrivals(state.round)
-        models = {v: x for v, x in _models(state).items() if v not in found.released}
+        models = {**state.in_flight, state.round: state.x}
+        for version in found.released:
+            del models[version]
         metrics = {**after.metrics, "staleness": found.staleness.astype(np.float64)}
         return replace(after, time=found.time, in_flight=models, metrics=metrics)
-
-
-def _models(state: State) -> "dict[int, Tensor]":
-    return {**state.in_flight, state.round: state.x}
 
 
 def _grouped(addresses: IntArray) -> list[tuple[int, IntArray]]:

@@ -83,14 +83,10 @@ class Run:
         expect(work, LocalWork, "work")
         self.method = methods.get(method)
         self.federation = self.method.clients(federation)
-        self.timing = Timing.of(schedule, clock, federation, message_sizes)
+        timing = Timing.of(schedule, clock, federation, message_sizes)
         drawn = among_available(resolve(sampling, federation), availability, federation, rounds)
         workload = self.method.local_work(work).on(self.federation.sizes)
-        if self.timing.clock is not None and self.method.pooled:
-            raise FedShuffleError(
-                f"{self.method.name} has all data in one place, so there are no clients that take"
-                " their time: leave out the clock, or use another method."
-            )
+        self.timing = self.method.timing(timing, workload)
         drawn, workload = scheduled(drawn, self.timing, workload, federation.ids)
         self.sampling, self.workload = self.method.sampling(drawn), workload
         self.workload.optimiser.check()
