@@ -94,6 +94,7 @@ def test_rows_that_were_selected_and_the_only_input() -> None:
             "image 0 of column 'image' is a dict.*decode=True",
         ),
         (lambda d: d.to_dict(), {}, "a dataset of Hugging Face is needed, not a dict"),
+        (lambda d: d.select([]), {"fields": ["scan"]}, "there are no examples"),
     ],
 )
 def test_what_is_wrong_with_a_dataset_is_said_once(
@@ -103,6 +104,11 @@ def test_what_is_wrong_with_a_dataset_is_said_once(
     with pytest.raises(FedShuffleError, match=message) as error:
         Federation.from_huggingface(data, **{"client": "user", "fields": ["label"], **options})
     assert "\n" not in str(error.value)
+
+
+def test_a_dataset_per_client_is_joined_first() -> None:
+    with pytest.raises(FedShuffleError, match=r"concatenate_datasets.*from_huggingface"):
+        Federation.from_datasets({"ann": dataset().select([1]), "bob": dataset().select([0, 2])})
 
 
 def test_images_of_different_sizes_are_refused() -> None:
