@@ -305,10 +305,10 @@ def test_what_cannot_be_averaged_exactly_is_refused() -> None:
     with pytest.raises(FedShuffleError, match=r"ffa needs a model with LoRA .*get_peft_model"):
         ffa(nn.Linear(2, 2))
     momentum = methods.get("fedshuffle").with_momentum(GlobalMomentum(0.5))
-    once = {"steps": 1, "optimiser": "adamw"}  # so little decay that no client would show it
+    once = LocalWork(steps=1, optimiser="adamw")  # so little decay that no client would show it
     for options, says in (
         ({"work": LocalWork(weight_decay=0.1)}, "without weight decay"),
-        ({"work": LocalWork(**once), "step_size": 1e-4}, r"'adamw' is 0\.01 by default"),
+        ({"work": once, "step_size": 1e-4}, r"'adamw' is 0\.01 by default"),
         ({"method": momentum}, "clients changed the base weights"),
     ):
         model = lora()

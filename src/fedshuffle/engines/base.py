@@ -56,9 +56,15 @@ class OneWorker(Engine):
             rows = x.new_empty(len(tasks), len(x))
             for row, task in zip(rows, tasks, strict=True):
                 stream, one = task.minibatches, np.ones((1, 1))
-                whose = {"seed": stream.seed, "stream_id": stream.stream_id}
-                client, decay = np.array([stream.client]), task.weight_decay
-                request = FullGradient((x,), client, one, stream.round, decay, **whose)
+                request = FullGradient(
+                    (x,),
+                    np.array([stream.client]),
+                    one,
+                    stream.round,
+                    task.weight_decay,
+                    seed=stream.seed,
+                    stream_id=stream.stream_id,
+                )
                 row.copy_(self.full_gradients([request])[0].sums[0, 0])
         return rows
 

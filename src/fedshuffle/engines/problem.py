@@ -117,14 +117,14 @@ class Problem:
         """Refuse labels in memory for which the model has no output, whichever client they are of:
         it may be sampled late.
         """
-        labels = self.fields[-1]
-        of_classes = isinstance(self.loss, losses.MeanLoss) and self.loss in _OF_CLASSES
-        skipped = self._stored or self.federation.transform is not None
-        if not of_classes or skipped or labels.is_floating_point():
+        loss, labels, classes = self.loss, self.fields[-1], 0
+        if not isinstance(loss, losses.MeanLoss) or loss not in _OF_CLASSES:
             return
-        few, classes = torch.arange(min(2, len(labels))), None
+        if self._stored or self.federation.transform is not None or labels.is_floating_point():
+            return
+        few = torch.arange(min(2, len(labels)))
         with suppress(Exception), torch.no_grad(), forked(self.device):  # reported when it trains
-            classes = self.loss.predict(self.replica(), self.batch(few))[0].shape[1]
+            classes = loss.predict(self.replica(), self.batch(few))[0].shape[1]
         flat = labels.reshape(-1) if classes else labels[:0]
         for first in range(0, len(flat), _AT_ONCE):
             part = flat[first : first + _AT_ONCE].long()

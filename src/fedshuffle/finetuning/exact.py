@@ -25,7 +25,7 @@ from torch.func import functional_call
 
 from fedshuffle.errors import FedShuffleError
 from fedshuffle.finetuning.adapters import Adapter, adapters
-from fedshuffle.local_work import LocalWork
+from fedshuffle.local_work import Workload
 from fedshuffle.transforms import ClientContext, Message, ServerContext, Transform
 
 _ROUNDING = 256  # a proximal term changes base weights by rounding, by up to this many units
@@ -79,8 +79,8 @@ class FedEx(Transform):
     mean = "unchanged"
     needs_average = True
 
-    def check(self, work: LocalWork) -> None:
-        if work.weight_decay or work.optimiser.weight_decay:
+    def check(self, workload: Workload) -> None:
+        if workload.work.weight_decay or workload.optimiser.weight_decay:
             raise FedShuffleError(
                 "FedEx needs local work without weight decay, which would change the base weights"
                 " at every client. Write LocalWork(weight_decay=0) and, since that of 'adamw' is"

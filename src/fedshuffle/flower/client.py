@@ -201,8 +201,14 @@ class Client:
         d = len(self.problem.start)
         query, sent = self._read(message, protocol.Query, points=[-1, d])
         points = list(sent["points"])
-        whose = {"seed": int(query.seed), "stream_id": query.client}
-        request = FullGradient(points, np.zeros(1, np.int64), np.ones((1, 1)), query.round, **whose)
+        request = FullGradient(
+            points,
+            np.zeros(1, np.int64),
+            np.ones((1, 1)),
+            query.round,
+            seed=int(query.seed),
+            stream_id=query.client,
+        )
         (gradients,) = SequentialEngine(self.problem).full_gradients([request])[0].sums
         return self._reply(gradients=gradients)
 

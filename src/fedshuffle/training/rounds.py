@@ -143,7 +143,7 @@ class Run:
             "has an asynchronous schedule": isinstance(self.sampling, Buffers),
         }
         for one in self.chain.transforms:
-            one.check(self.workload.work)
+            one.check(self.workload)
             for fault in (what for what, true in faults.items() if one.needs_average and true):
                 raise FedShuffleError(
                     f"{type(one).__name__} needs a server that adds the clients' updates to the"

@@ -26,7 +26,7 @@ from fedshuffle.randomness import Purpose, ReusableGenerator, generator
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from fedshuffle.local_work import LocalWork
+    from fedshuffle.local_work import Workload
 
 MeanUpdate = Literal["unchanged", "unbiased", "restored", "biased", "model-dependent"]
 """What a transform does to the mean of an update: nothing, nothing in expectation, something that
@@ -146,7 +146,7 @@ class Transform(abc.ABC):
     numbers_sent: int | None = None
     """How many numbers clients send, if fewer than the model has."""
 
-    def check(self, work: "LocalWork") -> None:
+    def check(self, workload: "Workload") -> None:
         """Refuse local work under which the transform would do something else than it says."""
         return
 
