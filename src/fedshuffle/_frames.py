@@ -98,8 +98,11 @@ def open_partitions(partitioner: Any) -> tuple[Table, list[int], list[Any] | Non
     """
     for name in ("load_partition", "num_partitions"):
         if not hasattr(type(partitioner), name):
+            whole = hasattr(type(partitioner), "partitioners")  # a FederatedDataset
+            remedy = ' Give one of its own, such as dataset.partitioners["train"].' if whole else ""
             raise FedShuffleError(
-                f"a partitioner of flwr_datasets is needed, not a {type(partitioner).__name__}."
+                "a partitioner of flwr_datasets is needed, not a"
+                f" {type(partitioner).__name__}.{remedy}"
             )
     assigned = getattr(partitioner, "is_dataset_assigned", lambda: True)
     if not assigned():

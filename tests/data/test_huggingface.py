@@ -8,6 +8,7 @@ import numpy as np
 import polars
 import pytest
 import torch
+from flwr_datasets import FederatedDataset
 from flwr_datasets.partitioner import (
     DirichletPartitioner,
     IidPartitioner,
@@ -161,6 +162,9 @@ def test_what_is_wrong_with_a_partitioner_is_said_once() -> None:
         Federation.from_partitioner(IidPartitioner(num_partitions=2), fields=["x"])
     with pytest.raises(FedShuffleError, match="a partitioner of flwr_datasets is needed, not a"):
         Federation.from_partitioner(dataset(), fields=["x"])
+    whole = FederatedDataset(dataset="unread", partitioners={"train": 3})
+    with pytest.raises(FedShuffleError, match=r'not a FederatedDataset. Give .*partitioners\["tr'):
+        Federation.from_partitioner(whole, fields=["x"])
 
 
 def test_columns_of_polars_become_fields() -> None:
