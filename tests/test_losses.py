@@ -331,12 +331,24 @@ def test_what_is_no_language_model_or_has_other_fields_is_said() -> None:
         losses.causal_lm(lambda input_ids: input_ids.double(), tokens, labels)  # type: ignore[arg-type]
 
 
+def test_tokens_and_labels_that_the_model_does_not_know_are_said() -> None:
+    tokens, mask, labels = spoken(True).tensors()
+    with pytest.raises(FedShuffleError, match=r"look up the tokens from 0 to 9 .*own tokenizer"):
+        losses.causal_lm(Speaker(), tokens.masked_fill(tokens == 3, 9), mask, labels)
+    with pytest.raises(FedShuffleError, match="are no classes: convert them to whole numbers"):
+        losses.causal_lm(Speaker(), tokens, mask, labels.float())
+
+
 def test_labels_may_be_of_any_whole_numbers() -> None:
     tokens, mask, labels = spoken(True).tensors()
     torch.manual_seed(0)
     model = Speaker()
     want = losses.causal_lm(model, tokens, mask, labels)
     assert torch.equal(losses.causal_lm(model, tokens, mask, labels.int()), want)
+    few = tokens.to(torch.uint8)  # cannot hold -100
+    assert torch.equal(
+        losses.causal_lm(model, tokens, mask, few), losses.causal_lm(model, tokens, mask, tokens)
+    )
 
 
 def test_heads_and_labels_that_do_not_fit_are_said() -> None:

@@ -46,7 +46,8 @@ def pretrained(checkpoint: Path | None) -> tuple[Any, Any]:
     if checkpoint is not None:
         tokenizer = transformers.AutoTokenizer.from_pretrained(checkpoint)
         tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
-        return transformers.AutoModelForCausalLM.from_pretrained(checkpoint), tokenizer
+        model = transformers.AutoModelForCausalLM.from_pretrained(checkpoint)
+        return model.float(), tokenizer  # the base in the precision of its adapters, for fedex
     torch.manual_seed(0)
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
     config = transformers.LlamaConfig(
@@ -76,9 +77,7 @@ def main() -> None:
     chosen = parser.parse_args()
 
     base, tokenizer = pretrained(chosen.checkpoint)
-    config = peft.LoraConfig(
-        task_type="CAUSAL_LM", r=4, lora_alpha=8, target_modules=["q_proj", "v_proj"]
-    )
+    config = peft.LoraConfig(task_type="CAUSAL_LM", r=4, lora_alpha=8, target_modules="all-linear")
     model = peft.get_peft_model(base, config).train()
     transforms = []
     if chosen.variant == "ffa":

@@ -63,7 +63,10 @@ def check_client(kind: Any, client: str) -> None:
     """Refuse ids that are neither text nor whole numbers."""
     kind = kind.value_type if types.is_dictionary(kind) else kind
     if not is_one_of(kind, (types.is_integer, *TEXT)):
-        raise FedShuffleError(f"column {client!r} holds {kind}, but ids are text or whole numbers.")
+        raise FedShuffleError(
+            f"column {client!r} holds {kind}, but ids are text or whole numbers. Convert it; if"
+            " numbers are missing, drop those rows first."
+        )
 
 
 def owners(column: Any, client: str, before: int = 0) -> tuple[list[Any], IntArray]:

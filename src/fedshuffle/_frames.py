@@ -38,6 +38,8 @@ class Table(Protocol):
 
     names: list[str]
 
+    def __len__(self) -> int: ...
+
     def kind(self, name: str) -> Any:
         """The Arrow type of a column."""
 
@@ -96,8 +98,11 @@ def open_partitions(partitioner: Any) -> tuple[Table, list[int], list[Any] | Non
     """
     for name in ("load_partition", "num_partitions"):
         if not hasattr(type(partitioner), name):
+            whole = hasattr(type(partitioner), "partitioners")  # a FederatedDataset
+            remedy = ' Give one of its own, such as dataset.partitioners["train"].' if whole else ""
             raise FedShuffleError(
-                f"a partitioner of flwr_datasets is needed, not a {type(partitioner).__name__}."
+                "a partitioner of flwr_datasets is needed, not a"
+                f" {type(partitioner).__name__}.{remedy}"
             )
     assigned = getattr(partitioner, "is_dataset_assigned", lambda: True)
     if not assigned():
@@ -145,6 +150,8 @@ def read(
         raise FedShuffleError("the names of the columns must be text: rename them.")
     for name in (name for name in table.names if table.names.count(name) > 1):
         raise FedShuffleError(f"several columns have the name {name!r}: rename all but one.")
+    if not len(table):
+        raise FedShuffleError("there are no examples: the table has no rows.")
     encode = {} if encode is None else encode
     expect(encode, Mapping, "encode")
 
@@ -234,6 +241,9 @@ class _Pandas:
     def __init__(self, frame: Any) -> None:
         self._frame, self.names = frame, list(frame.columns)
 
+    def __len__(self) -> int:
+        return len(self._frame)
+
     def kind(self, name: str) -> Any:
         try:
             return self.column(name).type
@@ -256,6 +266,9 @@ class _Polars:
     def __init__(self, frame: Any) -> None:
         self._frame, self.names = frame, list(frame.columns)
 
+    def __len__(self) -> int:
+        return len(self._frame)
+
     def kind(self, name: str) -> Any:
         return self.column(name).type
 
@@ -277,6 +290,9 @@ class _Polars:
 class _HuggingFace:
     def __init__(self, dataset: Any) -> None:
         self._dataset, self.names = dataset.with_format(None), list(dataset.column_names)
+
+    def __len__(self) -> int:
+        return len(self._dataset)
 
     def kind(self, name: str) -> Any:
         if self.images(name) is not None:

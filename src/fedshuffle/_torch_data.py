@@ -36,6 +36,11 @@ def _check(datasets: Sequence[Dataset[Any]]) -> None:
             " client. Split it first, such as with torch.utils.data.Subset."
         )
     for i, dataset in enumerate(datasets):
+        if hasattr(dataset, "column_names") and hasattr(dataset, "features"):
+            raise FedShuffleError(
+                f"dataset {i} is of Hugging Face. Join them by datasets.concatenate_datasets, with"
+                " a column for the client, and use Federation.from_huggingface."
+            )
         if isinstance(dataset, DataLoader):
             raise FedShuffleError(f"dataset {i} is a DataLoader. Give its dataset: loader.dataset.")
         if isinstance(dataset, IterableDataset):
@@ -59,9 +64,15 @@ def _packed(datasets: Sequence[Dataset[Any]], rows: Sequence[tuple[int, int]]) -
         if not isinstance(field, Tensor):
             raise FedShuffleError(
                 "the examples must be tensors or tuples of tensors and numbers, with no names, but"
-                f" part {k} is neither. Convert it in the dataset."
+                f" part {k} {_kind(field)}. Convert it in the dataset."
             )
     return fields
+
+
+def _kind(field: Any) -> str:
+    """What a part of the examples is that is no tensor."""
+    first = field[0] if isinstance(field, list | tuple) and field else None
+    return f"is text ({first!r:.40})" if isinstance(first, str) else "is neither"
 
 
 def _warn_if_random(

@@ -12,7 +12,7 @@ from numpy.typing import ArrayLike
 from fedshuffle import _arrays, _sources
 from fedshuffle._arrays import FloatArray, IntArray, common_length, count, frozen, vector
 from fedshuffle._sources import ExampleTransform
-from fedshuffle.errors import FedShuffleError
+from fedshuffle.errors import FedShuffleError, error_context
 from fedshuffle.randomness import Purpose, generator
 
 if TYPE_CHECKING:
@@ -360,7 +360,9 @@ def _ids(ids: Sequence[Hashable] | None, sizes: IntArray) -> Sequence[Hashable] 
     """The ids of clients of these sizes, if they are given: one for each, no two alike."""
     if ids is None:
         return None
-    if len(ids) != len(sizes) or len(set(ids)) < len(ids):
+    with error_context("ids", TypeError):
+        distinct = len(set(ids)) == len(ids)
+    if len(ids) != len(sizes) or not distinct:
         raise FedShuffleError(f"ids must be {len(sizes)} different ones, one per client.")
     return tuple(ids)
 

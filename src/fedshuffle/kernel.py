@@ -104,12 +104,15 @@ class FullGradient:
     """The vectors that clients keep, a row per client, if the chain keeps state."""
     seed: int = 0
     """Of the random numbers of the chain, and of the examples' transform."""
+    stream_id: int | None = None
+    """Whose random numbers these are, where they are not those of the number in ``clients``."""
 
     def address(self, client: int) -> Address:
         """Where the random numbers of a client's examples are drawn: apart from those of its local
         steps, and the same at every point.
         """
-        return Address(self.seed, self.round, client, _AFTER_STEPS)
+        own = client if self.stream_id is None else self.stream_id
+        return Address(self.seed, self.round, own, _AFTER_STEPS)
 
     def __post_init__(self) -> None:
         if np.ndim(self.weights) != 2 or len(self.weights) != len(self.clients):

@@ -142,6 +142,19 @@ class LocalOptimiser:
         return self.kind == "sgd" and not self.options.get("momentum")
 
     @property
+    def weight_decay(self) -> float:
+        """Its own weight decay, apart from that of the local work.
+
+        >>> LocalOptimiser("adamw").weight_decay, LocalOptimiser("adam").weight_decay
+        (0.01, 0.0)
+        """
+        if self.plain:
+            return 0.0
+        import torch
+
+        return float(self.make([torch.zeros(1, 1)], 1.0).defaults.get("weight_decay") or 0.0)
+
+    @property
     def elementwise(self) -> bool:
         """Whether every parameter is treated alone, so that one flat vector stands for all."""
         return isinstance(self.kind, str) and _CLASSES[self.kind] in _ELEMENTWISE

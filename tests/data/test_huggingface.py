@@ -8,6 +8,7 @@ import numpy as np
 import polars
 import pytest
 import torch
+from flwr_datasets import FederatedDataset
 from flwr_datasets.partitioner import (
     DirichletPartitioner,
     IidPartitioner,
@@ -94,6 +95,7 @@ def test_rows_that_were_selected_and_the_only_input() -> None:
             "image 0 of column 'image' is a dict.*decode=True",
         ),
         (lambda d: d.to_dict(), {}, "a dataset of Hugging Face is needed, not a dict"),
+        (lambda d: d.select([]), {"fields": ["scan"]}, "there are no examples"),
     ],
 )
 def test_what_is_wrong_with_a_dataset_is_said_once(
@@ -103,6 +105,11 @@ def test_what_is_wrong_with_a_dataset_is_said_once(
     with pytest.raises(FedShuffleError, match=message) as error:
         Federation.from_huggingface(data, **{"client": "user", "fields": ["label"], **options})
     assert "\n" not in str(error.value)
+
+
+def test_a_dataset_per_client_is_joined_first() -> None:
+    with pytest.raises(FedShuffleError, match=r"concatenate_datasets.*from_huggingface"):
+        Federation.from_datasets({"ann": dataset().select([1]), "bob": dataset().select([0, 2])})
 
 
 def test_images_of_different_sizes_are_refused() -> None:
@@ -155,6 +162,9 @@ def test_what_is_wrong_with_a_partitioner_is_said_once() -> None:
         Federation.from_partitioner(IidPartitioner(num_partitions=2), fields=["x"])
     with pytest.raises(FedShuffleError, match="a partitioner of flwr_datasets is needed, not a"):
         Federation.from_partitioner(dataset(), fields=["x"])
+    whole = FederatedDataset(dataset="unread", partitioners={"train": 3})
+    with pytest.raises(FedShuffleError, match=r'not a FederatedDataset. Give .*partitioners\["tr'):
+        Federation.from_partitioner(whole, fields=["x"])
 
 
 def test_columns_of_polars_become_fields() -> None:

@@ -106,7 +106,11 @@ def missing() -> Any:
         (FRAME, {"client": "who", "fields": ["x"]}, "unknown column 'x'"),
         (FRAME, {"client": "who"}, "choose by fields, or by label and input, among.* who, age"),
         (FRAME, {"client": "who", "label": "ill"}, r"lists \(scan\) do not fit beside others"),
-        (FRAME, {"client": "weight", "fields": ["ill"]}, "'weight' holds double, but ids are text"),
+        (
+            FRAME,
+            {"client": "weight", "fields": ["ill"]},
+            "'weight' holds double, but ids are text.* missing, drop those rows",
+        ),
         (missing(), {"client": "who", "fields": ["ill"]}, "row 2 has no client in column 'who'"),
         (
             FRAME,
@@ -195,6 +199,7 @@ def missing() -> Any:
         (FRAME.rename(columns={"age": 3}), {"client": "who", "fields": ["ill"]}, "must be text"),
         (ROWS, {"client": "who", "fields": ["ill"]}, "a frame is a DataFrame.*not a dict"),
         (FRAME[:0], {"client": "who", "fields": ["ill"]}, "there are no examples"),
+        (FRAME[:0], {"client": "who", "fields": ["scan"]}, "there are no examples"),
     ],
 )
 def test_what_is_wrong_with_a_frame_is_said_once(
@@ -223,6 +228,14 @@ def test_torch_datasets_have_ids() -> None:
             Federation.from_datasets(parts, ids=ids)
     with pytest.raises(FedShuffleError, match="leave ids out"):
         Federation.from_datasets({"a": parts[0]}, ids=["a"])
+    with pytest.raises(FedShuffleError, match="ids: TypeError: unhashable"):
+        Federation.from_datasets(parts, ids=[[1], [2]])  # type: ignore[list-item]
+
+
+def test_labels_of_a_torch_dataset_are_no_text() -> None:
+    named: Any = [(torch.ones(2), "cat"), (torch.ones(2), "dog")]
+    with pytest.raises(FedShuffleError, match=r"part 1 is text \('cat'\). Convert it"):
+        Federation.from_datasets([named])
 
 
 # Images -----------------------------------------------------------------------------------------

@@ -7,9 +7,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import parameters_to_vector
+from torch.utils.checkpoint import checkpoint
 
 from fedshuffle import Federation, FedShuffleError, TrainingError, losses, train
+from fedshuffle._arrays import IGNORED
 from fedshuffle.engines import Problem
+from fedshuffle.sampling import resolve
 from tests.engines.models import ENGINES, SIZES, data
 from tests.problems import Point, copies, half_squared_distance, targets
 
@@ -162,13 +165,78 @@ def test_models_and_losses_that_cannot_be_trained_are_named() -> None:
         fit(nn.Linear(6, 3), "cross_entropy")
 
 
-@pytest.mark.parametrize("engine", ["sequential", "sequential:2", "vectorized:2"])
-def test_a_label_out_of_range_is_an_error(engine: str) -> None:
+@pytest.mark.parametrize("engine", [*ENGINES, "auto"])
+@pytest.mark.parametrize("label", [3, -1])
+def test_a_label_out_of_range_is_named_before_training(engine: str, label: int) -> None:
+    """Though its client is not in the first cohort, nor among the examples of a first look."""
     rows, labels = data((6,), 3, SIZES).tensors()
     labels = labels.clone()
-    labels[-1] = 3
+    labels[0], labels[-1] = IGNORED, label
     federation = Federation.from_arrays(rows, labels, sizes=SIZES)
-    with pytest.raises(FedShuffleError, match="out of bounds"):
+    last = len(SIZES) - 1
+    first = next(s for s in range(99) if last not in resolve("uniform:1", federation).draw(s, 0))
+    with pytest.raises(
+        FedShuffleError, match=rf"^client {last} has the label {label}, .* gives 3 outputs.* 0 to 2"
+    ):
         train(
-            nn.Linear(6, 3).double(), federation, loss=losses.cross_entropy, rounds=1, engine=engine
+            nn.Linear(6, 3).double(),
+            federation,
+            loss=losses.cross_entropy,
+            rounds=1,
+            sampling="uniform:1",
+            seed=first,
+            engine=engine,
         )
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.uint8, torch.bool])
+def test_classes_may_be_numbers_of_any_type(dtype: torch.dtype) -> None:
+    rows, labels = data((6,), 2, SIZES).tensors()
+    found = [
+        train(
+            nn.Linear(6, 2).double().requires_grad_(),
+            Federation.from_arrays(rows, one, sizes=SIZES),
+            loss=losses.cross_entropy,
+            rounds=1,
+            seed=1,
+        ).history[-1]["train_loss"]
+        for one in (labels, labels.to(dtype))
+        if torch.manual_seed(0)
+    ]
+    assert found[0] == pytest.approx(found[1], rel=1e-12)
+
+
+def test_classes_that_are_no_whole_numbers_are_said() -> None:
+    federation = Federation.from_arrays(torch.zeros(3, 6), torch.ones(3), sizes=[1, 2])
+    with pytest.raises(TrainingError, match=r"targets of torch.float32 .* whole numbers, as by"):
+        train(nn.Linear(6, 3), federation, loss=losses.cross_entropy, rounds=1)
+
+
+class Checkpointed(nn.Module):
+    """A layer under gradient checkpointing, and one after it."""
+
+    def __init__(self, reentrant: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.inner, self.out = nn.Linear(6, 6), nn.Linear(6, 3)
+        self.reentrant = reentrant
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.clone().requires_grad_()
+        inner = checkpoint(self.inner, x, use_reentrant=self.reentrant)
+        logits: Tensor = self.out(inner)
+        return logits
+
+
+def test_gradient_checkpointing_trains_every_layer_or_is_refused() -> None:
+    """Reentrant, torch.autograd.grad would reach the last layer alone."""
+    federation = data((6,), 3, [4, 6])
+
+    def trained(model: nn.Module) -> Tensor:
+        run = train(model.double(), federation, loss=losses.cross_entropy, rounds=1)
+        return parameters_to_vector(run.model.parameters()).detach()
+
+    plain = nn.Sequential(*Checkpointed(False).children())
+    torch.testing.assert_close(trained(Checkpointed(False)), trained(plain))
+    with pytest.raises(TrainingError, match=r"reentrant .* would not train. Give use_reentrant="):
+        trained(Checkpointed(True))

@@ -256,11 +256,12 @@ def ready(engine: RayEngine) -> None:
     )
 
 
+def shaken(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+    return x + torch.randn_like(x) * np.random.rand(), y
+
+
 @pytest.mark.parametrize("kind", ["sequential", "vectorized"])
 def test_transformed_examples_are_the_same_on_two_nodes(nodes: Nodes, kind: str) -> None:
-    def shaken(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-        return x + torch.randn_like(x) * np.random.rand(), y
-
     data = federation().with_transform(shaken)
     own = Problem(network().double(), losses.cross_entropy, data)
     with contextlib.closing(make(f"ray:2:{kind}", own)) as engine:
@@ -338,10 +339,12 @@ def test_a_store_that_is_another_for_workers_is_named(nodes: Nodes, tmp_path: Pa
 def test_the_number_of_workers_found_is_recorded_and_used_again(
     nodes: Nodes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """So a resumed run ends as one that was not interrupted, with the same random examples."""
+
     def go(rounds: int, engine: str, out: str, resume: bool = False) -> Tensor:
         result = train(
             network(),
-            federation(),
+            federation().with_transform(shaken),
             loss=losses.cross_entropy,
             rounds=rounds,
             engine=engine,

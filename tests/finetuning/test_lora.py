@@ -23,6 +23,7 @@ from fedshuffle import (
 from fedshuffle.engines import make
 from fedshuffle.finetuning import FedEx, LoRALinear, fedex, ffa, flora
 from fedshuffle.local_work import WHOLE_CLIENT
+from fedshuffle.training.message_sizes import message_sizes
 from fedshuffle.training.rounds import Run, drive
 from tests import brute
 
@@ -304,17 +305,21 @@ def test_what_cannot_be_averaged_exactly_is_refused() -> None:
     with pytest.raises(FedShuffleError, match=r"ffa needs a model with LoRA .*get_peft_model"):
         ffa(nn.Linear(2, 2))
     momentum = methods.get("fedshuffle").with_momentum(GlobalMomentum(0.5))
-    for options in ({"work": LocalWork(weight_decay=0.1)}, {"method": momentum}):
+    once = LocalWork(steps=1, optimiser="adamw")  # so little decay that no client would show it
+    for options, says in (
+        ({"work": LocalWork(weight_decay=0.1)}, "without weight decay"),
+        ({"work": once, "step_size": 1e-4}, r"'adamw' is 0\.01 by default"),
+        ({"method": momentum}, "clients changed the base weights"),
+    ):
         model = lora()
-        with pytest.raises(FedShuffleError, match="clients changed the base weights"):
+        with pytest.raises(FedShuffleError, match=says):
             train(
                 model,
                 clients(),
                 loss=losses.squared_error,
                 rounds=3,
-                step_size=0.01,
                 transforms=[fedex(model)],
-                **options,
+                **({"step_size": 0.01} | options),
             )
     with pytest.raises(FedShuffleError, match=r"made for a model with 26 .* this one has 14"):
         train(lora(), clients(), loss=losses.squared_error, rounds=1, transforms=[fedex(lora())])
@@ -334,3 +339,17 @@ def test_what_cannot_be_averaged_exactly_is_refused() -> None:
     fixed.lora_A.requires_grad_(False)
     with pytest.raises(FedShuffleError, match="frozen A"):
         flora(fixed)
+
+
+def test_a_prepared_model_is_not_averaged_without_its_transform() -> None:
+    model = lora()
+    fedex(model)
+    with pytest.raises(FedShuffleError, match=r"prepared by fedex .* Give transforms=\[fedex"):
+        train(model, clients(), loss=losses.squared_error, rounds=1)
+
+
+def test_messages_are_planned_without_base_weights() -> None:
+    """Clocks with bandwidths know the sizes before any message is sent."""
+    model = lora()
+    sizes = message_sizes(model, "fedshuffle", [fedex(model)])
+    assert (sizes.down, sizes.up) == (8 * (14 + 4 * 3), 8 * 14)

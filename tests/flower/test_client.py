@@ -165,3 +165,16 @@ def test_node_without_partition_id_is_refused() -> None:
     context = Context(1, 1, {}, RecordDict({}), {})
     with pytest.raises(FedShuffleError, match="partition-id"):
         app(Message(RecordDict({}), 1, protocol.INFO), context)
+
+
+@pytest.mark.parametrize("method", ["fedshuffle", "fedlin", "fedshuffle-mvr", "mime"])
+def test_transforms_of_examples_draw_as_in_a_simulation(method: str) -> None:
+    """Also for the full gradients that some methods ask for."""
+
+    def noisy(x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return x + torch.rand_like(x), y
+
+    result = strategy(method=method).start(LocalGrid(apps(transform=noisy)), start(), 2)
+    augmented = FEDERATION.with_transform(noisy)
+    assert same(result.arrays, simulated(2, augmented, method=method))
+    assert not same(result.arrays, simulated(2, method=method))

@@ -55,9 +55,16 @@ class OneWorker(Engine):
         with torch.inference_mode(False):  # local training may be in it
             rows = x.new_empty(len(tasks), len(x))
             for row, task in zip(rows, tasks, strict=True):
-                client, round = np.array([task.minibatches.client]), task.minibatches.round
-                one, decay, seed = np.ones((1, 1)), task.weight_decay, task.minibatches.seed
-                request = FullGradient((x,), client, one, round, decay, seed=seed)
+                stream, one = task.minibatches, np.ones((1, 1))
+                request = FullGradient(
+                    (x,),
+                    np.array([stream.client]),
+                    one,
+                    stream.round,
+                    task.weight_decay,
+                    seed=stream.seed,
+                    stream_id=stream.stream_id,
+                )
                 row.copy_(self.full_gradients([request])[0].sums[0, 0])
         return rows
 

@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -12,7 +12,7 @@ from torch.nn.modules.loss import _Loss
 from torch.nn.parameter import is_lazy
 
 from fedshuffle import fingerprint, losses
-from fedshuffle._arrays import IntArray, expect
+from fedshuffle._arrays import IGNORED, IntArray, expect
 from fedshuffle.engines.copies import shareable, shared_copy
 from fedshuffle.engines.example_transform import transformed
 from fedshuffle.errors import FedShuffleError, error_context
@@ -20,6 +20,8 @@ from fedshuffle.federation import Federation
 from fedshuffle.randomness import NO_ADDRESS, Address
 
 GRADIENT_ROWS = 1024  # full gradients are computed in pieces of at most this many examples
+_AT_ONCE = 1 << 20  # how many labels are checked at a time
+_OF_CLASSES = losses.cross_entropy, losses.sequence_classification
 
 Loss = Callable[..., Tensor]
 """``loss(model, *fields)``: the mean loss over the examples of a minibatch, a scalar tensor."""
@@ -110,6 +112,32 @@ class Problem:
     def frozen_sha256(self) -> str:
         """A digest of what training does not change; it is computed once."""
         return fingerprint.frozen(self.model)
+
+    def check_labels(self) -> None:
+        """Refuse labels in memory for which the model has no output, whichever client they are of:
+        it may be sampled late.
+        """
+        loss, labels, classes = self.loss, self.fields[-1], 0
+        if not isinstance(loss, losses.MeanLoss) or loss not in _OF_CLASSES:
+            return
+        if self._stored or self.federation.transform is not None or labels.is_floating_point():
+            return
+        few = torch.arange(min(2, len(labels)))
+        with suppress(Exception), torch.no_grad(), forked(self.device):  # reported when it trains
+            classes = loss.predict(self.replica(), self.batch(few))[0].shape[1]
+        flat = labels.reshape(-1) if classes else labels[:0]
+        for first in range(0, len(flat), _AT_ONCE):
+            part = flat[first : first + _AT_ONCE].long()
+            wrong = (part != IGNORED) & ((part < 0) | (part >= classes))
+            for place in wrong.nonzero()[:1].flatten().tolist():
+                row = (first + place) * len(labels) // len(flat)
+                client = np.searchsorted(self.federation.offsets, row, side="right") - 1
+                raise FedShuffleError(
+                    f"client {self.federation.ids[client]!r} has the label {part[place]}, and the"
+                    f" model gives {classes} outputs, for the classes from 0 to {classes - 1}."
+                    " Number the classes from 0 on, or give the model an output for each;"
+                    f" {IGNORED} marks what does not count."
+                )
 
     @property
     def random(self) -> bool:
@@ -290,6 +318,12 @@ def _check_gradients(
         return  # reported where gradients are needed
     both = [*parameters.values(), *(p for p in given if p.requires_grad)]
     found = torch.autograd.grad(loss, both, allow_unused=True)
+    if any(grad is None for grad in found[: len(parameters)]) and _reentrant(loss):
+        raise FedShuffleError(
+            "the model uses reentrant gradient checkpointing, and what is in it would not train."
+            " Give use_reentrant=False, in transformers as"
+            ' gradient_checkpointing_enable({"use_reentrant": False}).'
+        )
     for name, gradient in zip(parameters, found, strict=False):
         if gradient is not None and gradient.layout != torch.strided:
             raise FedShuffleError(
@@ -302,3 +336,16 @@ def _check_gradients(
             " was given to one of its layers names that layer: take the parameters from its"
             " argument, as a method of a class does."
         )
+
+
+def _reentrant(loss: Tensor) -> bool:
+    """Whether reentrant checkpointing is among the operations that gave the loss."""
+    seen, left = set[Any](), [loss.grad_fn]
+    while left:
+        node = left.pop()
+        if node is not None and node not in seen:
+            if node.name() == "CheckpointFunctionBackward":
+                return True
+            seen.add(node)
+            left += [before for before, _ in node.next_functions]
+    return False

@@ -49,6 +49,7 @@ def make(name: str | Ray, problem: Problem) -> Engine:
     'sequential'
     """
     wanted = _read(name)
+    problem.check_labels()
     if isinstance(wanted, Ray):
         return RayEngine(problem, wanted)
     one, workers, processes = wanted

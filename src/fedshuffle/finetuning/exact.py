@@ -14,7 +14,7 @@ of its update alone, and what the server takes off one of the aggregated update.
 
 import math
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -25,6 +25,7 @@ from torch.func import functional_call
 
 from fedshuffle.errors import FedShuffleError
 from fedshuffle.finetuning.adapters import Adapter, adapters
+from fedshuffle.local_work import Workload
 from fedshuffle.transforms import ClientContext, Message, ServerContext, Transform
 
 _ROUNDING = 256  # a proximal term changes base weights by rounding, by up to this many units
@@ -78,6 +79,18 @@ class FedEx(Transform):
     mean = "unchanged"
     needs_average = True
 
+    def check(self, workload: Workload) -> None:
+        if workload.work.weight_decay or workload.optimiser.weight_decay:
+            raise FedShuffleError(
+                "FedEx needs local work without weight decay, which would change the base weights"
+                " at every client. Write LocalWork(weight_decay=0) and, since that of 'adamw' is"
+                " 0.01 by default, optimiser='adamw:weight_decay=0'."
+            )
+
+    @property
+    def numbers_sent(self) -> int:  # type: ignore[override]
+        return self.size - sum(stop - start for start, stop in {pair.base for pair in self.pairs})
+
     def client(self, updates: Tensor, state: Tensor | None, context: ClientContext) -> Message:
         if updates.shape[1] != self.size:
             raise FedShuffleError(
@@ -90,16 +103,14 @@ class FedEx(Transform):
             change = updates[:, slice(*base)]
             if torch.linalg.vector_norm(change, math.inf) > rounding * largest:
                 raise FedShuffleError(
-                    "clients changed the base weights, which only the server corrects: by weight"
-                    " decay (that of 'adamw' is 0.01 unless you set it to 0), or by a momentum of"
-                    " the method. Leave it out."
+                    "clients changed the base weights, which only the server corrects: as by a"
+                    " momentum of the method. Leave it out."
                 )
             change.zero_()
         for pair in self.pairs:
             updates[:, slice(*pair.base)] += pair.product(updates)
         # A client sends its adapters: the server can multiply them itself.
-        adapters = self.size - sum(stop - start for start, stop in bases)
-        sent = np.full(len(updates), float(adapters * updates.element_size()))
+        sent = np.full(len(updates), float(self.numbers_sent * updates.element_size()))
         return Message(updates, metrics={"bytes_up": sent})
 
     def server(self, update: Tensor, context: ServerContext) -> tuple[Tensor, Mapping[str, Tensor]]:
@@ -174,6 +185,17 @@ def flora(model: nn.Module) -> FedEx:
     True
     """
     return _prepared(model, restart=True)
+
+
+def check_prepared(model: nn.Module, transforms: Sequence[Transform]) -> None:
+    """Refuse to average a prepared model without the transform that it was prepared for."""
+    prepared = any(isinstance(module, FixedWeight) for module in model.modules())
+    if prepared and not any(isinstance(one, FedEx) for one in transforms):
+        raise FedShuffleError(
+            "the model was prepared by fedex or flora, and the run has no such transform, so its"
+            " layers would not be averaged exactly. Give transforms=[fedex(model)], or the model as"
+            " it was before."
+        )
 
 
 def _prepared(model: nn.Module, restart: bool) -> FedEx:

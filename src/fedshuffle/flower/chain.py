@@ -58,6 +58,11 @@ def to_text(transform: Transform) -> str:
     name, remedy = type(transform).__name__, "Use fedshuffle.flower.chain.register on its class."
     if isinstance(transform, Channel):
         text = str(transform)
+    elif transform.needs_average:
+        raise FedShuffleError(
+            f"{name} corrects the model at the server, which works in simulations only. Train LoRA"
+            " adapters by ffa(model), whose averages are exact as they are."
+        )
     elif name not in _KNOWN:
         raise FedShuffleError(f"clients do not know the transform {transform!r:.60}. {remedy}")
     else:

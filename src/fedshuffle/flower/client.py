@@ -13,6 +13,7 @@ from torch.utils.data import Dataset
 
 from fedshuffle import fingerprint
 from fedshuffle._arrays import number as number_in
+from fedshuffle._sources import ExampleTransform
 from fedshuffle.engines import Loss, Problem
 from fedshuffle.engines.sequential import SequentialEngine
 from fedshuffle.errors import FedShuffleError
@@ -42,6 +43,8 @@ class Client:
             them already.
         data: its examples, a tuple of arrays or tensors with a row each, or a torch dataset.
         loss: ``loss(model, *fields)``, the mean over a minibatch.
+        transform: what every minibatch passes through in training, such as augmentation (see
+            :meth:`fedshuffle.Federation.with_transform`); its draws are those of a simulation.
         test: held-out examples for evaluation; the training data if there are none.
         metrics: what an evaluation reports.
         share_size: whether the server may know how many examples there are. If not, it cannot
@@ -59,6 +62,7 @@ class Client:
         data: Data,
         loss: Loss,
         *,
+        transform: ExampleTransform | None = None,
         test: Data | None = None,
         metrics: tuple[str, ...] = ("loss", "accuracy"),
         share_size: bool = True,
@@ -73,7 +77,7 @@ class Client:
         if isinstance(number, bool) or not isinstance(number, int | np.integer) or number < 0:
             raise FedShuffleError(f"the number of a client is {number!r}: use 0, 1, 2, ...")
         self.number = int(number)
-        self.problem = Problem(model, loss, _alone(data))
+        self.problem = Problem(model, loss, _alone(data).with_transform(transform))
         self.size = int(self.problem.federation.sizes[0])
         self.share_size = share_size
         self.seconds = None if seconds is None else number_in(seconds, "seconds", "(0, inf]")
@@ -197,7 +201,14 @@ class Client:
         d = len(self.problem.start)
         query, sent = self._read(message, protocol.Query, points=[-1, d])
         points = list(sent["points"])
-        request = FullGradient(points, np.zeros(1, np.int64), np.ones((1, 1)), query.round)
+        request = FullGradient(
+            points,
+            np.zeros(1, np.int64),
+            np.ones((1, 1)),
+            query.round,
+            seed=int(query.seed),
+            stream_id=query.client,
+        )
         (gradients,) = SequentialEngine(self.problem).full_gradients([request])[0].sums
         return self._reply(gradients=gradients)
 
@@ -248,6 +259,7 @@ def client_app(
     data: Callable[[Context], Data],
     loss: Loss,
     *,
+    transform: ExampleTransform | None = None,
     test: Callable[[Context], Data] | None = None,
     metrics: tuple[str, ...] = ("loss", "accuracy"),
     share_size: bool = True,
@@ -260,7 +272,7 @@ def client_app(
     Args:
         model, data, test: functions that give what :class:`Client` takes; the last two know the
             node by Flower's context.
-        loss, metrics, share_size, seconds, secure_aggregation: as for :class:`Client`.
+        loss, transform, metrics, share_size, seconds, secure_aggregation: as for :class:`Client`.
         number: the client's number; ``partition-id`` of the node's config by default.
 
     >>> import torch
@@ -279,6 +291,7 @@ def client_app(
             model(),
             data(context),
             loss,
+            transform=transform,
             test=None if test is None else test(context),
             metrics=metrics,
             share_size=share_size,

@@ -93,7 +93,7 @@ def full_gradients(request: FullGradient) -> Exchange[UpdateBuffer]:
         values = protocol.vectors(reply, points.dtype, gradients=points.shape)["gradients"]
         return Update(check_size(values, "gradients"), fields.steps)
 
-    clients, write = request.clients.tolist(), _query(round, points=points)
+    clients, write = request.clients.tolist(), _query(round, request.seed, points=points)
     return Exchange(protocol.FULL_GRADIENT, round, clients, write, read, UpdateBuffer(points))
 
 
@@ -109,12 +109,12 @@ def evaluation(
             raise FedShuffleError("the reply has no metrics.")
         return {name: float(value) for name, value in numbers.items()}
 
-    return Exchange(protocol.EVALUATE, round, clients, _query(round, x=x), read, {})
+    return Exchange(protocol.EVALUATE, round, clients, _query(round, 0, x=x), read, {})
 
 
-def _query(round: int, **arrays: Tensor) -> Callable[[int], RecordDict]:
+def _query(round: int, seed: int, **arrays: Tensor) -> Callable[[int], RecordDict]:
     encoded = protocol.arrays(**arrays)
-    return lambda client: protocol.content(protocol.Query(client, round), encoded)
+    return lambda client: protocol.content(protocol.Query(client, round, str(seed)), encoded)
 
 
 def check_size(values: Tensor, what: str) -> Tensor:

@@ -101,6 +101,9 @@ class Query:
 
     client: int
     round: int
+    seed: str = "0"
+    """Of the examples' transform; a text, as it may not fit into a number of 64 bits with a sign.
+    """
 
 
 @dataclass(frozen=True, slots=True)

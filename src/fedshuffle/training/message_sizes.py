@@ -31,6 +31,7 @@ def message_sizes(
     x = torch.ones(sum(p.numel() for p in trained), dtype=dtype)
     link, direction, up = channels.channel(channel), methods.get(method).direction, x.nbytes
     for one in Chain((*transforms, *([] if link is None else [link]))).flat:
+        up = up if one.numbers_sent is None else one.numbers_sent * x.element_size()
         if isinstance(one, Channel):
             drawn = one.compressor.draw(len(x), generator(0, Purpose.TRANSFORM))
             up = int(one.compressor.compress(x[None], [drawn])[1][0])

@@ -113,7 +113,7 @@ class Run:
         # Privacy comes last, so that its sensitivity holds whatever came before.
         self.chain = Chain((*given, *(self.mechanism.transforms if self.mechanism else ())))
         self.chain.check_with_client_state(self.method.name, self.method.direction.client_state)
-        self._check_average()
+        self._check_transforms()
         if self.method.direction.own_models and self.down_link is not None:
             raise FedShuffleError(
                 f"clients of {self.method.name} start from models that they keep, which a down"
@@ -129,14 +129,17 @@ class Run:
                 self.sampling, self.method, self.workload, self.seed
             )
 
-    def _check_average(self) -> None:
-        """Refuse transforms that need the average itself where the server does something else."""
+    def _check_transforms(self) -> None:
+        """Refuse transforms with local work that they exclude, and those that need the average
+        itself where the server does something else.
+        """
         faults = {
             f"has the server optimiser {self.method.server}": self.method.server != Average(),
             "keeps a model at every client": self.method.direction.own_models,
             "has an asynchronous schedule": isinstance(self.sampling, Buffers),
         }
         for one in self.chain.transforms:
+            one.check(self.workload)
             for fault in (what for what, true in faults.items() if one.needs_average and true):
                 raise FedShuffleError(
                     f"{type(one).__name__} needs a server that adds the clients' updates to the"

@@ -18,6 +18,7 @@ from fedshuffle.availability import Availability
 from fedshuffle.engines import Engine, Loss, Problem, Ray
 from fedshuffle.errors import FedShuffleError
 from fedshuffle.federation import Federation
+from fedshuffle.finetuning.exact import check_prepared
 from fedshuffle.local_work import LocalWork
 from fedshuffle.methods import Cohort, InclusionProbability, Method
 from fedshuffle.privacy import Privacy
@@ -135,6 +136,7 @@ class Simulation:
         place = devices.check(device)
         if place is not None and any(p.device != place for p in model.parameters()):
             model = copy.deepcopy(model).to(place)
+        check_prepared(model, self.run.chain.transforms)
         self.problem = Problem(model, loss, self.run.federation)
         if not (optimiser := self.run.workload.optimiser).elementwise:
             optimiser.check(list(self.problem.parameters.values()))

@@ -26,6 +26,8 @@ from fedshuffle.randomness import Purpose, ReusableGenerator, generator
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from fedshuffle.local_work import Workload
+
 MeanUpdate = Literal["unchanged", "unbiased", "restored", "biased", "model-dependent"]
 """What a transform does to the mean of an update: nothing, nothing in expectation, something that
 its state makes good over the rounds, something that stays, or something that depends on the update
@@ -140,6 +142,13 @@ class Transform(abc.ABC):
     no server optimiser, and no stale models."""
     private: bool = False
     """Whether nothing but the aggregated update may leave: any other sum would have no noise."""
+
+    numbers_sent: int | None = None
+    """How many numbers clients send, if fewer than the model has."""
+
+    def check(self, workload: "Workload") -> None:
+        """Refuse local work under which the transform would do something else than it says."""
+        return
 
     @abc.abstractmethod
     def client(self, updates: "Tensor", state: "Tensor | None", context: ClientContext) -> Message:
