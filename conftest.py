@@ -11,6 +11,9 @@ import pytest
 # Tests run side by side already: torch's own threads would only fight over the cores.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+# Ray's workers give way to all other processes: beside busy tests they would hardly start.
+os.environ.setdefault("RAY_worker_niceness", "0")
+
 # Fonts in a PDF take longer than its figure.
 os.environ.setdefault("MATPLOTLIBRC", str(Path(__file__).parent / "tests" / "matplotlibrc"))
 

@@ -588,6 +588,7 @@ def command(*words: str | Path, **environment: str) -> subprocess.Popen[str]:
         stderr=subprocess.PIPE,
         text=True,
         env={name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
+        | {"RAY_worker_niceness": "0"}
         | environment,
     )
 

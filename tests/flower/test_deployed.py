@@ -205,6 +205,7 @@ def simulator(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[Pa
         "FLWR_LOCAL_SUPERLINK_HTTP_API_PORT": str(available_port()),
         "RAY_ADDRESS": "local",  # or it would join another cluster of this machine
         "RAY_USAGE_STATS_ENABLED": "0",
+        "RAY_worker_niceness": "0",
         "RAY_AUTH_MODE": "token",
         "RAY_AUTH_TOKEN_PATH": str(folder / "token"),
         "PATH": os.pathsep.join([str(scripts), os.environ["PATH"]]),
