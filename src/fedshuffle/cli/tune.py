@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from fedshuffle.tuning import TunedStepSizes
 
 UNEVEN = 10.0
-"""Step sizes of clients that differ by more than this factor call for a cap."""
+"""Step sizes of clients that differ by more than this factor call for trying a cap."""
 SHARE = "Largest cost of tuning, as a share of the rounds of the run."
 
 
@@ -71,14 +71,12 @@ def in_words(found: "TunedStepSizes") -> str:
     """What was found, what it cost, and whether another method may do better, in one line."""
     partly = "" if found.complete else " The budget was spent before all neighbours were tried."
     scale = found.largest_scale
-    uneven = (
-        ""
-        if scale <= UNEVEN
-        else (
+    uneven = ""
+    if scale > UNEVEN:
+        uneven = (
             f" A client with few local steps takes steps {scale:.3g} times as large: method"
-            " fedshuffle-capped:rho=2 caps that, and is often better here."
+            " fedshuffle-capped:rho=2 caps that, so try it, too."
         )
-    )
     return (
         f"Found step_size {found.step_size:g} and server_step_size {found.server_step_size:g} in"
         f" {len(found.tried)} short runs, which cost {found.share:.0%} of a run.{partly}{uneven}"
