@@ -23,6 +23,7 @@ from fedshuffle import Federation, FedShuffleError
 from fedshuffle._arrays import FloatArray
 from fedshuffle.auditing.async_adapters import appfl_server, flsim_server, nvflare_server
 from fedshuffle.auditing.async_servers import MakeServer, audit_async_server, staleness_weights
+from fedshuffle.experiments.pages import fill
 
 PAGE = Path(__file__).parent.parent / "docs" / "research" / "async-servers.md"
 RATES = [4.0, 2.0, 1.0, 0.5]
@@ -245,14 +246,10 @@ def main() -> None:
         made["nvflare lost"] = nvflare_lost(given.uploads)
     if given.framework == "flsim":
         made["flsim arrivals"] = flsim_arrivals()
-    for name, text in made.items():
-        if not given.write:
-            print(text, end="\n\n")
-            continue
-        begin, end = f"<!-- begin: {name} -->", f"<!-- end: {name} -->"
-        before, _, rest = PAGE.read_text(encoding="utf-8").partition(begin)
-        _, _, after = rest.partition(end)
-        PAGE.write_text(f"{before}{begin}\n{text}\n{end}{after}", encoding="utf-8")
+    if given.write:
+        fill(PAGE, made)
+    else:
+        print(*made.values(), sep="\n\n")
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ from typing import Any
 from fedshuffle import Federation, FedShuffleError, LocalWork
 from fedshuffle.auditing import Audit, audit_privacy, audit_server
 from fedshuffle.auditing.adapters import FlowerAggregator
+from fedshuffle.experiments.pages import fill
 
 PAGE = Path(__file__).parent.parent / "docs" / "research" / "flower-strategies.md"
 
@@ -179,15 +180,11 @@ def main() -> None:
         "--write", action="store_true", help="put them in docs/research/flower-strategies.md"
     )
     write = parser.parse_args().write
-    for name, make in {"flower": table, "flower privacy": privacy_table}.items():
-        made = make()
-        if not write:
-            print(made, end="\n\n")
-            continue
-        begin, end = f"<!-- begin: {name} -->", f"<!-- end: {name} -->"
-        before, _, rest = PAGE.read_text(encoding="utf-8").partition(begin)
-        _, _, after = rest.partition(end)
-        PAGE.write_text(f"{before}{begin}\n{made}\n{end}{after}", encoding="utf-8")
+    made = {"flower": table(), "flower privacy": privacy_table()}
+    if write:
+        fill(PAGE, made)
+    else:
+        print(*made.values(), sep="\n\n")
 
 
 if __name__ == "__main__":

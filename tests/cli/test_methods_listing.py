@@ -17,7 +17,8 @@ from rich.console import Console
 from fedshuffle import Method, audit, cli, methods
 from fedshuffle.cli.methods import print_methods
 from fedshuffle.experiments import method_pictures
-from fedshuffle.experiments.method_pictures import PICTURES, Curve, refreshed
+from fedshuffle.experiments.method_pictures import PICTURES, Curve, blocks
+from fedshuffle.experiments.pages import filled
 from fedshuffle.methods import Direction, LocalPlan, RoundContext, Steps
 from fedshuffle.reports import methods as listing
 
@@ -173,7 +174,7 @@ def test_the_listing_fits_a_terminal(rows: dict[str, dict[str, Any]]) -> None:
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_pages_are_not_stale(page: Path) -> None:
     text = page.read_text(encoding="utf-8")
-    assert refreshed(text) == text, "run 'make docs-pictures'"
+    assert filled(text, blocks()) == text, "run 'make docs-pictures'"
 
 
 def test_every_family_has_a_page_with_its_methods_options_and_picture(

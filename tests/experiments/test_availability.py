@@ -12,7 +12,7 @@ from PIL import Image
 from fedshuffle import config
 from fedshuffle.availability import Trace
 from fedshuffle.errors import FedShuffleError
-from fedshuffle.experiments import availability, day_and_night, digits, step_sizes
+from fedshuffle.experiments import availability, day_and_night, digits, studies
 from fedshuffle.experiments.day_and_night import CLIENTS, DAY, DAYS, hours, night
 from tests.cli.test_cli import run as command
 from tests.experiments.test_step_sizes import cells
@@ -122,7 +122,7 @@ def test_write_what_the_docs_show(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     (docs / "research").mkdir(parents=True)
     study.mkdir()
     for name in availability.FILES:
-        (study / name).write_text(step_sizes.csv_of(lines))
+        (study / name).write_text(studies.csv_of(lines))
     page = docs / "research" / "availability.md"
     page.write_text("<!-- generated: day-and-night -->\nold\n<!-- end -->\n")
     availability.write(study, docs)

@@ -14,6 +14,7 @@ from PIL import Image
 from fedshuffle import config
 from fedshuffle.errors import FedShuffleError
 from fedshuffle.experiments import real, step_sizes
+from fedshuffle.experiments.studies import csv_of, run_lines, tuning_lines
 from fedshuffle.training import Simulation
 from fedshuffle.tuning.short_runs import ShortRuns
 from tests.cli.test_cli import run as command
@@ -80,7 +81,7 @@ def test_the_table_has_means_spreads_and_what_diverged() -> None:
 
 
 def test_a_summary_has_a_line_per_run() -> None:
-    lines = list(step_sizes.summary("plays", study()))
+    lines = list(run_lines("plays", study()))
     assert [(x["method"], x["seed"], x["diverged"]) for x in lines] == [
         *(("FedAvg", 1, False), ("FedAvg", 2, True), ("FedShuffle (rho = inf)", 1, False)),
         *(("FedShuffle (rho = inf)", 2, False), ("FedNova (sum)", 1, True)),
@@ -105,13 +106,13 @@ def test_a_summary_has_a_line_per_run() -> None:
 
 def test_a_run_without_an_evaluation_has_a_line() -> None:
     early = results(curve("fedavg", {**made(1, 0.5), "diverged": True, "history": []}))
-    (line,) = step_sizes.summary("plays", early)
+    (line,) = run_lines("plays", early)
     assert line["diverged"] is True
     assert "accuracy" not in line
 
 
 def test_tuning_has_a_line_per_point_and_marks_the_chosen() -> None:
-    lines = list(step_sizes.tuning("plays", study()))
+    lines = list(tuning_lines("plays", study()))
     assert [tuple(line.values()) for line in lines] == [
         ("plays", "FedAvg", 0.3, 1.0, 0.7, False, True),
         ("plays", "FedAvg", 3.0, 1.0, None, True, False),
@@ -120,9 +121,9 @@ def test_tuning_has_a_line_per_point_and_marks_the_chosen() -> None:
 
 
 def test_csv_has_all_keys_and_six_digits() -> None:
-    text = step_sizes.csv_of([{"a": 1 / 3, "b": "x, y"}, {"a": 12, "c": None, "d": True}])
+    text = csv_of([{"a": 1 / 3, "b": "x, y"}, {"a": 12, "c": None, "d": True}])
     assert text == 'a,b,c,d\n0.333333,"x, y",,\n12,,,True\n'
-    assert step_sizes.csv_of([]) == "\n"
+    assert csv_of([]) == "\n"
 
 
 def defaults(**changes: Any) -> list[dict[str, Any]]:
@@ -140,7 +141,7 @@ def defaults(**changes: Any) -> list[dict[str, Any]]:
 
 
 def read(rows: list[dict[str, Any]]) -> list[dict[str, str]]:
-    return list(csv.DictReader(io.StringIO(step_sizes.csv_of(rows))))
+    return list(csv.DictReader(io.StringIO(csv_of(rows))))
 
 
 def test_the_default_stands_beside_the_best_of_the_study() -> None:
@@ -185,7 +186,7 @@ def folders(tmp_path: Path) -> tuple[Path, Path]:
         folder.mkdir(parents=True)
     (made / "plays" / "results.json").write_text(json.dumps(study()))
     (made / "plays" / "curves.csv").write_text("method,round\nFedAvg,1\n")
-    (made / "default" / "default.csv").write_text(step_sizes.csv_of(defaults()))
+    (made / "default" / "default.csv").write_text(csv_of(defaults()))
     (docs / "research" / "step-sizes.md").write_text(PAGE, encoding="utf-8")
     return made, docs
 
@@ -203,9 +204,9 @@ def test_write_what_the_docs_show(folders: tuple[Path, Path]) -> None:
         *("step-sizes-default.csv", "step-sizes-plays-curves.csv", "step-sizes-plays-tuning.csv"),
         *("step-sizes-plays.csv", "step-sizes.md"),
     ]
-    for name, rows in [("", step_sizes.summary), ("-tuning", step_sizes.tuning)]:
+    for name, rows in [("", run_lines), ("-tuning", tuning_lines)]:
         text = (research / f"step-sizes-plays{name}.csv").read_text(encoding="utf-8")
-        assert text == step_sizes.csv_of(rows("plays", study()))
+        assert text == csv_of(rows("plays", study()))
     copies = {"step-sizes-plays-curves.csv": "plays/curves.csv"}
     copies["step-sizes-default.csv"] = "default/default.csv"
     for copy, original in copies.items():
@@ -281,7 +282,7 @@ def test_the_default_is_tuned_then_trained(
         ("plays", method, seed) for method in methods for seed in (0, 1)
     ]
     assert len(capsys.readouterr().err.splitlines()) == len(rows)
-    assert (tiny / "default.csv").read_text() == step_sizes.csv_of(rows)
+    assert (tiny / "default.csv").read_text() == csv_of(rows)
     first = config.load(tiny / "plays" / "fedavg-rr" / "seed0" / "config.toml")
     tried = (tiny / "plays" / "fedavg-rr" / "tuning.jsonl").read_text().splitlines()
     assert json.loads(tried[0])["step_size"] == step_sizes.FIRST_STEP_SIZE
@@ -334,6 +335,6 @@ def test_the_command_prints_the_rows(
     assert [row["data"] for row in rows] == [name for name in step_sizes.DATA_SETS for _ in "12"]
     assert captured.err == ""
     assert command(monkeypatch, *words) == 0
-    assert capsys.readouterr().out == step_sizes.csv_of(rows)
+    assert capsys.readouterr().out == csv_of(rows)
     assert command(monkeypatch, *words, "--scale", "smoke") == 2
     assert "--scale changes" in capsys.readouterr().err

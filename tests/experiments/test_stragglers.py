@@ -11,8 +11,8 @@ from matplotlib.figure import Figure
 
 from fedshuffle.errors import FedShuffleError
 from fedshuffle.experiments import stragglers
-from fedshuffle.experiments.step_sizes import csv_of
 from fedshuffle.experiments.stragglers import CHOICES, CLIENTS, SLOW
+from fedshuffle.experiments.studies import csv_of
 from tests.cli.test_cli import run as command
 from tests.experiments.test_step_sizes import cells
 from tests.reports.examples import curve, results, run

@@ -1,1 +1,1 @@
-"""Experiments: the paper's figures and the demo, through the public API only."""
+"""Experiments: the paper's figures, the studies of docs/research, and the demo."""

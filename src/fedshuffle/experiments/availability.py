@@ -26,12 +26,11 @@ from fedshuffle._files import results_folder, write_file
 from fedshuffle.auditing import audit
 from fedshuffle.comparison.results import Results
 from fedshuffle.errors import FedShuffleError
-from fedshuffle.experiments import day_and_night, step_sizes
+from fedshuffle.experiments import day_and_night, studies
 from fedshuffle.experiments.day_and_night import CLIENTS, DAY, POPULATIONS, night
+from fedshuffle.experiments.pages import fill, markdown_table, write_picture
+from fedshuffle.experiments.studies import Line, csv_of
 from fedshuffle.reports.rendering import LIGHT, set_ticks
-
-Line = dict[str, Any]
-"""A line of a CSV file, by the names of its columns."""
 
 FILES = ("availability.csv", "availability-tuning.csv")
 _TOML = Path(__file__).with_name("availability.toml")
@@ -40,7 +39,7 @@ _TOML = Path(__file__).with_name("availability.toml")
 def load(population: str, out: Path, scale: str = "laptop") -> comparison.Comparison:
     """The comparison on a population, to be run into ``out``; its trace is written there."""
     folder = results_folder(out)
-    write_file(folder / "trace.csv", step_sizes.csv_of(day_and_night.intervals(population)))
+    write_file(folder / "trace.csv", csv_of(day_and_night.intervals(population)))
     given = {
         "availability": "trace:trace.csv",
         "compare.title": f"Clients that come and go: {POPULATIONS[population].lower()}",
@@ -62,13 +61,13 @@ def reproduce(
     for population in POPULATIONS:
         folder, experiment = out / population, f"availability --scale {scale}"
         part = load(population, folder, scale)
-        results = step_sizes.run_part(part, out, population, experiment, jobs, progress)
+        results = studies.run_part(part, out, population, experiment, jobs, progress)
         lines += summary(population, results, folder)
-        tried += step_sizes.tuning(population, results)
+        tried += studies.tuning_lines(population, results)
     for name, rows in zip(FILES, (lines, tried), strict=True):
-        write_file(out / name, step_sizes.csv_of(rows))
+        write_file(out / name, csv_of(rows))
     write_file(out / "tables.md", "\n\n".join(table(lines, one) for one in POPULATIONS) + "\n")
-    step_sizes.write_picture(draw(lines), out / "availability.png")
+    write_picture(draw(lines), out / "availability.png")
     return lines
 
 
@@ -88,13 +87,13 @@ COLUMNS = {
 
 def summary(population: str, results: Results, folder: Path) -> list[Line]:
     """A line for each run: what the tables and the picture are made of."""
-    found = [(row, run) for row in step_sizes.rows_of(results) for run in row.curve["runs"]]
+    found = [(row, run) for row in studies.rows_of(results) for run in row.curve["runs"]]
     return [
         {"population": population}
         | {key: line[key] for key in _KEPT if key in line}
         | {"wrong": row.wrong}
         | by_group(folder / run["folder"] / "clients.csv")
-        for line, (row, run) in zip(step_sizes.summary("", results), found, strict=True)
+        for line, (row, run) in zip(studies.run_lines("", results), found, strict=True)
     ]
 
 
@@ -126,10 +125,7 @@ def values(lines: Sequence[Line], population: str, method: str, column: str) -> 
 
 def table(lines: Sequence[Line], population: str) -> str:
     """The table of a population in Markdown: means and standard deviations over the seeds."""
-    rows = [
-        ["method", "wrong", "step sizes", *COLUMNS.values()],
-        ["---", *["---:"] * (2 + len(COLUMNS))],
-    ]
+    rows = [["method", "wrong", "step sizes", *COLUMNS.values()]]
     of_method = {line["method"]: line for line in lines if line["population"] == population}
     for method, line in of_method.items():
         cells = [f"{float(line['wrong']):.0%}"]
@@ -137,9 +133,9 @@ def table(lines: Sequence[Line], population: str) -> str:
         for column in COLUMNS:
             scale, digits = (100, 1) if column.startswith("accuracy") else (1, 3)
             found = values(lines, population, method, column)
-            cells += [step_sizes.mean_and_deviation(found, scale, digits) if found else "diverged"]
+            cells += [studies.mean_and_deviation(found, scale, digits) if found else "diverged"]
         rows.append([method, *cells])
-    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+    return markdown_table(rows)
 
 
 # The picture --------------------------------------------------------------------------------------
@@ -218,9 +214,9 @@ def write(study: Path, docs: Path) -> None:
         write_file(docs / "research" / name, (study / name).read_text(encoding="utf-8"))
     with (study / FILES[0]).open(newline="", encoding="utf-8") as file:
         lines = list(csv.DictReader(file))
-    step_sizes.write_picture(draw(lines), docs / "images" / "availability.png")
+    write_picture(draw(lines), docs / "images" / "availability.png")
     page = docs / "research" / "availability.md"
-    step_sizes.fill(page, {name: table(lines, name) for name in POPULATIONS})
+    fill(page, {name: table(lines, name) for name in POPULATIONS})
 
 
 if __name__ == "__main__":

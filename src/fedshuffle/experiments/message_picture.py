@@ -3,7 +3,6 @@
 Every number is the demo's own. ``make docs-pictures`` draws it.
 """
 
-import io
 import sys
 from pathlib import Path
 from typing import Any
@@ -13,14 +12,13 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
-from PIL import Image
 
-from fedshuffle._files import results_folder
 from fedshuffle._terminal import progress_bar
 from fedshuffle.engines.cpu_tuning import one_thread
 from fedshuffle.experiments.demo import experiment
 from fedshuffle.experiments.demo.experiment import RARE, DemoResult
-from fedshuffle.reports.rendering import LIGHT, encoded
+from fedshuffle.experiments.pages import write_picture
+from fedshuffle.reports.rendering import LIGHT
 
 SHOWN = ("fedavg-rr", "fedshuffle")
 
@@ -71,9 +69,7 @@ def write(docs: Path) -> None:
     """Run the demo, and draw ``docs/images/message.png``."""
     with one_thread(), progress_bar(False) as bars:
         result = experiment.audit_and_train(experiment.ROUNDS, seed=0, bars=bars)
-    path = results_folder(docs / "images") / "message.png"
-    with Image.open(io.BytesIO(encoded(draw(result), "png", dpi=120))) as image:
-        image.convert("RGB").quantize(256).save(path, optimize=True)
+    write_picture(draw(result), docs / "images" / "message.png", dpi=120)
 
 
 if __name__ == "__main__":

@@ -5,9 +5,7 @@ participation moves the model by the same multiple of the gradient, to first ord
 are listed under the picture. ``make docs-pictures`` draws them.
 """
 
-import io
 import itertools
-import re
 import sys
 import textwrap
 from collections.abc import Sequence
@@ -18,18 +16,18 @@ from typing import Any
 import numpy as np
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
-from PIL import Image
 
 from fedshuffle import methods
 from fedshuffle._arrays import FloatArray
-from fedshuffle._files import results_folder, write_file
+from fedshuffle._files import results_folder
 from fedshuffle.auditing import contributions
 from fedshuffle.errors import FedShuffleError
+from fedshuffle.experiments.pages import fill, write_picture
 from fedshuffle.experiments.quadratic import DISTANCE, SEEDS, TITLES, distances
 from fedshuffle.experiments.toy_problems import toy
 from fedshuffle.local_work import LocalWork
 from fedshuffle.reports.methods import markdown
-from fedshuffle.reports.rendering import clean, encoded, joined
+from fedshuffle.reports.rendering import clean, joined
 from fedshuffle.training.rounds import Run
 
 PACE, ROUNDS = 1 / 40, 400
@@ -203,8 +201,7 @@ def draw(panels: Panels, path: Path) -> None:
     row[0].set_ylabel(DISTANCE)
     look: dict[str, Any] = {"loc": "outside lower center", "ncols": 4, "frameon": False}
     figure.legend(list(lines.values()), list(lines), fontsize=9, **look)
-    with Image.open(io.BytesIO(encoded(figure, "png", dpi=110))) as image:  # a palette is small
-        image.convert("RGB").quantize(256).save(path, optimize=True)
+    write_picture(figure, path)
 
 
 def caption(page: str) -> str:
@@ -222,21 +219,14 @@ def caption(page: str) -> str:
     return text
 
 
-_BLOCK = re.compile(r"(<!-- generated: (\w+) ([\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
-
-
-def refreshed(text: str) -> str:
-    """A page with its tables, pictures and captions generated again."""
-
-    def block(match: re.Match[str]) -> str:
-        begin, kind, page, end = match.groups()
-        if kind == "table":
-            return f"{begin}{markdown()}\n{end}"
+def blocks() -> dict[str, str]:
+    """What is generated on the pages: the table of all methods, and each picture with a caption."""
+    found = {"table all": markdown()}
+    for page in PICTURES:
         picture = f"![{page} on the toy problem](../../images/methods/{page}.png)"
         text = textwrap.fill(f"*{caption(page)}*", 100, break_on_hyphens=False)
-        return f"{begin}{picture}\n\n{text}\n{end}"
-
-    return _BLOCK.sub(block, text)
+        found[f"picture {page}"] = f"{picture}\n\n{text}"
+    return found
 
 
 def write(docs: Path, pages: Sequence[str] = tuple(PICTURES), rounds: int = ROUNDS) -> None:
@@ -244,8 +234,9 @@ def write(docs: Path, pages: Sequence[str] = tuple(PICTURES), rounds: int = ROUN
     folder = results_folder(Path(docs) / "images" / "methods")
     for page in pages:
         draw(compute(PICTURES[page], rounds), folder / f"{page}.png")
+    generated = blocks()
     for path in sorted((Path(docs) / "explanation" / "methods").glob("*.md")):
-        write_file(path, refreshed(path.read_text(encoding="utf-8")))
+        fill(path, generated)
 
 
 if __name__ == "__main__":

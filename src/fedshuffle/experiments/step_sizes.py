@@ -13,29 +13,34 @@ import io
 import json
 import re
 import sys
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import matplotlib
 import numpy as np
 from matplotlib.figure import Figure
-from PIL import Image
 
 from fedshuffle._arrays import jsonable
-from fedshuffle._files import results_folder, write_file
+from fedshuffle._files import write_file
 from fedshuffle._terminal import Console
-from fedshuffle.comparison import Comparison
-from fedshuffle.comparison.results import Curve, Results, effective_weights
+from fedshuffle.comparison.results import Results
 from fedshuffle.config import Config, resume
 from fedshuffle.config.schema import resized
 from fedshuffle.errors import FedShuffleError
 from fedshuffle.experiments import real
-from fedshuffle.reports.comparison import write as write_report
+from fedshuffle.experiments.pages import fill, markdown_table, write_picture
+from fedshuffle.experiments.studies import (
+    Row,
+    csv_of,
+    mean_and_deviation,
+    rows_of,
+    run_lines,
+    tuning_lines,
+)
 from fedshuffle.reports.comparison.model import Compared, Line
-from fedshuffle.reports.comparison.warnings import annotate
-from fedshuffle.reports.rendering import LIGHT, clean, encoded
+from fedshuffle.reports.rendering import LIGHT, clean
 from fedshuffle.training.run_folder import RunFolder
 
 DATA_SETS = {"shakespeare": "Shakespeare", "cifar100": "CIFAR-100", "plays": "Plays"}
@@ -114,36 +119,6 @@ def _tuned_runs(config: Config, folder: Path, inputs: Any) -> list[dict[str, Any
 # Tables -------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Row:
-    """A method at its own best step sizes."""
-
-    name: str
-    curve: Curve
-    wrong: float
-    """The share of the objective in the wrong place, by the audit."""
-
-    def values(self, metric: str) -> list[float]:
-        """The last value of each run that did not diverge."""
-        runs = [run for run in self.curve["runs"] if not run["diverged"]]
-        if metric.endswith("_small_decile"):
-            found = [run["small_decile"].get(metric.removesuffix("_small_decile")) for run in runs]
-        else:
-            found = [run["history"][-1].get(metric) for run in runs]
-        return [value for value in found if value is not None]
-
-
-def rows_of(results: Results) -> list[Row]:
-    """The methods of a comparison at their own best step sizes, in order."""
-    rows = []
-    for curve in results["curves"]:
-        if curve["group"] == "own":
-            audit = curve["audit"]
-            gap = np.abs(effective_weights(audit) - audit["objective_weights"]).sum()
-            rows.append(Row(curve["label"], curve, 0.5 * float(gap)))
-    return rows
-
-
 COLUMNS = {
     "accuracy": "accuracy",
     "accuracy_mean": "mean of clients",
@@ -157,18 +132,15 @@ def table(results: Results) -> str:
     """The table of a data set in Markdown."""
     rows = rows_of(results)
     used = {name: title for name, title in COLUMNS.items() if any(r.values(name) for r in rows)}
-    lines = [
-        "| " + " | ".join(["method", "wrong", "step sizes", *used.values(), "local steps"]) + " |",
-        "|---|" + "---:|" * (len(used) + 3),
-    ]
+    lines = [["method", "wrong", "step sizes", *used.values(), "local steps"]]
     for row in rows:
         steps = [f"{row.curve['step_size']:g}, {row.curve['server_step_size']:g}"]
         cells = [_cell(row, name) for name in used]
         local = row.values("total_steps")
         cells.append(f"{np.mean(local):,.0f}" if local else "")
         wrong = f"{row.wrong:.1%}" if row.wrong > 5e-4 else "0"
-        lines.append("| " + " | ".join([row.name, wrong, *steps, *cells]) + " |")
-    return "\n".join(lines)
+        lines.append([row.name, wrong, *steps, *cells])
+    return markdown_table(lines)
 
 
 def _cell(row: Row, metric: str) -> str:
@@ -181,70 +153,10 @@ def _cell(row: Row, metric: str) -> str:
     return f"{mean_and_deviation(values, scale, digits)}{note}"
 
 
-def mean_and_deviation(values: Sequence[float], scale: float, digits: int) -> str:
-    """The mean of some runs and, of several, their standard deviation.
-
-    >>> mean_and_deviation([0.25, 0.75], scale=100, digits=1)
-    '50.0 ± 35.4'
-    """
-    spread = f" ± {scale * np.std(values, ddof=1):.{digits}f}" if len(values) > 1 else ""
-    return f"{scale * np.mean(values):.{digits}f}{spread}"
-
-
-def summary(name: str, results: Results) -> Iterable[dict[str, Any]]:
-    """One line per run: what the tables are made of."""
-    for row in rows_of(results):
-        for run in row.curve["runs"]:
-            last = run["history"][-1] if run["history"] else {}
-            small = run["small_decile"]
-            yield {
-                "data": name,
-                "method": row.name,
-                **{f"own_{key}": value for key, value in row.curve["settings"].items()},
-                "step_size": row.curve["step_size"],
-                "server_step_size": row.curve["server_step_size"],
-                "seed": run["seed"],
-                "diverged": run["diverged"],
-                **{key: value for key, value in last.items() if not key.startswith("total_bytes")},
-                **{f"{key}_small_decile": value for key, value in small.items()},
-            }
-
-
-def tuning(name: str, results: Results) -> Iterable[dict[str, Any]]:
-    """One line per short run: what the step sizes were chosen by."""
-    for row in rows_of(results):
-        for trial in row.curve["tuning"]:
-            chosen = all(row.curve[k] == trial[k] for k in ("step_size", "server_step_size"))
-            yield {
-                "data": name,
-                "method": row.name,
-                "step_size": trial["step_size"],
-                "server_step_size": trial["server_step_size"],
-                "training_loss": trial["value"],
-                "diverged": trial["diverged"],
-                "chosen": chosen,
-            }
-
-
-def csv_of(rows: Iterable[Mapping[str, Any]]) -> str:
-    """Rows as CSV; a key that a row does not have is empty."""
-    found = list(rows)
-    written = io.StringIO()
-    names = list(dict.fromkeys(key for row in found for key in row))
-    writer = csv.DictWriter(written, names, lineterminator="\n")
-    writer.writeheader()
-    for row in found:
-        writer.writerow({k: f"{v:.6g}" if isinstance(v, float) else v for k, v in row.items()})
-    return written.getvalue()
-
-
 def default_table(rows: Sequence[Mapping[str, str]], found: Mapping[str, Results]) -> str:
     """What tuning reaches beside the study, for each data set and method."""
-    lines = [
-        "| data | method | found by `tune` | accuracy | in the study | difference"
-        " | best method of the study |",
-        "|---|---|---|---:|---:|---:|---:|",
-    ]
+    head = ["data", "method", "found by `tune`", "accuracy", "in the study", "difference"]
+    lines = [[*head, "best method of the study"]]
     for data, results in found.items():
         study = {row.name: row for row in rows_of(results)}
         finished = [r for r in study.values() if len(r.values("accuracy")) == len(r.curve["runs"])]
@@ -270,23 +182,8 @@ def default_table(rows: Sequence[Mapping[str, str]], found: Mapping[str, Results
                 if best is None
                 else f"{mean_and_deviation(best.values('accuracy'), 100, 2)} ({best.name})",
             ]
-            lines.append("| " + " | ".join(cells) + " |")
-    return "\n".join(lines)
-
-
-def run_part(
-    part: Comparison, out: Path, name: str, experiment: str, jobs: int | None, progress: bool
-) -> Results:
-    """Run a comparison that is part of a study into a folder of ``out``, and write its report."""
-    command = f"fedshuffle reproduce {experiment} --out {out}"
-    results = part.run(out / name, jobs=jobs, progress=progress, command=command, annotate=annotate)
-    write_report(results, out / name)
-    if not results["complete"]:
-        raise FedShuffleError(
-            f"some runs in {str(out / name)!r} failed: its report says which. The same command"
-            " tries them again."
-        )
-    return results
+            lines.append(cells)
+    return markdown_table(lines, texts=3)
 
 
 # Pictures -----------------------------------------------------------------------------------------
@@ -323,26 +220,6 @@ def _curve(axes: Any, line: Line, x: str, k: int) -> None:
         axes.fill_between(over, *ends, color=f"C{k}", alpha=0.12, linewidth=0)
 
 
-_BLOCK = re.compile(r"(<!-- generated: ([\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
-
-
-def write_picture(figure: Figure, path: Path) -> None:
-    """Write a small PNG file."""
-    results_folder(path.parent)
-    with Image.open(io.BytesIO(encoded(figure, "png", dpi=110))) as image:
-        image.convert("RGB").quantize(256).save(path, optimize=True)
-
-
-def fill(page: Path, blocks: Mapping[str, str]) -> None:
-    """Put generated blocks in their places on a page; others stay."""
-
-    def block(match: re.Match[str]) -> str:
-        begin, name, end = match.groups()
-        return f"{begin}{blocks[name]}\n{end}" if name in blocks else match[0]
-
-    write_file(page, _BLOCK.sub(block, page.read_text(encoding="utf-8")))
-
-
 def write(study: Path, docs: Path) -> None:
     """Write all that the docs show of the study in a folder."""
     found: dict[str, Results] = {}
@@ -357,8 +234,8 @@ def write(study: Path, docs: Path) -> None:
         )
     research, blocks = docs / "research", {name: table(results) for name, results in found.items()}
     for name, results in found.items():
-        write_file(research / f"step-sizes-{name}.csv", csv_of(summary(name, results)))
-        write_file(research / f"step-sizes-{name}-tuning.csv", csv_of(tuning(name, results)))
+        write_file(research / f"step-sizes-{name}.csv", csv_of(run_lines(name, results)))
+        write_file(research / f"step-sizes-{name}-tuning.csv", csv_of(tuning_lines(name, results)))
         curves = (study / name / "curves.csv").read_text(encoding="utf-8")
         write_file(research / f"step-sizes-{name}-curves.csv", curves)
     default = study / "default" / "default.csv"

@@ -29,7 +29,16 @@ from fedshuffle._files import results_folder, write_file
 from fedshuffle.comparison.results import Results, effective_weights
 from fedshuffle.errors import FedShuffleError
 from fedshuffle.evaluation import SetMetric
-from fedshuffle.experiments import digits, step_sizes
+from fedshuffle.experiments import digits
+from fedshuffle.experiments.pages import fill, markdown_table, write_picture
+from fedshuffle.experiments.studies import (
+    Line,
+    csv_of,
+    mean_and_deviation,
+    rows_of,
+    run_part,
+    tuning_lines,
+)
 from fedshuffle.federation import Federation
 from fedshuffle.reports.rendering import LIGHT, clean
 
@@ -40,9 +49,6 @@ _SPREAD = 1.0  # of the logarithms of speeds
 _CLOCK = "table:clock.csv+latency:1+jitter:lognormal:0.7"
 FILES = ("stragglers.csv", "stragglers-curves.csv", "stragglers-tuning.csv")
 _TOML = Path(__file__).with_name("stragglers.toml")
-
-Line = dict[str, Any]
-"""A line of a CSV file, by the names of its columns."""
 
 
 # The population -----------------------------------------------------------------------------------
@@ -128,7 +134,7 @@ def load(name: str, out: Path, scale: str = "laptop") -> comparison.Comparison:
     """The comparison under a schedule, to be run into ``out``; its clock is written there."""
     folder = results_folder(out)
     devices = [{"client": i, "seconds": value} for i, value in enumerate(seconds().tolist())]
-    write_file(folder / "clock.csv", step_sizes.csv_of(devices))
+    write_file(folder / "clock.csv", csv_of(devices))
     found = comparison.load(_TOML, CHOICES[name].given(scale) | {"clock": _CLOCK}, scale)
     return replace(found, base=replace(found.base, folder=folder))
 
@@ -146,15 +152,15 @@ def reproduce(
     tried: list[Line] = []
     for name in CHOICES:
         part, experiment = load(name, out / name, scale), f"stragglers --scale {scale}"
-        results = step_sizes.run_part(part, out, name, experiment, jobs, progress)
+        results = run_part(part, out, name, experiment, jobs, progress)
         for history, line in summary(name, results):
             curves += history
             runs.append(line)
-        tried += step_sizes.tuning(name, results)
+        tried += tuning_lines(name, results)
     for file, lines in zip(FILES, (runs, curves, tried), strict=True):
-        write_file(out / file, step_sizes.csv_of(lines))
+        write_file(out / file, csv_of(lines))
     write_file(out / "tables.md", table(runs, curves) + "\n")
-    step_sizes.write_picture(draw(curves), out / "stragglers.png")
+    write_picture(draw(curves), out / "stragglers.png")
     return runs
 
 
@@ -165,7 +171,7 @@ _MEASURED = ("accuracy", "accuracy_slow", "training_loss")
 
 def summary(name: str, results: Results) -> Iterator[tuple[list[Line], Line]]:
     """The evaluations of each run, and a line that says how it ended."""
-    for row in step_sizes.rows_of(results):
+    for row in rows_of(results):
         audit = row.curve["audit"]
         meant, really = (
             float(np.sum(weights[:SLOW]))
@@ -185,7 +191,7 @@ def summary(name: str, results: Results) -> Iterator[tuple[list[Line], Line]]:
 def table(runs: Sequence[Line], curves: Sequence[Line]) -> str:
     """The study in Markdown: means and standard deviations over the seeds."""
     head = ["schedule", "method", "wrong", "slow count", "step sizes", "accuracy", "slow clients"]
-    rows = [[*head, f"s to {TARGET:.0%}"], ["---", "---", *["---:"] * (len(head) - 1)]]
+    rows = [[*head, f"s to {TARGET:.0%}"]]
     for pair in dict.fromkeys((line["schedule"], line["method"]) for line in runs):
         own = [line for line in runs if (line["schedule"], line["method"]) == pair]
         one, lost = own[0], [line for line in own if str(line["diverged"]) == "True"]
@@ -193,12 +199,12 @@ def table(runs: Sequence[Line], curves: Sequence[Line]) -> str:
         cells += [f"{float(one['step_size']):g}, {float(one['server_step_size']):g}"]
         for column in ("accuracy", "accuracy_slow"):
             values = [float(line[column]) for line in own if line not in lost]
-            shown = step_sizes.mean_and_deviation(values, 100, 1) if values else "diverged"
+            shown = mean_and_deviation(values, 100, 1) if values else "diverged"
             cells.append(shown + (f" ({len(lost)} diverged)" if values and lost else ""))
         times = times_to_target(curves, pair)
-        found = step_sizes.mean_and_deviation(times, 1, 0) if len(times) == len(own) else "never"
+        found = mean_and_deviation(times, 1, 0) if len(times) == len(own) else "never"
         rows.append([CHOICES[pair[0]].title, pair[1], *cells, found])
-    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+    return markdown_table(rows, texts=2)
 
 
 def times_to_target(curves: Sequence[Line], pair: tuple[str, str]) -> list[float]:
@@ -274,8 +280,8 @@ def write(study: Path, docs: Path) -> None:
         list(csv.DictReader((study / name).read_text(encoding="utf-8").splitlines()))
         for name in FILES[:2]
     )
-    step_sizes.write_picture(draw(curves), docs / "images" / "stragglers.png")
-    step_sizes.fill(docs / "research" / "stragglers.md", {"table": table(runs, curves)})
+    write_picture(draw(curves), docs / "images" / "stragglers.png")
+    fill(docs / "research" / "stragglers.md", {"table": table(runs, curves)})
 
 
 if __name__ == "__main__":
