@@ -39,7 +39,7 @@ def advise(
     settings: Settings = None,
     as_json: AsJson = False,
 ) -> None:
-    """Try step sizes in short runs, then show what the theory advises; numbers name a source."""
+    """Try step sizes in short runs, then show what the theory advises, with sources."""
     from fedshuffle import config as configs
     from fedshuffle.theory.advice import advise as find_advice
 

@@ -30,78 +30,115 @@ from fedshuffle.local_work import LocalWork
 from fedshuffle.timing import MessageSizes
 
 _SAMPLINGS = (
-    "full, uniform:B, importance:B, independent:p1,p2,..., one, ais:B, stratified:B:K, optimal:B,"
-    " optimal:B:of:SAMPLING, reshuffled:B."
+    "How cohorts are drawn: full, uniform:B, importance:B, independent:p1,p2,..., one, ais:B,"
+    " stratified:B:K, optimal:B, optimal:B:of:SAMPLING, reshuffled:B."
 )
+
+# The groups in which --help shows the options.
+_clients_and_work = partial(Option, rich_help_panel="Clients and local work")
+_method = partial(Option, rich_help_panel="Method")
+_participation = partial(Option, rich_help_panel="Who takes part")
+_instead = partial(Option, rich_help_panel="Instead of a method: other people's code, or a log")
+_privacy = partial(Option, rich_help_panel="Privacy")
 
 
 def audit(
     context: typer.Context,
-    sizes: Annotated[Text, Option(help="Examples per client: 1,2,3, or @file by lines.")] = None,
-    data: Annotated[File, Option(help="Audit on the clients of this store, not --sizes.")] = None,
+    sizes: Annotated[
+        Text, _clients_and_work(help="Examples per client: 1,2,3, or @FILE, one number per line.")
+    ] = None,
+    data: Annotated[
+        File, _clients_and_work(help="A store that holds the clients, instead of --sizes.")
+    ] = None,
     config: Annotated[
-        File, Option(help="Take data, method, sampling and local work from a run's config.")
+        File, _clients_and_work(help="A run's config: its data, method, sampling and local work.")
     ] = None,
-    method: Annotated[str, Option(help="Of 'fedshuffle methods', or module:METHOD.")] = "fedavg-rr",
-    sampling: Annotated[str, Option(help=_SAMPLINGS)] = "full",
-    availability: Annotated[Text, Option(help=AVAILABILITIES)] = None,
-    probabilities: Annotated[Text, Option(help=PROBABILITIES)] = None,
-    schedule: Annotated[Text, Option(help=SCHEDULES)] = None,
-    clock: Annotated[Text, Option(help=CLOCKS)] = None,
-    rates: Annotated[
-        Text, Option(help="Tasks per second of each client: short for --clock rates:4,2,1.")
+    weights: Annotated[
+        Text, _clients_and_work(help="Weights of the objective, as --sizes; else by size.")
     ] = None,
-    message_bytes: Annotated[
-        Text, Option(help="For a clock with bandwidths: bytes of the model and an update, 4e6,1e5.")
+    epochs: Annotated[
+        Text,
+        _clients_and_work(help="Local epochs: 2 for all, 1,2,3 per client, or 2..5 drawn; else 1."),
     ] = None,
-    epochs: Annotated[Text, Option(help="2 for all, 1,2,3 per client, or 2..5 drawn; 1.")] = None,
     steps: Annotated[
-        Text, Option(help="As many local steps for all: 500, or min or mean of those of epochs.")
+        Text,
+        _clients_and_work(
+            help="Equal local steps for all: 500, or the min or mean of those that epochs give."
+        ),
     ] = None,
-    batch_size: Annotated[Count, Option(help="Examples per local step; 1.")] = None,
-    weights: Annotated[Text, Option(help="Objective weights, as --sizes; else by size.")] = None,
-    momentum: Annotated[
-        Text, Option(help="none, mvr:A (exact) or global:A (cheap); 0.9 is A = 0.1.")
-    ] = None,
-    flower: Annotated[
-        Text, Option(help="Audit a Flower strategy instead: module:STRATEGY, or what makes one.")
-    ] = None,
-    function: Annotated[
-        Text, Option("--callable", help="Audit module:FUNCTION(clients, sizes, updates) instead.")
-    ] = None,
-    log: Annotated[
-        File, Option(help="Audit a log: CSV or JSONL of round,client,size,steps,weight.")
-    ] = None,
+    batch_size: Annotated[Count, _clients_and_work(help="Examples per local step; else 1.")] = None,
     optimiser: Annotated[
-        Text, Option(help="Of the local steps: sgd, sgd:momentum=0.9, adamw, ... of torch.optim.")
+        Text,
+        _clients_and_work(
+            help="Local optimiser: sgd, sgd:momentum=0.9, adamw, ... of torch.optim."
+        ),
+    ] = None,
+    method: Annotated[
+        str, _method(help="A name of 'fedshuffle methods', or module:METHOD for one of your own.")
+    ] = "fedavg-rr",
+    momentum: Annotated[
+        Text, _method(help="none, mvr:A (exact) or global:A (cheap); momentum 0.9 is A = 0.1.")
+    ] = None,
+    channel: Annotated[
+        Text, _method(help="How updates are compressed, such as topk:0.01+ef.")
     ] = None,
     step_size: Annotated[
-        Text, Option(help="A schedule by which rounds count, such as cosine:0.1.")
+        Text, _method(help="Schedule of step sizes, by which rounds count, such as cosine:0.1.")
     ] = None,
-    step_sizes: Annotated[str, Option(help="For --flower, --callable: equal or scaled.")] = "equal",
-    confidence: Annotated[float, Option(help="Of intervals: --flower, --callable, --log.")] = 0.95,
+    sampling: Annotated[str, _participation(help=_SAMPLINGS)] = "full",
+    availability: Annotated[Text, _participation(help=AVAILABILITIES)] = None,
+    probabilities: Annotated[Text, _participation(help=PROBABILITIES)] = None,
+    schedule: Annotated[Text, _participation(help=SCHEDULES)] = None,
+    clock: Annotated[Text, _participation(help=CLOCKS)] = None,
+    rates: Annotated[
+        Text, _participation(help="Tasks per second of each client: short for --clock rates:4,2,1.")
+    ] = None,
+    message_bytes: Annotated[
+        Text,
+        _participation(
+            help="For a clock with bandwidths: bytes of the model and an update, 4e6,1e5."
+        ),
+    ] = None,
+    flower: Annotated[
+        Text, _instead(help="A Flower strategy: module:STRATEGY, or a function that makes one.")
+    ] = None,
+    function: Annotated[
+        Text, _instead("--callable", help="A server: module:FUNCTION(clients, sizes, updates).")
+    ] = None,
+    log: Annotated[
+        File, _instead(help="A log of rounds: CSV or JSONL of round,client,size,steps,weight.")
+    ] = None,
+    step_sizes: Annotated[
+        str,
+        _instead(
+            help="For --flower, --callable: clients' step sizes, equal, or scaled by 1/steps."
+        ),
+    ] = "equal",
+    confidence: Annotated[float, _instead(help="The level of intervals.")] = 0.95,
     privacy: Annotated[
-        bool, Option("--privacy", help="Of --flower or --callable: how private is it really?")
+        bool, _privacy("--privacy", help="How private is --flower or --callable really?")
     ] = False,
     clipping: Annotated[
-        File, Option(help="Whose weight was cut by --clip in the run in this folder?")
+        File, _privacy(help="The folder of a run: whose updates did --clip cut, and how much?")
     ] = None,
     clip: Annotated[
-        float | None, Option(help="For --privacy, --clipping: the norm to which updates are cut.")
+        float | None, _privacy(help="For --privacy, --clipping: the largest norm of an update.")
     ] = None,
     noise_multiplier: Annotated[
-        float | None, Option(help="For --privacy: the one that the server claims.")
+        float | None, _privacy(help="For --privacy: the one that the server claims.")
     ] = None,
     neighbours: Annotated[
-        str, Option(help="For --privacy, what one client may do: zero-out, remove or replace.")
+        str, _privacy(help="For --privacy, what one client may do: zero-out, remove or replace.")
     ] = "zero-out",
-    channel: Annotated[
-        str | None, Option(help="How updates are compressed, such as topk:0.01+ef.")
+    seed: Annotated[int, Option(help="Seed of audits that draw cohorts.")] = 0,
+    draws: Annotated[
+        Count, Option(help="Cohorts to draw, if needed; else 32000, of other people's code 2000.")
     ] = None,
-    seed: Annotated[int, Option(help="For audits that have to sample.")] = 0,
-    draws: Annotated[Count, Option(help="To sample, if needed: 32000, others' code 2000.")] = None,
     rounds: Annotated[
-        Count, Option(help="If rules, availability or step sizes change: those of the run, 100.")
+        Count,
+        Option(
+            help="Rounds of the run, if clients count differently from round to round; else 100."
+        ),
     ] = None,
     check: Annotated[
         bool, Option("--check", help="Exit with 1 if not consistent, or not as private as claimed.")

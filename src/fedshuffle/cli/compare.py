@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 def compare(
     config: Annotated[File, Argument(help="A TOML file of a run with a section compare.")] = None,
-    resume: Annotated[File, Option(help="Resume that of this folder.")] = None,
+    resume: Annotated[File, Option(help="Resume the comparison in this folder.")] = None,
     out: ConfigOut = None,
     jobs: Jobs = None,
     scale: Annotated[Text, Option(help="Use the keys of the section scale.NAME.")] = None,

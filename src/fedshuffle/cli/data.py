@@ -20,7 +20,9 @@ if TYPE_CHECKING:
     from fedshuffle.data import Store
 
 app = typer.Typer(
-    help="Federations on disk, and traces: import, show.", no_args_is_help=True, cls=Group
+    help="Data: import federations and device traces, download data sets, show a store.",
+    no_args_is_help=True,
+    cls=Group,
 )
 
 Text = str | None
@@ -100,7 +102,7 @@ def show_data(
 
 @app.command(cls=Command, name="trace")
 def import_trace(
-    source: Annotated[Path, Argument(help="JSON of when each device came and went, in seconds.")],
+    source: Annotated[Path, Argument(help="JSON of when each device came and went.")],
     out: Annotated[Path, Option(help="The trace to write, for --availability trace:FILE.")],
     seconds_per_round: Annotated[float, Option(help="How long a round takes.")],
     data: Annotated[
@@ -109,7 +111,7 @@ def import_trace(
     clients: Annotated[int | None, Option(help="Take this many devices, named 0, 1, ...")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Turn a device trace into who is there in which rounds.
+    """Convert a device trace, in seconds, to an availability trace, in rounds.
 
     The JSON is {"DEVICE": {"active": [SECONDS, ...], "inactive": [SECONDS, ...]}, ...}.
     """

@@ -26,7 +26,10 @@ def up(
         list[str] | None, Option("--set", help="With --app: other values, such as num-rounds=5.")
     ] = None,
     folder: Annotated[
-        Path | None, Option("--dir", help="For keys and logs; else temporary, gone at a good end.")
+        Path | None,
+        Option(
+            "--dir", help="Folder for keys and logs; else a temporary one, removed after success."
+        ),
     ] = None,
     port: Annotated[int | None, Option(help="Of the SuperLink; else a free one.")] = None,
 ) -> None:

@@ -81,7 +81,7 @@ def conformance(
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Check that a method, or a transform, does what it must; ends with 1 if anything fails."""
+    """Check that a method, or a transform, keeps its promises; exits with 1 if anything fails."""
     from fedshuffle.config import imports
     from fedshuffle.testing import check, check_transform
 

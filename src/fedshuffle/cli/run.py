@@ -68,7 +68,7 @@ def run(
 ) -> None:
     """Train as a config file says, or resume a run.
 
-    A config runs the Python code that it names: run only those of people you trust. Ends with 1 if
+    A config runs the Python code that it names: run only those of people you trust. Exits with 1 if
     training diverged.
     """
     from fedshuffle import config as configs

@@ -35,11 +35,11 @@ DataFolder = Annotated[
 ]
 
 AVAILABILITIES = (
-    "Who is there to be sampled: independent:0.9,0.5, markov:on=0.1,off=0.2, cyclic:24:0.5,"
+    "Which clients are available: independent:0.9,0.5, markov:on=0.1,off=0.2, cyclic:24:0.5,"
     " groups:2:KIND, drifting:0.9:0.1, trace:FILE; +leaves:0.1, +drop."
 )
 PROBABILITIES = (
-    "Inclusion probabilities from who took part: estimate, estimate:fedau:50,"
+    "Estimate inclusion probabilities from who took part: estimate, estimate:fedau:50,"
     " estimate:ewma:0.05, estimate:bayes."
 )
 
