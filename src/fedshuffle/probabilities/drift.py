@@ -1,4 +1,4 @@
-r"""Whether clients come as ever, by counts in blocks of successive rounds."""
+r"""Whether participation drifts, by counts in blocks of successive rounds."""
 
 import numpy as np
 from numpy.typing import NDArray

@@ -35,7 +35,7 @@ class AmongAvailable(Sampling):
     """A sampling that draws among those who are there; ``p`` is that of both together.
 
     ``full`` takes all who are there, ``uniform:B`` takes B of them, ``stratified`` its number from
-    each stratum (all, if fewer), and ``independent`` and ``importance`` draw as ever, but only
+    each stratum (all, if fewer), and ``independent`` and ``importance`` draw among all, but only
     those take part who are there.
 
         >>> from fedshuffle.availability import Independent

@@ -5,7 +5,7 @@ clients:
 
 ===================================  =========================================================
 ``fixed:0.1`` or ``fixed:0.1,0.4``   seconds per local step
-``lognormal:0.1:1``                  seconds per step with this median; logarithms spread by 1
+``lognormal:0.1:1``                  log-normal seconds per step: median 0.1, sigma 1
 ``classes:0.7x0.1,0.3x1``            70% of the devices take 0.1 s per step, 30% take 1 s
 ``table:FILE``                       as measured: a CSV file with ``client,seconds`` and, if you
                                      like, ``latency,down,up``
