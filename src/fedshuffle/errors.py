@@ -110,13 +110,18 @@ def error_context(
 ) -> Iterator[None]:
     """Turn an error inside into a FedShuffleError that says where or why, in one line.
 
-    The context is put before the error's own words. It may also be a function of the error that
-    returns the whole message, or the error to raise. Errors that are not to catch pass.
+    The context is put before the error's own words, unless they begin with it. It may also be a
+    function of the error that returns the whole message, or the error to raise. Errors that are not
+    to catch pass.
 
     >>> with error_context("evaluation"):
     ...     1 / 0
     Traceback (most recent call last):
     fedshuffle.errors.FedShuffleError: evaluation: ZeroDivisionError: division by zero
+    >>> with error_context("clock", FedShuffleError):
+    ...     raise FedShuffleError("clock '0.1' cannot be read.")
+    Traceback (most recent call last):
+    fedshuffle.errors.FedShuffleError: clock '0.1' cannot be read.
     >>> with error_context(lambda error: f"cannot read 'x': {error.strerror}.", OSError):
     ...     open("/no/such/file")
     Traceback (most recent call last):
@@ -128,8 +133,8 @@ def error_context(
         if callable(context):
             raised = context(error)
         else:
-            own = isinstance(error, FedShuffleError)
-            raised = f"{context}: {error if own else user_error(error)}"
+            text = str(error) if isinstance(error, FedShuffleError) else user_error(error)
+            raised = text if text.startswith(f"{context} ") else f"{context}: {text}"
         raise raised if isinstance(raised, Exception) else FedShuffleError(raised) from error
 
 

@@ -1,4 +1,4 @@
-"""Step sizes over the rounds: a number, a function of the round, or a schedule by name.
+"""Step-size schedules: a number, a function of the round, or a schedule by name.
 
 A name is written ``NAME:STEP_SIZE``; ``warmup:ROUNDS+`` before it makes the step size grow evenly
 in the first rounds:
@@ -136,8 +136,8 @@ def parse(text: str) -> tuple[str, dict[str, Any]]:
         given = []
     if not given or len(given) > len(arguments) or (name == "drops" and len(given) > 1):
         raise FedShuffleError(
-            f"the schedule {text!r} cannot be read: write its step size after its name, such as"
-            f" '{full}:0.1'."
+            f"step-size schedule {text!r} cannot be read: write its step size after its name, such"
+            f" as '{full}:0.1'."
         )
     return full, dict(zip(arguments, given))
 
@@ -167,10 +167,10 @@ class NamedSchedule:
         given = {"rounds": self.rounds} if "rounds" in known else {}
         given |= self.arguments
         for key in given:
-            check_known(f"argument of schedule {self.name!r}", key, known)
+            check_known(f"argument of step-size schedule {self.name!r}", key, known)
         for key, parameter in known.items():
             if parameter.default is parameter.empty and key not in given:
-                raise FedShuffleError(f"schedule {self.name!r} needs {key!r}: add it.")
+                raise FedShuffleError(f"step-size schedule {self.name!r} needs {key!r}: add it.")
         made = schedule(**given)
         return made if warmup is None else warmed_up(made, warmup)
 
@@ -257,10 +257,10 @@ def _split(name: str) -> tuple[int | None, Callable[..., Callable[[int], float]]
     found = re.fullmatch("warmup:([0-9]+)", before)
     if plus and found is None:
         raise FedShuffleError(
-            f"the schedule {name!r} cannot be read: write 'warmup:10+{last}' for a step size"
+            f"step-size schedule {name!r} cannot be read: write 'warmup:10+{last}' for a step size"
             " that grows in the first 10 rounds."
         )
     if last not in SCHEDULES:
-        raise unknown("schedule", last, [*SCHEDULES, "warmup:ROUNDS+SCHEDULE"])
+        raise unknown("step-size schedule", last, [*SCHEDULES, "warmup:ROUNDS+SCHEDULE"])
     warmup = count(int(found[1]), "the number of rounds of the warm-up") if found else None
     return warmup, SCHEDULES[last]

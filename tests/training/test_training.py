@@ -518,7 +518,7 @@ def test_several_results_share_a_picture() -> None:
         ({"sampling": None}, "sampling"),
         ({"work": {}}, "work"),
         ({"method": 5}, "method"),
-        ({"step_size": "fast"}, "unknown schedule"),
+        ({"step_size": "fast"}, "unknown step-size schedule"),
         ({"evaluate": {"loss": 1}}, "evaluate"),
         ({"evaluate": lambda model: {"round": 1}}, "may not return 'round'"),
         ({"evaluate": lambda model: {"loss": "low"}}, "metric 'loss'"),
