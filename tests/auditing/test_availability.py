@@ -12,8 +12,7 @@ from scipy import stats
 from typer.testing import CliRunner
 
 from fedshuffle import Federation, FedShuffleError, audit, audit_server, methods
-from fedshuffle.auditing import estimation, expected_ratio
-from fedshuffle.auditing.adapters import read_log
+from fedshuffle.auditing import estimation, expected_ratio, read_log
 from fedshuffle.auditing.estimation import Observations, estimate
 from fedshuffle.availability import (
     Availability,

@@ -5,6 +5,7 @@ from fedshuffle.auditing.audit import audit
 from fedshuffle.auditing.blackbox import audit_server
 from fedshuffle.auditing.effective_weights import contributions
 from fedshuffle.auditing.findings import Finding
+from fedshuffle.auditing.logs import read_log
 from fedshuffle.auditing.privacy import PrivacyAudit, audit_privacy
 from fedshuffle.auditing.quadrature import expected_ratio
 from fedshuffle.auditing.result import Audit
@@ -23,4 +24,5 @@ __all__ = [
     "contributions",
     "expected_ratio",
     "measured_clipping",
+    "read_log",
 ]

@@ -146,7 +146,7 @@ def audit(
     as_json: AsJson = False,
 ) -> None:
     """Say which objective a method, or other people's code, really minimises."""
-    from fedshuffle.auditing.adapters import Aggregator, FlowerAggregator, read_log
+    from fedshuffle.auditing.adapters import Aggregator, FlowerAggregator
     from fedshuffle.auditing.privacy import print_privacy
     from fedshuffle.auditing.result import print_audit
     from fedshuffle.auditing.subject import ROUNDS
@@ -204,7 +204,7 @@ def audit(
         refuse_unused(context, ["epochs"], f"--steps {common}")
     objective = None if weights is None else _numbers(weights, "--weights")
     if log is not None:
-        result, _ = read_log(log, weights=objective, confidence=confidence)
+        result, _ = auditing.read_log(log, weights=objective, confidence=confidence)
     else:
         counts = {"draws": draws, "rounds": rounds, "channel": channel, "step_size": step_size}
         given: dict[str, Any] = {key: value for key, value in counts.items() if value is not None}
