@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from fedshuffle.auditing.audit import audit as audit
     from fedshuffle.auditing.blackbox import audit_server as audit_server
     from fedshuffle.auditing.result import Audit as Audit
-    from fedshuffle.config.runner import load_model as load_model
+    from fedshuffle.config.saved_model import load_model as load_model
     from fedshuffle.engines import Ray as Ray
     from fedshuffle.errors import FedShuffleError as FedShuffleError
     from fedshuffle.errors import TrainingError as TrainingError

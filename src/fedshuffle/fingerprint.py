@@ -116,6 +116,12 @@ def frozen(model: nn.Module) -> str:
     )
 
 
+def frozen_names(model: nn.Module) -> set[str]:
+    """The names of frozen parameters in a state_dict, also where two layers share one."""
+    every = model.named_parameters(remove_duplicate=False)
+    return {name for name, parameter in every if not parameter.requires_grad}
+
+
 def tensor(values: Tensor) -> str:
     """A digest of a tensor."""
     return _digest([_kind(values), _bytes(values)])

@@ -73,9 +73,10 @@ def reproduce(
         return
     if experiment == "steps-default":
         from fedshuffle.experiments import step_sizes
+        from fedshuffle.experiments.studies import csv_of
 
         rows = step_sizes.reproduce_default(out, data, progress=not as_json)
-        emit(as_json, rows, partial(print, step_sizes.csv_of(rows), end=""))
+        emit(as_json, rows, partial(print, csv_of(rows), end=""))
         return
     if experiment in ("availability", "stragglers"):
         require("demo", f"fedshuffle reproduce {experiment}")

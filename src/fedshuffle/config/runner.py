@@ -6,7 +6,6 @@ Beside the files of :mod:`fedshuffle.training.run_folder` the folder holds
     DIR/model.safetensors     the final model without frozen parameters, by its state_dict's names
 """
 
-import copy
 import functools
 import math
 import random
@@ -20,9 +19,7 @@ from typing import Any
 import numpy as np
 import safetensors.torch
 import torch
-from safetensors import SafetensorError
 from torch import nn
-from torch.nn.utils import vector_to_parameters
 
 import fedshuffle
 from fedshuffle import _files, devices, engines, fingerprint, losses, schedules, tuning
@@ -38,7 +35,7 @@ from fedshuffle.config.schema import (
     step_size_by_round,
 )
 from fedshuffle.engines import Loss
-from fedshuffle.errors import FedShuffleError, error_context, unknown
+from fedshuffle.errors import FedShuffleError, unknown
 from fedshuffle.federation import Federation
 from fedshuffle.methods import Method
 from fedshuffle.randomness import Purpose, generator, restored_generators
@@ -134,18 +131,9 @@ def tune(
             initial_model(config),
             parts.federation,
             loss=parts.loss,
-            rounds=config.rounds,
-            method=method(config),
-            sampling=sampling(config, parts.federation),
-            work=config.work,
-            step_size=step_size_by_round(config.step_size, config.rounds),
+            **_settings(config, parts.federation),
             server_step_size=None if server == 1.0 else server,  # from what is usual for the method
-            down_channel=config.down_channel,
-            **on_the_way(config),
-            **timing(config, parts.federation),
-            seed=config.seed,
             engine=engine,
-            device=config.device,
             share=share,
             out=out,
             progress=progress,
@@ -164,6 +152,22 @@ def command(folder: Path, address: str | None = None) -> str:
     return f"fedshuffle run --resume {shlex.quote(str(folder))}{where}"
 
 
+def _settings(config: Config, federation: Federation) -> dict[str, Any]:
+    """What a run is, and what short runs that tune it share with it."""
+    return {
+        "rounds": config.rounds,
+        "method": method(config),
+        "sampling": sampling(config, federation),
+        "work": config.work,
+        "step_size": step_size_by_round(config.step_size, config.rounds),
+        "down_channel": config.down_channel,
+        **on_the_way(config),
+        **timing(config, federation),
+        "seed": config.seed,
+        "device": config.device,
+    }
+
+
 def _train(
     config: Config,
     folder: RunFolder | None,
@@ -180,18 +184,9 @@ def _train(
             initial_model(config),
             parts.federation,
             loss=parts.loss,
-            rounds=config.rounds,
-            method=method(config),
-            sampling=sampling(config, parts.federation),
-            work=config.work,
-            step_size=step_size_by_round(config.step_size, config.rounds),
+            **_settings(config, parts.federation),
             server_step_size=step_size_by_round(config.server_step_size, config.rounds),
-            down_channel=config.down_channel,
-            **on_the_way(config),
-            **timing(config, parts.federation),
-            seed=config.seed,
             engine=engine,
-            device=config.device,
             evaluate=parts.evaluate,
             evaluate_every=config.evaluation.every if config.evaluation else 1,
             out=folder,
@@ -203,7 +198,7 @@ def _train(
             progress=progress,
         )
         if folder:
-            left_out, state = _frozen(result.model), result.model.state_dict()
+            left_out, state = fingerprint.frozen_names(result.model), result.model.state_dict()
             tensors = {
                 name: t.detach().cpu().contiguous().clone()
                 for name, t in state.items()
@@ -211,69 +206,6 @@ def _train(
             }
             _files.write_file(folder.path / "model.safetensors", safetensors.torch.save(tensors))
     return result
-
-
-def load_model(folder: Path | str, model: nn.Module | None = None) -> nn.Module:
-    """The model of a run as it was last saved, in evaluation mode and on the CPU.
-
-    The run's config makes the architecture, with the user's own modules; a run that was started by
-    :func:`fedshuffle.train` has no config, and needs a model. The parameters come from safetensors
-    files: nothing is unpickled.
-
-    Args:
-        folder: the folder of the run.
-        model: the architecture, with any parameters; it is not changed.
-
-    >>> import tempfile, torch
-    >>> from fedshuffle import Federation, losses, train
-    >>> data, out = Federation.from_arrays(torch.eye(3), sizes=[1, 2]), tempfile.mkdtemp() + "/run"
-    >>> loss = lambda model, x: (model(x) - x).square().mean()
-    >>> trained = train(nn.Linear(3, 3), data, loss=loss, rounds=2, out=out).model
-    >>> bool(torch.equal(load_model(out, nn.Linear(3, 3)).weight, trained.weight))
-    True
-    """
-    run, path = RunFolder(folder), repr(str(folder))
-    settings = run.settings()
-    if model is None:
-        with at(f"the model of {path} cannot be made; fix that, or give it as model=..."):
-            found = initial_model(loader.load(run.path / "config.toml"))
-    else:
-        expect(model, nn.Module, "model")
-        found = copy.deepcopy(model).cpu()
-    if fingerprint.architecture(found) != settings.get("model_sha256"):
-        raise FedShuffleError(
-            f"the model has other layers than the one that {path} trained. Give the same as"
-            " model=..., or put the modules of the run back as they were."
-        )
-    whole = run.path / "model.safetensors"
-    if whole.exists():  # also holds buffers
-        unreadable = f"{str(whole)!r} cannot be read; put back a copy of it"
-        with error_context(unreadable, (OSError, RuntimeError, SafetensorError)):
-            state = found.state_dict()
-            fixed = {name: state[name] for name in _frozen(found)}
-            found.load_state_dict({**fixed, **safetensors.torch.load_file(whole)})
-    if fingerprint.frozen(found) != settings.get("frozen_sha256"):
-        raise FedShuffleError(
-            f"the frozen parameters or buffers of the model are not those of {path}, which holds"
-            " only trained parameters. Give a model with the same."
-        )
-    latest = run.latest()
-    if latest is not None:  # a resumed run may be ahead of the last final model
-        trained = [p for p in found.parameters() if p.requires_grad]
-        vector_to_parameters(latest.x, trained)
-        for parameter in trained:  # do not share memory
-            parameter.data = parameter.data.clone()
-    elif not whole.exists():
-        raise FedShuffleError(
-            f"{path} holds neither a model nor a complete checkpoint: run it again."
-        )
-    return found.eval()
-
-
-def _frozen(model: nn.Module) -> set[str]:
-    """The names of frozen parameters in a state_dict, also where two layers share one."""
-    every = model.named_parameters(remove_duplicate=False)
-    return {name for name, parameter in every if not parameter.requires_grad}
 
 
 # The parts of a config ----------------------------------------------------------------------------
