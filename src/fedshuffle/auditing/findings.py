@@ -36,12 +36,12 @@ client {rarely} {least:.0%}.
     "deadline": """Late clients are dropped: client {fast} is in time in {most:.0%} of its rounds, \
 client {slow} in {least:.0%}.
         The weights are divided by the clients that came, so fast ones count more.
-        Divide by the inclusion probability, which knows who is in time{instead}, or set a later \
+        Divide by the inclusion probability, which includes being in time{instead}, or set a later \
 deadline.""",
     "over": """Only the first {keep} of {ask} clients count: of its rounds client {fast} is among \
 them in {most:.0%}, client {slow} in {least:.0%}.
         The weights are divided by the clients that came, so fast ones count more.
-        Divide by the inclusion probability, which knows who is fast{instead}, or take more of \
+        Divide by the inclusion probability, which depends on speed{instead}, or take more of \
 the updates.""",
     "arrival rates": """Client {often} arrives {times:.3g} times as often as client {rarely}.
         Every update moves the model, so a client counts by its rate.

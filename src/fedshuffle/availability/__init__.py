@@ -56,7 +56,7 @@ __all__ = [
 
 @dataclass(frozen=True)
 class _Population:
-    """What a text is read for: the clients, the rounds of the run, and where files are."""
+    """What the meaning of a text depends on: the clients, the rounds, and where files are."""
 
     clients: int
     rounds: int | None = None

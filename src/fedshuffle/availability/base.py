@@ -47,7 +47,7 @@ class Availability(abc.ABC):
     @abc.abstractmethod
     def at(self, round: int) -> "Availability":
         """An availability whose independent rounds all have the distribution of this round:
-        an ``Independent`` one, or ``Groups`` of one. Only such an availability is its own.
+        an ``Independent`` one, or ``Groups`` of one, which return themselves.
         """
 
     @abc.abstractmethod

@@ -116,9 +116,9 @@ class Groups(Availability):
 
 
 class Leaving(Availability):
-    """An availability of which asked clients leave before they answer, with a probability each.
+    """An availability in which clients that are asked may leave before they answer.
 
-    They take no part in the round then, as if they had not been asked.
+    Each leaves with its own probability, and then takes no part in the round.
 
         >>> Leaving(Independent([0.9, 0.5]), [0.1, 0.2]).leaves.tolist()
         [0.1, 0.2]

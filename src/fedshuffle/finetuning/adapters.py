@@ -1,4 +1,4 @@
-"""The LoRA adapters of a model, and FFA-LoRA, which freezes one half of them."""
+"""The LoRA adapters of a model, and FFA-LoRA, which freezes the factor A."""
 
 from collections.abc import Iterator
 from typing import Any, NamedTuple

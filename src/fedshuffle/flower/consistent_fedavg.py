@@ -171,7 +171,7 @@ class ConsistentFedAvg(FedAvg):  # type: ignore[misc]  # Flower is untyped here
         return {"round": self._round, **self.population.state()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from what :meth:`state_dict` returned: with the same clients, estimates and round.
+        """Continue from what :meth:`state_dict` returned: its clients, estimates and round.
 
         >>> strategy, resumed = (ConsistentFedAvg(response_probability="estimate") for _ in "ab")
         >>> resumed.load_state_dict(strategy.state_dict())

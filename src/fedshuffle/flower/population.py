@@ -184,7 +184,7 @@ class Population:
         )
 
     def drift_warnings(self, rounds: int) -> list[str]:
-        """What to warn of where no one probability was there to estimate."""
+        """A warning where participation drifted, so that there was no single probability."""
         every = [
             drift_warning(
                 past.estimate,
@@ -212,7 +212,7 @@ class Population:
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Go on from a state."""
+        """Continue from a state."""
         if (mine := self.state()["estimate"]) != (begun := state.get("estimate")):
             raise FedShuffleError(
                 f"the state is of a strategy with response_probability {begun}, and this one has"

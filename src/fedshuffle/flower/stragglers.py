@@ -78,7 +78,7 @@ def limits(
 
 
 def slow_clients_count_less(schedule: TrainingSchedule) -> str:
-    """What to warn of where nothing corrects for who is left out."""
+    """The warning where nothing corrects for clients that are left out."""
     return (
         f"schedule {str(schedule)!r} leaves out clients that are slow, so they count less than"
         ' meant. Use response_probability="estimate", or give the probability of each client to be'

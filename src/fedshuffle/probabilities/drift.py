@@ -83,7 +83,7 @@ def drift(counts: NDArray[np.int32] | FloatArray) -> float:
 
 
 def drift_warning(estimate: Estimate, drifted: float, what: str, setting: str) -> str:
-    """What to warn of, if an estimate that does not forget saw no one probability to estimate.
+    """The warning if participation drifted and the estimate does not forget; else nothing.
 
     >>> drift_warning(MovingRate(), np.inf, "who takes part", "probabilities")
     ''

@@ -59,7 +59,7 @@ class Participation:
         return drift(self._blocks.complete())
 
     def _advance(self, round: int) -> None:
-        """Have exactly the rounds before this one."""
+        """Count the rounds before this one, and no others."""
         if round < self._blocks.rounds:
             self._restart()
         while (now := self._blocks.rounds) < round:

@@ -49,7 +49,7 @@ class Replies:
         return float((1 + self._replied.counts.sum()) / (1 + self._asked.counts.sum()))
 
     def grow(self, clients: int) -> None:
-        """Have this many clients; new ones were never asked."""
+        """Add clients up to this number; new ones were never asked."""
         if not (new := clients - len(self)):
             return
         self._times = np.pad(self._times, (0, new))
@@ -73,12 +73,12 @@ class Replies:
         self._replied.add(replied)
 
     def missed(self, clients: IntArray) -> IntArray:
-        """To how many questions in a row clients have not replied until now."""
+        """The number of questions in a row, up to now, without a reply from each client."""
         found: IntArray = self._times[clients] - self._last[clients] - 1
         return found
 
     def forget(self, clients: IntArray) -> None:
-        """Be as if clients had never been asked."""
+        """Drop all that is known of clients, as if they had never been asked."""
         self._times[clients], self._last[clients], self._score[clients] = 0, -1, 0
         self._asked.counts[:, clients] = self._replied.counts[:, clients] = 0
 
@@ -105,7 +105,7 @@ class Replies:
         }
 
     def restore(self, state: Mapping[str, ArrayLike]) -> None:
-        """Go on from a state."""
+        """Continue from a state."""
         seen = np.asarray(state["clients"], dtype=np.int64)
         for name in ("times", "last", "score"):
             getattr(self, f"_{name}")[seen] = np.asarray(state[name])

@@ -36,7 +36,7 @@ _MOST_WORK = 4e7  # clients times nodes, or clients times tasks: about a minute
 
 
 class OverSelected(Sampling):
-    """The first K updates of M clients that are drawn uniformly; ``p`` knows who is fast.
+    """The first K updates of M clients that are drawn uniformly; ``p`` depends on speed.
 
     >>> from fedshuffle import LocalWork
     >>> from fedshuffle.timing import Clock

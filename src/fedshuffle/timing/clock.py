@@ -1,4 +1,4 @@
-r"""How long a client takes: a clock of devices and networks, without which rounds are not time.
+r"""A clock: how long each client's device and network take for a task.
 
 A task of client i with :math:`\tau` local steps takes
 

@@ -24,7 +24,7 @@ _TABLE = ("seconds", "latency", "down", "up")
 
 @dataclass(frozen=True)
 class _Population:
-    """What a text is read for: the clients, and where files are."""
+    """What the meaning of a text depends on: the clients, and where files are."""
 
     clients: int
     ids: Sequence[Hashable]

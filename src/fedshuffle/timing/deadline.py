@@ -22,7 +22,7 @@ Finished = Callable[[int, int, IntArray], BoolArray]
 
 
 class InTime(Availability):
-    """An availability of which an asked client takes part only if it is in time.
+    """An availability in which a client that is asked must also be in time to take part.
 
     ``chance`` is the probability of each client to be in time, and ``finished`` says who is.
 

@@ -21,7 +21,7 @@ Key = tuple[float, float, int, int]
 
 
 def key(trial: Trial) -> Key:
-    """What a trial is known by."""
+    """What tells a trial apart from others."""
     return trial.step_size, trial.server_step_size, trial.rounds, trial.stage
 
 
