@@ -225,9 +225,7 @@ def drifts(table: Table) -> float:
     return past_of(table.tolist(), BetaRate()).drift(len(table))
 
 
-def markov(
-    rng: np.random.Generator, rounds: int, on: FloatArray, off: float | FloatArray
-) -> Table:
+def markov(rng: np.random.Generator, rounds: int, on: FloatArray, off: float | FloatArray) -> Table:
     there, rows = rng.random(len(on)) < on / (on + off), []
     for u in rng.random((rounds, len(on))):
         there = u < np.where(there, 1 - off, on)
