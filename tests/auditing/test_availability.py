@@ -266,12 +266,23 @@ def test_estimates_over_correlated_rounds_are_those_of_a_long_run() -> None:
     want = CLIENTS.weights / pieces
     want /= want.sum()
     assert found.standard_errors is not None
-    assert found.standard_errors.max() < 0.01
+    assert found.standard_errors.max() < 0.02
     assert (np.abs(found.effective_weights - want) < 5 * found.standard_errors).all()
     assert (found.exact, found.consistent) == (False, False)
     drifting = audit(CLIENTS, "fedau", availability="drifting:0.9:0.1")
     assert not drifting.exact  # as if it did not drift
     assert audit(CLIENTS, "fedau", availability="independent:0.9,0.5,0.2").exact
+
+
+@pytest.mark.parametrize("rule", ["fedau:5", "ewma:0.2"])
+def test_errors_of_estimates_over_correlated_rounds_are_those_between_seeds(rule: str) -> None:
+    """Errors from within a run must include what all its rounds share: FedAU never forgets."""
+    there = Markov([0.05, 0.3, 0.02], [0.02, 0.3, 0.2])
+    settings: Any = {"availability": there, "probabilities": f"estimate:{rule}", "draws": 3200}
+    found = [audit(CLIENTS, "fedshuffle", seed=seed, **settings) for seed in range(12)]
+    between = np.std([one.effective_weights for one in found], axis=0, ddof=1)
+    within = np.mean([one.standard_errors for one in found], axis=0)
+    assert (np.abs(np.log(within / between)) < np.log(1.8)).all(), (within, between)
 
 
 def test_a_drift_and_a_schedule_weigh_by_step_sizes() -> None:
