@@ -493,6 +493,23 @@ def test_a_log_reports_drift_by_window(tmp_path: Path) -> None:
     assert found.findings == ()
 
 
+def test_large_steps_at_first_hide_no_drift(tmp_path: Path) -> None:
+    """Step sizes fall like a cosine, and the last quarter has hardly any of what the model moves:
+    its error is that of its own batches.
+    """
+    rng, rows = np.random.default_rng(1), []
+    for t in range(400):
+        q = {"ann": 0.9 - 0.8 * t / 400, "bob": 0.1 + 0.8 * t / 400, "cyd": 0.5}
+        there = [name for name, chance in q.items() if rng.random() < chance]
+        size = 0.01 + (1 + math.cos(math.pi * t / 400)) / 2
+        rows += [f"{t},{name},1,1,{1 / len(there)},{size}" for name in there]
+    header = "round,client,size,steps,weight,step_size"
+    found, _ = read_log(_write(tmp_path / "log.csv", rows, header))
+    assert found.windows[-1].share < 0.1
+    (finding,) = [f for f in found.findings if "changes over the rounds" in f.what]
+    assert "client bob" in finding.what
+
+
 def test_a_log_weighs_rounds_by_their_step_sizes(tmp_path: Path) -> None:
     """The two clients of two halves, with the step sizes of the log."""
     sizes = [0.01 + 0.99 * (1 + math.cos(math.pi * t / 100)) / 2 for t in range(100)]
