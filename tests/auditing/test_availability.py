@@ -265,12 +265,23 @@ def test_estimates_over_correlated_rounds_are_those_of_a_long_run() -> None:
     want = CLIENTS.weights / pieces
     want /= want.sum()
     assert found.standard_errors is not None
-    assert found.standard_errors.max() < 0.01
+    assert found.standard_errors.max() < 0.02
     assert (np.abs(found.effective_weights - want) < 5 * found.standard_errors).all()
     assert (found.exact, found.consistent) == (False, False)
     drifting = audit(CLIENTS, "fedau", availability="drifting:0.9:0.1")
     assert not drifting.exact  # as if it did not drift
     assert audit(CLIENTS, "fedau", availability="independent:0.9,0.5,0.2").exact
+
+
+@pytest.mark.parametrize("rule", ["fedau:5", "ewma:0.2"])
+def test_errors_of_estimates_over_correlated_rounds_are_those_between_seeds(rule: str) -> None:
+    """Errors from within a run must include what all its rounds share: FedAU never forgets."""
+    there = Markov([0.05, 0.3, 0.02], [0.02, 0.3, 0.2])
+    settings: Any = {"availability": there, "probabilities": f"estimate:{rule}", "draws": 3200}
+    found = [audit(CLIENTS, "fedshuffle", seed=seed, **settings) for seed in range(12)]
+    between = np.std([one.effective_weights for one in found], axis=0, ddof=1)
+    within = np.mean([one.standard_errors for one in found], axis=0)
+    assert (np.abs(np.log(within / between)) < np.log(1.8)).all(), (within, between)
 
 
 def test_a_drift_and_a_schedule_weigh_by_step_sizes() -> None:
@@ -479,6 +490,23 @@ def test_a_log_reports_drift_by_window(tmp_path: Path) -> None:
     steady = [f"{t},{name},1,1,0.5" for t in range(400) for name in "ab"]
     found, _ = read_log(_write(tmp_path / "steady.csv", steady))
     assert found.findings == ()
+
+
+def test_large_steps_at_first_hide_no_drift(tmp_path: Path) -> None:
+    """Step sizes fall like a cosine, and the last quarter has hardly any of what the model moves:
+    its error is that of its own batches.
+    """
+    rng, rows = np.random.default_rng(1), []
+    for t in range(400):
+        q = {"ann": 0.9 - 0.8 * t / 400, "bob": 0.1 + 0.8 * t / 400, "cyd": 0.5}
+        there = [name for name, chance in q.items() if rng.random() < chance]
+        size = 0.01 + (1 + math.cos(math.pi * t / 400)) / 2
+        rows += [f"{t},{name},1,1,{1 / len(there)},{size}" for name in there]
+    header = "round,client,size,steps,weight,step_size"
+    found, _ = read_log(_write(tmp_path / "log.csv", rows, header))
+    assert found.windows[-1].share < 0.1
+    (finding,) = [f for f in found.findings if "changes over the rounds" in f.what]
+    assert "client bob" in finding.what
 
 
 def test_a_log_weighs_rounds_by_their_step_sizes(tmp_path: Path) -> None:

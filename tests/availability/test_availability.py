@@ -99,12 +99,6 @@ def test_a_slow_chain_forgets_as_its_rates_say() -> None:
         assert abs((now == before).mean() - expected) < 5 * spread
 
 
-def test_a_chain_that_always_changes_state_alternates() -> None:
-    chain = Markov([1.0], [1.0])
-    seen = [bool(chain.available(3, round, np.array([0]))[0]) for round in range(6)]
-    assert seen in ([True, False] * 3, [False, True] * 3)
-
-
 def test_hashed_numbers_are_uniform_and_independent() -> None:
     numbers = uniforms(
         7, Purpose.AVAILABILITY, round=np.arange(200)[:, None], client=np.arange(500)
@@ -196,6 +190,7 @@ def test_texts_name_availabilities(tmp_path: Path) -> None:
         ("markov:on=0.1", "write 'markov"),
         ("markov:0.1,0.2", "write 'markov"),
         ("markov:on=0,off=0", "neither comes nor goes"),
+        ("markov:on=0.5,1,0.5,off=1", "client 1 always changes.*cyclic:2:0.5"),
         ("markov:on=0.1,off=0.2,up=3", "write 'markov"),
         ("cyclic:0:0.5", "period"),
         ("cyclic:24:1.5", "share of a day"),

@@ -10,7 +10,7 @@ from fedshuffle import Federation, LocalWork, methods
 from fedshuffle.errors import FedShuffleError
 from fedshuffle.privacy import AdaptiveClip, AdaptiveClipping, Mechanism, Privacy, bind
 from fedshuffle.privacy.adaptive import sum_noise
-from fedshuffle.sampling import Independent
+from fedshuffle.sampling import Full, Independent, among_available
 from fedshuffle.transforms import ClientContext, ServerContext
 
 QUIET = AdaptiveClip(2.0, noise=1e-9, largest_weight=1.0, expected_cohort=4.0, rate=0.5)
@@ -90,6 +90,16 @@ def test_sum_and_count_together_cost_the_noise_multiplier() -> None:
     assert 1 / moved == pytest.approx(1.2)
     plain = mechanism(Privacy(clip=0.1, noise=1.2))
     assert found.budget.spent(5) == pytest.approx(plain.budget.spent(5))
+
+
+def test_clients_that_were_dropped_are_not_expected() -> None:
+    federation, method = Federation.from_sizes([5] * 4), methods.get("fedshuffle")
+    sampling = among_available(Full(4), "independent:0.5,0.5,0,0+drop", federation)
+    workload = method.local_work(LocalWork()).on(federation.sizes)
+    privacy = Privacy(clip=0.1, noise=1.2, adaptive=AdaptiveClipping(count_noise=1.0))
+    (transform,) = bind(privacy, method, federation, sampling, workload, rounds=5).transforms
+    assert isinstance(transform, AdaptiveClip)
+    assert transform.expected_cohort == pytest.approx(0.5 + 0.5)
 
 
 def test_a_count_that_takes_all_of_the_budget_is_refused() -> None:

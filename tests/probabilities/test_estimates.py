@@ -225,7 +225,7 @@ def drifts(table: Table) -> float:
     return past_of(table.tolist(), BetaRate()).drift(len(table))
 
 
-def markov(rng: np.random.Generator, rounds: int, on: FloatArray, off: float) -> Table:
+def markov(rng: np.random.Generator, rounds: int, on: FloatArray, off: float | FloatArray) -> Table:
     there, rows = rng.random(len(on)) < on / (on + off), []
     for u in rng.random((rounds, len(on))):
         there = u < np.where(there, 1 - off, on)
@@ -247,6 +247,18 @@ def test_a_stationary_population_is_hardly_ever_called_a_drifting_one(clients: i
     tables = [rng.random((200, clients)) < p for _ in range(60)]
     tables += [markov(rng, 200, 0.4 * p, 0.3) for _ in range(60)]
     assert sum(drifts(table) > 1 for table in tables) <= 2
+
+
+def test_clients_that_stay_for_longer_than_a_block_are_no_drift() -> None:
+    """A chain forgets in 20 rounds here, and blocks have 16: by the variance of blocks that seems
+    to be a drift in most tables.
+    """
+    rng, p = np.random.default_rng(0), np.linspace(0.05, 0.9, 50)
+    slow = [markov(rng, 240, 0.05 * p, 0.05 * (1 - p)) for _ in range(40)]
+    assert sum(drifts(table) > 1 for table in slow) <= 2
+    t = np.linspace(-0.5, 0.5, 240)[:, None] * 0.3 * np.where(np.arange(50) % 2, 1, -1)
+    moving = [rng.random((240, 50)) < np.clip(p + t, 0, 1) for _ in range(20)]
+    assert all(drifts(table) > 1 for table in moving)
 
 
 def test_drifts_are_found() -> None:

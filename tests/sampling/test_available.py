@@ -174,6 +174,8 @@ def test_a_client_that_is_never_there_is_refused_or_dropped_knowingly() -> None:
     for text in ("independent:0.5,0,1", "markov:on=0.1,0,0.1,off=0.1", "cyclic:4:0"):
         with pytest.raises(FedShuffleError, match=r"never available.*cannot be minimised.*drop"):
             among_available(Full(3), text, clients)
+    with pytest.raises(FedShuffleError, match="nobody is ever available"):
+        among_available(Full(3), "independent:0+drop", clients)
     found = among_available(Uniform(3, 2), "independent:0.5,0,1+drop", clients)
     np.testing.assert_allclose(found.inclusion, [0.5, 0.0, 1.0], atol=1e-12)
     assert found.p[1] == 1  # never used: no cohort holds the client

@@ -181,6 +181,8 @@ def test_what_has_no_probabilities_to_estimate_is_refused() -> None:
         train(model(), CLIENTS, rounds=1, method="fedavg", probabilities="estimate", **SETTINGS)
     with pytest.raises(FedShuffleError, match=r"fedau\+fedavg does not divide"):
         methods.get("fedau+fedavg")
+    with pytest.raises(FedShuffleError, match=r"leave probabilities out.*as fedshuffle, fedau\.$"):
+        methods.get("mifa").with_probabilities("estimate")  # nor does mifa+fedshuffle
     private = Privacy(clip=1.0, noise=1.0)
     with pytest.raises(FedShuffleError, match="estimates inclusion probabilities"):
         train(model(), CLIENTS, rounds=1, method="fedau", privacy=private, **SETTINGS)

@@ -13,14 +13,14 @@ from typing import Any
 import numpy as np
 
 from fedshuffle._arrays import FloatArray, IntArray
-from fedshuffle.auditing.estimation import BATCHES, error_of_mean, positive_sum
+from fedshuffle.auditing.estimation import BATCHES, error_of_mean, errors_of_shares
 from fedshuffle.auditing.quadrature import expected_ratio
 from fedshuffle.auditing.subject import Subject
 from fedshuffle.errors import FedShuffleError, NotAuditableError
 from fedshuffle.methods import Cohort, CohortMoments, InclusionProbability, Method, SumOne
 from fedshuffle.methods.averaging import RatioOfSums, objective_weight, steps_of_the_longest
 from fedshuffle.methods.directions import gradient_weights
-from fedshuffle.probabilities import Participation
+from fedshuffle.probabilities import Participation, TruncatedIntervals
 from fedshuffle.randomness import Purpose, generator
 from fedshuffle.sampling import AmongAvailable, Cohorts, One, Sampling
 from fedshuffle.sampling.base import MAX_COHORTS, EqualPairCorrelation
@@ -315,39 +315,42 @@ def monte_carlo(subject: Subject, seed: int, draws: int) -> tuple[FloatArray, Fl
 def over_successive_rounds(
     subject: Subject, seed: int, rounds: int
 ) -> tuple[FloatArray, FloatArray]:
-    """Effective weights, not normalised, where probabilities are estimated from correlated rounds,
-    and their standard errors: ``p_i`` times the mean contribution in rounds with client i.
+    r"""Effective weights, not normalised, where probabilities are estimated from correlated rounds,
+    and their standard errors.
+
+    Client i counts :math:`p_i` times its mean contribution in the rounds with it. Truncated
+    intervals remember all rounds, so their error never averages out within a run. But their weight
+    :math:`1 / \hat p` tends to ``E[T] / E[ceil(T / K)]``, and :math:`p_i = 1 / E[T]` by Kac, so the
+    client counts its mean contribution per weight over the mean number of pieces.
     """
-    estimate, sampling, n = (
-        subject.method.averaging.estimate,
-        subject.sampling,
-        len(subject.sampling),
-    )
+    rule, sampling, n = subject.method.averaging, subject.sampling, len(subject.sampling)
+    estimate, intervals = rule.estimate, isinstance(rule.estimate, TruncatedIntervals)
     assert estimate is not None
     past, each = Participation(n, estimate, partial(sampling.draw, seed)), rounds // BATCHES
     values, chances = subject.workload.possible_steps
-    moved, seen = np.zeros((2, BATCHES, n))
-    for round in range(each, each + BATCHES * each):  # estimates settle in the rounds before
+    last, moved, counted = np.full(n, -1), *np.zeros((2, BATCHES, n))
+    for round in range(each + BATCHES * each):
         members = sampling.draw(seed, round)
-        if not len(members):
+        gap, last[members] = round - last[members], round
+        if not len(members) or round < each:  # in which estimates settle
             continue
         rng = generator(seed, Purpose.MONTE_CARLO, round=round)
         planned = values[members, rng.choice(len(chances), size=len(members), p=chances)]
         steps = subject.workload.cohort_steps(planned)
-        cohort = subject.cohort(members, steps, seed, round)
-        cohort = replace(cohort, probability=past.probabilities(round, members))
-        batch = round // each - 1
+        cohort, batch = subject.cohort(members, steps, seed, round), round // each - 1
+        if intervals:
+            counted[batch, members] += estimate.updated(np.zeros(len(members)), gap)
+            cohort = replace(cohort, probability=np.ones(len(members)))
+        else:
+            counted[batch, members] += 1 / sampling.inclusion[members]
+            cohort = replace(cohort, probability=past.probabilities(round, members))
         moved[batch, members] += contributions(subject.method, cohort)
-        seen[batch, members] += 1
-    count, w = seen.sum(axis=0), subject.federation.weights
-    mean = moved.sum(axis=0) / np.maximum(count, 1)
-    share = sampling.inclusion / np.maximum(count, 1)
-    raw, apart = sampling.inclusion * mean, (moved - mean * seen) * share
+    count, w = counted.sum(axis=0), subject.federation.weights
     never = (count == 0) & (sampling.inclusion > 0)
-    raw[never] = w[never] * raw.sum() / max(w[count > 0].sum(), 1e-300)
-    weights = raw / positive_sum(raw)
-    apart = (apart - weights * apart.sum(axis=1, keepdims=True)) / raw.sum()
-    errors = error_of_mean(apart) * BATCHES
+    count = np.maximum(count, 1e-300)
+    raw = moved.sum(axis=0) / count
+    errors = errors_of_shares(raw / BATCHES + (moved - raw * counted) / count)
+    raw[never] = w[never] * raw.sum() / max(w[~never].sum(), 1e-300)
     errors[never] = w[never]
     return raw, errors
 

@@ -129,28 +129,17 @@ def _ratio(
 
 
 def _correlated(found: WeightEstimate, seen: Observations) -> WeightEstimate:
-    """Errors that hold if successive rounds are correlated, for much less long than a batch.
-
-    Batch b of K rounds moves ``w_i`` by ``sum_k (v_ki - w_i sum_j v_kj) / (K sum_j P_j)``; the
-    variance of the sum over batches follows from their spread and from how alike neighbours are.
-    """
-    n, k, weights = len(found.weights), seen.rounds, found.weights
+    """Errors that hold if successive rounds are correlated, for much less long than a batch."""
+    n, k = len(found.weights), seen.rounds
     batches = min(LOG_BATCHES, k // 2)
     if batches < _FEW:
         return found
     batch = seen.round * batches // k
     cells = np.bincount(batch * n + seen.client, seen.contribution, batches * n)
-    moved = cells.reshape(batches, n)
-    residuals = moved - weights * moved.sum(axis=1, keepdims=True)
-    whole = positive_sum(moved.sum(axis=0).astype(np.float64))
-    squares = (residuals**2).sum(axis=0)
-    alike = (residuals[1:] * residuals[:-1]).sum(axis=0) / np.where(squares > 0, squares, 1.0)
-    variance = batches * residuals.var(axis=0, ddof=1) * (1 + 2 * np.maximum(alike, 0.0))
-    spread = np.sqrt(variance) / whole
-    spread[spread <= 1e-12 * np.abs(weights)] = 0.0  # rounding alone
+    spread = errors_of_shares(cells.reshape(batches, n))
     larger = spread > found.errors
     freedom = np.where(larger, np.minimum(found.freedom, batches - 1.0), found.freedom)
-    return WeightEstimate(weights, np.where(larger, spread, found.errors), freedom)
+    return WeightEstimate(found.weights, np.where(larger, spread, found.errors), freedom)
 
 
 def _cautious(found: WeightEstimate, count: FloatArray, spread: FloatArray) -> WeightEstimate:
@@ -198,6 +187,25 @@ def proportions(seen: Observations, n: int) -> FloatArray:
             break
     fitted: FloatArray = np.exp(x - x.max())
     return fitted
+
+
+def errors_of_shares(batches: FloatArray) -> FloatArray:
+    """The standard errors of the shares of the columns in the sum of all, from batches of
+    successive rounds.
+
+    Batch b moves the share ``w_i`` by ``(m_bi - w_i sum_j m_bj) / sum_b sum_j m_bj``; the variance
+    of the sum over batches follows from their spread and from how alike neighbours are.
+    """
+    moved = batches.sum(axis=0)
+    whole = positive_sum(moved)
+    weights = moved / whole
+    residuals = batches - weights * batches.sum(axis=1, keepdims=True)
+    squares = (residuals**2).sum(axis=0)
+    alike = (residuals[1:] * residuals[:-1]).sum(axis=0) / np.where(squares > 0, squares, 1.0)
+    variance = len(batches) * residuals.var(axis=0, ddof=1) * (1 + 2 * np.maximum(alike, 0.0))
+    errors: FloatArray = np.sqrt(variance) / whole
+    errors[errors <= 1e-12 * np.abs(weights)] = 0.0  # rounding alone
+    return errors
 
 
 def error_of_mean(batches: FloatArray) -> FloatArray:

@@ -100,17 +100,21 @@ def log_windows(seen: Observations, names: Sequence[str], n: int) -> tuple[Windo
     batch = seen.round * LOG_BATCHES // seen.rounds
     cells = np.bincount(batch * n + seen.client, seen.contribution, LOG_BATCHES * n)
     batches = cells.reshape(LOG_BATCHES, n)
+    totals = batches.sum(axis=1, keepdims=True)
+    shares = batches / np.where(totals > 0, totals, 1.0)  # so that large steps hide no small ones
+    apart = np.diff(shares, axis=0)[((totals[1:] > 0) & (totals[:-1] > 0))[:, 0]]
+    spread = np.sqrt((apart**2).mean(axis=0) / 2) if len(apart) else np.full(n, np.inf)
     each = LOG_BATCHES // WINDOWS
     windows = []
     for begin in range(0, LOG_BATCHES, each):
-        moved = batches[begin : begin + each].sum(axis=0)
+        part = slice(begin, begin + each)
+        moved = batches[part].sum(axis=0)
         if not moved.sum() > 0:
             continue
-        weights = moved / moved.sum()
-        apart = np.diff(batches - weights * batches.sum(axis=1, keepdims=True), axis=0)
-        errors = np.sqrt(each * (apart**2).mean(axis=0) / 2) / moved.sum()
+        weights, counted = moved / moved.sum(), totals[part] / moved.sum()
         first, end = (-(-k * seen.rounds // LOG_BATCHES) for k in (begin, begin + each))
         share = float(moved.sum() / batches.sum())
+        errors = spread * float(np.sqrt((counted**2).sum()))
         windows.append(Window(names[first], names[end - 1], share, weights, errors))
     return tuple(windows)
 

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from fedshuffle import kernel
 from fedshuffle._arrays import FloatArray
-from fedshuffle.auditing.estimation import BATCHES, error_of_mean, positive_sum
+from fedshuffle.auditing.estimation import BATCHES, errors_of_shares
 from fedshuffle.auditing.subject import Subject
 from fedshuffle.engines.base import Gathered, transformed_gradients
 from fedshuffle.kernel import Answer, ClientTask, FullGradient, LocalTraining, Request
@@ -152,5 +152,4 @@ def simulated_weights(subject: Subject, seed: int, rounds: int) -> tuple[FloatAr
             state = clients.run_round(state)
         moves.append((before - state.x).numpy() / (each * _STEP_SIZE))
     moves = moves[1:]  # in the first batch the state settles
-    mean = np.mean(moves, axis=0)
-    return mean, error_of_mean(np.stack(moves) / positive_sum(mean))
+    return np.mean(moves, axis=0), errors_of_shares(np.stack(moves))

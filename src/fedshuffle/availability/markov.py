@@ -23,8 +23,6 @@ from fedshuffle.availability.independent import Independent
 from fedshuffle.errors import FedShuffleError
 from fedshuffle.randomness import Purpose, uniforms
 
-_NEVER = 1e-300  # the rate of a chain that never draws: on = off = 1 alternates
-
 
 class Markov(Availability):
     """A client that is away comes with probability ``on`` per round, one that is there goes with
@@ -42,6 +40,12 @@ class Markov(Availability):
                 f"client {client} neither comes nor goes (on and off are 0), so nothing says"
                 " whether it is there: give it an on rate to be there always, an off rate to be"
                 " there never."
+            )
+        for client in np.flatnonzero(self.on + self.off == 2).tolist():
+            raise FedShuffleError(
+                f"client {client} always changes (on and off are 1): it is there in every second"
+                " round, and which clients it meets never changes, so its probability does not"
+                " describe a run. Write 'cyclic:2:0.5', or smaller rates."
             )
 
     def __repr__(self) -> str:
@@ -65,7 +69,7 @@ class Markov(Availability):
         clients = np.asarray(clients, dtype=np.int64)
         on, off = self.on[clients], self.off[clients]
         changes = on + off > 1
-        rate = np.maximum(np.where(changes, (1 - on) + (1 - off), on + off), _NEVER)
+        rate = np.where(changes, (1 - on) + (1 - off), on + off)
         drawn = self._last_draw(seed, round, clients, rate)
         first = drawn < 0  # not drawn since round 0: as it was before
         there = np.where(first, on / (on + off), np.where(changes, 1 - off, on) / rate)

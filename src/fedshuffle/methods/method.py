@@ -148,10 +148,13 @@ class Method:
             return self
         estimate = resolve_estimate(probabilities)
         if not isinstance(self.averaging.normaliser, InclusionProbability):
+            other = (
+                "" if self.direction.remembers else f", or {self.name.partition('+')[0]}+fedshuffle"
+            )
             raise FedShuffleError(
                 f"{self.name} does not divide by inclusion probabilities, so there is nothing to"
-                f" estimate: use a method that does, as fedshuffle, fedau, or"
-                f" {self.name.partition('+')[0]}+fedshuffle."
+                f" estimate: leave probabilities out, or use a method that does, as fedshuffle,"
+                f" fedau{other}."
             )
         normaliser = InclusionProbability(estimate)
         return dataclasses.replace(

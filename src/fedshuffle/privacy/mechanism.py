@@ -122,7 +122,7 @@ def bind(
     else:
         weights = largest_weights(method, federation, sampling, workload) / response_probability
     largest = float(weights.max())
-    cohort, count_noise = float((sampling.p * response_probability).sum()), math.inf
+    cohort, count_noise = float((sampling.inclusion * response_probability).sum()), math.inf
     if privacy.adaptive is not None:
         given = privacy.adaptive.count_noise
         count_noise = cohort / 20 if given is None else given

@@ -10,6 +10,7 @@ _BLOCKS = 24  # all equally long; when they are full, pairs are joined
 _SHORTEST = 4  # rounds of a block to judge by
 _PAIRS = 6  # of blocks to judge by; there are 12 blocks after some were joined
 _INDEPENDENT = 10  # clients at most that are taken to come and go independently
+_SWINGS = 12  # slow swings to judge chance by, over all clients; at least 2 of each
 _CHANCE = 1e-3  # that a stationary population is called a drifting one
 
 
@@ -48,17 +49,23 @@ def drift(counts: NDArray[np.int32] | FloatArray) -> float:
 
     Blocks are compared in pairs: with counts :math:`N_{ki}` of client i in block k of successive
     rounds, and the differences :math:`D_{ki} = N_{k + s, i} - N_{ki}` of m pairs of different
-    blocks, whose mean is :math:`\bar D_i`,
+    blocks, the mean :math:`\bar D_i` is compared with the slowest swings of the differences,
 
-    .. math:: F = m \sum_i \bar D_i^2 \Big/ \frac{1}{m - 1} \sum_{k, i} (D_{ki} - \bar D_i)^2
+    .. math:: F = m \sum_i \bar D_i^2 \Big/ \frac{1}{B} \sum_i \sum_{j=1}^{B} \Big(
+              \sqrt{\tfrac{2}{m}} \sum_{k=1}^{m} D_{ki} \cos \tfrac{\pi j (k - 1/2)}{m} \Big)^2.
 
-    has an F distribution if blocks are longer than the time for which rounds are correlated.
-    The result is F divided by the value that chance exceeds once in a thousand times, if at
-    least ten clients, or all, come and go independently.
+    That has an F distribution if rounds are correlated for much less long than the run. B is 2, and
+    larger for few clients: with all swings, B = m - 1, the denominator would be the variance of the
+    differences, and clients that stay for longer than a block would look like a drift. The result
+    is F divided by the value that chance exceeds once in a thousand times, if at least ten clients,
+    or all, come and go independently.
 
     An even drift makes all differences of a client equal, so it does not hide itself. Neither does
     the swing of day and night: s is a multiple of three and blocks have 8, 16, ... rounds, so that
     a day of 24 rounds, or of 48 or 96, is compared with itself at the same time of day.
+
+    Reference: Lazarus, Lewis, Stock and Watson, HAR Inference: Recommendations for Practice, 2018,
+    for the variance by cosines.
 
     >>> drift(np.repeat([[4], [0]], 6, axis=0))
     inf
@@ -70,16 +77,20 @@ def drift(counts: NDArray[np.int32] | FloatArray) -> float:
     first = len(counts) - apart - pairs
     changes = (counts[-pairs:] - counts[first : first + pairs]).astype(np.float64)
     means = changes.mean(axis=0)
-    within = ((changes - means) ** 2).sum(axis=0) / (pairs - 1)
     between = pairs * means**2
-    varied = int(np.count_nonzero(within + between))
-    if not varied or not within.any():
-        return np.inf if varied else 0.0
+    varied = int(np.count_nonzero(np.ptp(changes, axis=0) + between))
+    alone = min(varied, _INDEPENDENT)
+    if not varied:
+        return 0.0
+    swings = min(max(2, -(-_SWINGS // alone)), pairs - 1)
+    angles = np.pi * np.outer(np.arange(1, swings + 1), np.arange(pairs) + 0.5) / pairs
+    within = 2 / pairs * ((np.cos(angles) @ (changes - means)) ** 2).sum() / swings
+    if not within:
+        return np.inf
     from scipy.special import fdtri  # a third of a second to import: only when needed
 
-    alone = min(varied, _INDEPENDENT)
-    limit = fdtri(alone, (pairs - 1) * alone, 1 - _CHANCE)
-    return float(between.sum() / within.sum() / limit)
+    limit = fdtri(alone, swings * alone, 1 - _CHANCE)
+    return float(between.sum() / within / limit)
 
 
 def drift_warning(estimate: Estimate, drifted: float, what: str, setting: str) -> str:
@@ -91,7 +102,7 @@ def drift_warning(estimate: Estimate, drifted: float, what: str, setting: str) -
     if isinstance(estimate, MovingRate) or drifted <= 1:
         return ""
     return (
-        f"{what}, more than by chance, so estimated inclusion probabilities are wrong: a client"
-        f" counts by when it was there, too. Use {setting} 'estimate:ewma:0.05', which follows a"
-        " slow drift, and a constant step size."
+        f"{what}, more than by chance unless clients come and go very slowly, so estimated"
+        " inclusion probabilities are wrong: a client counts by when it was there, too. Use"
+        f" {setting} 'estimate:ewma:0.05', which follows a slow drift, and a constant step size."
     )

@@ -160,6 +160,8 @@ def among_available(
         return sampling
     there = availabilities.resolve(availability, federation, rounds, folder)
     found = AmongAvailable(sampling, there)
+    if there.drop and not found.inclusion.any():
+        raise FedShuffleError(f"nobody is ever available ({there!r}), so there is nobody to train.")
     for i in np.flatnonzero(found.p == 0).tolist():
         raise FedShuffleError(
             f"client {federation.ids[i]} is never available ({there!r}), so its"
