@@ -61,6 +61,7 @@ def test_classes_of_torch_go_by_their_name() -> None:
     given = LocalOptimiser(torch.optim.AdamW, {"betas": (0.8, 0.95), "weight_decay": 0})
     assert given == LocalOptimiser.read("adamw:weight_decay=0.0,beta1=0.8,beta2=0.95")
     assert LocalWork(optimiser=torch.optim.SGD).optimiser == LocalOptimiser("sgd")
+    assert LocalOptimiser.read(" AdamW : beta1 = 0.8 ") == LocalOptimiser("adamw", {"beta1": 0.8})
     whole, real = (LocalOptimiser("rmsprop", {"alpha": one}) for one in (1, 1.0))
     assert whole == real
     assert hash(whole) == hash(real)
@@ -102,6 +103,37 @@ def test_broken_texts_and_options_of_torch_are_refused_before_training() -> None
     for text in ("rmsprop:alpha=-1", "rmsprop:beta=0.5"):
         with pytest.raises(FedShuffleError, match=r"the local optimiser rmsprop.* cannot be made"):
             Run(CLIENTS, "fedshuffle", work=LocalWork(optimiser=text))
+
+
+class Rebinds(torch.optim.Optimizer):
+    """Gives p.data a new tensor, which the model would not see."""
+
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__(params, {"lr": lr})
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for p in self.param_groups[0]["params"]:
+            p.data = p.data - self.param_groups[0]["lr"] * p.grad
+
+
+class Demands(Rebinds):
+    """Calls a closure that it says it does not need."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        closure()
+
+
+@pytest.mark.parametrize(
+    ("optimiser", "says"),
+    [
+        (Rebinds, r"Rebinds does not descend: .* 8 steps of size one go 0 far.*in place"),
+        (Demands, r"Demands cannot make a step: 'NoneType' object is not callable"),
+        ("rmsprop:maximize=true", r"rmsprop:maximize=true does not descend: .* go -"),
+    ],
+)
+def test_an_optimiser_that_would_not_train_is_refused(optimiser: Any, says: str) -> None:
+    with pytest.raises(FedShuffleError, match=says):
+        Run(CLIENTS, "fedavg", work=LocalWork(optimiser=optimiser))
 
 
 # Lengths ------------------------------------------------------------------------------------------
