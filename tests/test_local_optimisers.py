@@ -250,6 +250,15 @@ def test_equal_adaptive_steps_are_undecided() -> None:
     assert "of the objective is in the wrong place" in biased.conclusion[1]
 
 
+@pytest.mark.parametrize("method", ["fedavg-min", "fedavg-mean"])
+def test_a_cohort_that_agrees_on_its_steps_takes_equal_ones(method: str) -> None:
+    result = audit(CLIENTS, method, work=LocalWork(optimiser="adamw"))
+    assert (result.consistent, result.adaptive) == (None, "equal")
+    np.testing.assert_allclose(result.effective_weights, CLIENTS.weights, rtol=1e-12)
+    sampled = audit(CLIENTS, method, "uniform:2", LocalWork(optimiser="adamw"))
+    assert (sampled.consistent, sampled.adaptive) == (False, "equal")  # by its weights
+
+
 def test_one_client_or_a_shared_scale_is_no_matter() -> None:
     assert audit(CLIENTS, "pooled-rr", work=LocalWork(optimiser="adamw")).adaptive == ""
     alone = Federation.from_sizes([5])
