@@ -61,6 +61,7 @@ def test_classes_of_torch_go_by_their_name() -> None:
     given = LocalOptimiser(torch.optim.AdamW, {"betas": (0.8, 0.95), "weight_decay": 0})
     assert given == LocalOptimiser.read("adamw:weight_decay=0.0,beta1=0.8,beta2=0.95")
     assert LocalWork(optimiser=torch.optim.SGD).optimiser == LocalOptimiser("sgd")
+    assert LocalOptimiser.read(" AdamW : beta1 = 0.8 ") == LocalOptimiser("adamw", {"beta1": 0.8})
     whole, real = (LocalOptimiser("rmsprop", {"alpha": one}) for one in (1, 1.0))
     assert whole == real
     assert hash(whole) == hash(real)
@@ -102,6 +103,37 @@ def test_broken_texts_and_options_of_torch_are_refused_before_training() -> None
     for text in ("rmsprop:alpha=-1", "rmsprop:beta=0.5"):
         with pytest.raises(FedShuffleError, match=r"the local optimiser rmsprop.* cannot be made"):
             Run(CLIENTS, "fedshuffle", work=LocalWork(optimiser=text))
+
+
+class Rebinds(torch.optim.Optimizer):
+    """Gives p.data a new tensor, which the model would not see."""
+
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__(params, {"lr": lr})
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for p in self.param_groups[0]["params"]:
+            p.data = p.data - self.param_groups[0]["lr"] * p.grad
+
+
+class Demands(Rebinds):
+    """Calls a closure that it says it does not need."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        closure()
+
+
+@pytest.mark.parametrize(
+    ("optimiser", "says"),
+    [
+        (Rebinds, r"Rebinds does not descend: .* 8 steps of size one go 0 far.*in place"),
+        (Demands, r"Demands cannot make a step: 'NoneType' object is not callable"),
+        ("rmsprop:maximize=true", r"rmsprop:maximize=true does not descend: .* go -"),
+    ],
+)
+def test_an_optimiser_that_would_not_train_is_refused(optimiser: Any, says: str) -> None:
+    with pytest.raises(FedShuffleError, match=says):
+        Run(CLIENTS, "fedavg", work=LocalWork(optimiser=optimiser))
 
 
 # Lengths ------------------------------------------------------------------------------------------
@@ -216,6 +248,15 @@ def test_equal_adaptive_steps_are_undecided() -> None:
     biased = audit(CLIENTS, "fedavg-rr", "uniform:2", work)
     assert biased.consistent is False
     assert "of the objective is in the wrong place" in biased.conclusion[1]
+
+
+@pytest.mark.parametrize("method", ["fedavg-min", "fedavg-mean"])
+def test_a_cohort_that_agrees_on_its_steps_takes_equal_ones(method: str) -> None:
+    result = audit(CLIENTS, method, work=LocalWork(optimiser="adamw"))
+    assert (result.consistent, result.adaptive) == (None, "equal")
+    np.testing.assert_allclose(result.effective_weights, CLIENTS.weights, rtol=1e-12)
+    sampled = audit(CLIENTS, method, "uniform:2", LocalWork(optimiser="adamw"))
+    assert (sampled.consistent, sampled.adaptive) == (False, "equal")  # by its weights
 
 
 def test_one_client_or_a_shared_scale_is_no_matter() -> None:

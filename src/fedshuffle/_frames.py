@@ -27,7 +27,7 @@ from fedshuffle._columns import (
     owners,
 )
 from fedshuffle._images import pixels
-from fedshuffle.errors import FedShuffleError, check_known, error_context, one_line
+from fedshuffle.errors import FedShuffleError, check_known, error_context, one_line, user_error
 
 Encode = Mapping[str, Callable[[list[Any]], ArrayLike] | Mapping[Any, int]]
 """By column, a function from the list of its values to numbers, or the number of each value."""
@@ -112,7 +112,12 @@ def open_partitions(partitioner: Any) -> tuple[Table, list[int], list[Any] | Non
         )
     from datasets import concatenate_datasets
 
-    with error_context("the partitioner"):
+    with error_context(
+        lambda error: (
+            f"the partitioner fails: {user_error(error)}. Check its settings; it may be asked for"
+            " more partitions than the dataset allows."
+        )
+    ):
         numbered = range(partitioner.num_partitions)
         parts = [partitioner.load_partition(k) for k in numbered]
     names = getattr(partitioner, "partition_id_to_natural_id", None)
@@ -190,7 +195,14 @@ def _array(table: Table, encode: Encode, name: str) -> NDArray[Any]:
     kind = innermost(column.type)
     if not is_one_of(kind, NUMBER):
         raise no_numbers(name, kind, _remedy(table, name))
-    return numbers(column, name)
+    array = numbers(column, name)
+    if array.dtype.kind == "f" and not (good := np.isfinite(array.reshape(len(array), -1))).all():
+        row = int(good.all(axis=1).argmin()) + 1
+        raise FedShuffleError(
+            f"column {name!r} has a missing value, NaN or infinity in row {row}. Fill it in, or"
+            " drop that row."
+        )
+    return array
 
 
 def _remedy(table: Table, name: str) -> str:

@@ -1,7 +1,7 @@
 """Reads torch datasets into packed tensors, and warns if reading them is random."""
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
 
 from fedshuffle._arrays import IntArray, counts
-from fedshuffle.errors import FedShuffleError, error_context
+from fedshuffle.errors import FedShuffleError, error_context, one_line, user_error
 from fedshuffle.randomness import restored_generators
 
 _READ_TWICE = 16  # number of examples that are read a second time, to see whether they are random
@@ -19,7 +19,7 @@ _READ_TWICE = 16  # number of examples that are read a second time, to see wheth
 
 def read_datasets(datasets: Sequence[Dataset[Any]]) -> tuple[IntArray, list[Tensor]]:
     """The size of each map-style dataset, and all examples packed into one tensor per field."""
-    _check(datasets)
+    datasets = _checked(datasets)
     with error_context("datasets must have a length", TypeError):
         lengths = [len(dataset) for dataset in datasets]  # type: ignore[arg-type]
     sizes = counts(lengths, "sizes", " Leave out clients without examples.")
@@ -29,13 +29,16 @@ def read_datasets(datasets: Sequence[Dataset[Any]]) -> tuple[IntArray, list[Tens
     return sizes, fields
 
 
-def _check(datasets: Sequence[Dataset[Any]]) -> None:
+def _checked(datasets: Iterable[Dataset[Any]]) -> list[Dataset[Any]]:
     if isinstance(datasets, Dataset | DataLoader):
         raise FedShuffleError(
             f"datasets is one {type(datasets).__name__}, but must be a list with a dataset per"
             " client. Split it first, such as with torch.utils.data.Subset."
         )
-    for i, dataset in enumerate(datasets):
+    listed = list(datasets)
+    if not listed:
+        raise FedShuffleError("there are no datasets: give one for each client.")
+    for i, dataset in enumerate(listed):
         if hasattr(dataset, "column_names") and hasattr(dataset, "features"):
             raise FedShuffleError(
                 f"dataset {i} is of Hugging Face. Join them by datasets.concatenate_datasets, with"
@@ -47,12 +50,24 @@ def _check(datasets: Sequence[Dataset[Any]]) -> None:
             raise FedShuffleError(
                 f"dataset {i} is an IterableDataset. Give its examples to data.import_chunks."
             )
+    return listed
 
 
 def _packed(datasets: Sequence[Dataset[Any]], rows: Sequence[tuple[int, int]]) -> list[Tensor]:
     """One tensor per field of the examples with these numbers of dataset and example."""
-    examples = [datasets[i][j] for i, j in rows]
-    with error_context("the examples do not fit together", (TypeError, RuntimeError)):
+    examples = []
+    for i, j in rows:
+        try:  # a context manager would cost more than reading some examples
+            examples.append(datasets[i][j])
+        except Exception as error:
+            raise FedShuffleError(f"example {j} of dataset {i}: {user_error(error)}.") from error
+    with error_context(
+        lambda error: (
+            f"the examples do not fit together: {one_line(error)}. Let the datasets return tensors"
+            " and numbers of one shape, such as by padding them."
+        ),
+        (TypeError, RuntimeError),
+    ):
         collated = default_collate(examples)
     if isinstance(collated, Mapping):
         raise FedShuffleError(
@@ -83,7 +98,8 @@ def _warn_if_random(
     same = drawn = False
     with restored_generators() as used, suppress(FedShuffleError):  # if they no longer fit together
         again = _packed(datasets, [rows[k] for k in chosen])
-        same = all(torch.equal(new, old[chosen]) for new, old in zip(again, fields, strict=True))
+        pairs = zip(again, fields, strict=True)
+        same = all(torch.equal(_known(new), _known(old[chosen])) for new, old in pairs)
         drawn = used()
     if drawn or not same:
         how = "draws random numbers" if same else "twice gives different values"
@@ -93,3 +109,8 @@ def _warn_if_random(
             " (see Federation.with_transform), or leave it out.",
             stacklevel=4,
         )
+
+
+def _known(field: Tensor) -> Tensor:
+    """The same numbers, but for NaN, which is refused later and equals nothing."""
+    return field.nan_to_num() if field.is_floating_point() else field

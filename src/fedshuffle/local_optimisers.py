@@ -20,6 +20,7 @@ import functools
 import inspect
 import math
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -76,6 +77,7 @@ class LocalOptimiser:
             if self.kind.__module__.startswith("torch.optim."):
                 object.__setattr__(self, "kind", self.kind.__name__.lower())
         if isinstance(self.kind, str):
+            object.__setattr__(self, "kind", self.kind.strip().lower())  # "AdamW", as in torch
             check_known("local optimiser", self.kind, _CLASSES)
         elif not isinstance(self.kind, type):
             raise FedShuffleError(
@@ -203,14 +205,23 @@ class LocalOptimiser:
         return _measured_gain(self)
 
     def check(self, parameters: "Sequence[Tensor]" = ()) -> None:
-        """Refuse what torch cannot make, before training; over these parameters, if given. Of plain
-        SGD it makes nothing, and the first optimiser that it makes in a process takes it seconds.
+        """Refuse what torch cannot make, before training; over these parameters, if given. Without,
+        refuse also one that does not descend. Of plain SGD it makes nothing, and the first
+        optimiser that it makes in a process takes it seconds.
         """
         if self.plain:
             return
         import torch
 
         self.make(parameters or [torch.zeros(1, 1)], 1.0)
+        if not parameters and self.kind not in _OPTIONS:
+            moved = _moved(self, torch.ones(8, 2, 2, dtype=torch.float64))[-1].mean()
+            if not 0 < moved < math.inf:
+                raise FedShuffleError(
+                    f"the local optimiser {self} does not descend: along a gradient of one, 8"
+                    f" steps of size one go {moved:g} far. Its step must change parameters in"
+                    " place, as by p.data.add_, against the gradient."
+                )
 
     def make(self, parameters: "Sequence[Tensor]", step_size: float) -> "Optimizer":
         """A fresh optimiser of torch over these parameters."""
@@ -225,15 +236,18 @@ class LocalOptimiser:
             kind = getattr(optim, _CLASSES[kind], None)
             if kind is None:
                 raise FedShuffleError(f"this torch has no optimiser {self.kind!r}: update torch.")
-        with error_context(
-            lambda error: (
-                f"the local optimiser {self} cannot be made: {one_line(error).rstrip('.')}. Change"
-                " its options, or use another, such as 'adamw'."
-            ),
-            Exception,
-        ):
+        with self._fails("cannot be made"):
             made: Optimizer = kind(parameters, lr=step_size, **arguments)
             return made
+
+    def _fails(self, how: str) -> AbstractContextManager[None]:
+        return error_context(
+            lambda error: (
+                f"the local optimiser {self} {how}: {one_line(error).rstrip('.')}. Change its"
+                " options, or use another, such as 'adamw'."
+            ),
+            Exception,
+        )
 
 
 def _check_class(kind: type) -> None:
@@ -295,10 +309,12 @@ def _moved(optimiser: LocalOptimiser, gradients: "Tensor") -> FloatArray:
     import torch
 
     y = torch.zeros(gradients.shape[1:], dtype=torch.float64)
-    made, rows = optimiser.make([y], _STEP_SIZE), []
+    leaf = y.detach()  # on the memory of y, as in engines
+    made, rows = optimiser.make([leaf], _STEP_SIZE), []
     for gradient in gradients:
-        y.grad = gradient.clone()
-        made.step()
+        leaf.grad = gradient.clone()
+        with optimiser._fails("cannot make a step"):
+            made.step()
         rows.append(-y.clone() / _STEP_SIZE)
     found: FloatArray = torch.stack(rows).numpy()
     return found

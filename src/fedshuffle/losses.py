@@ -128,6 +128,11 @@ def _mean_next_tokens(outputs: Tensor, targets: Tensor) -> Tensor:
 
 def _numbered(outputs: Tensor, targets: Tensor) -> Tensor:
     """Classes by numbers of any type, or a share of each class, as torch takes them."""
+    if not isinstance(outputs, Tensor):
+        raise FedShuffleError(
+            f"the model gives {type(outputs).__name__}, and this loss takes logits: use"
+            " losses.sequence_classification or losses.causal_lm for a model of transformers."
+        )
     if not targets.is_floating_point():
         return targets.long()
     if targets.shape != outputs.shape:

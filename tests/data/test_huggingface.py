@@ -162,6 +162,10 @@ def test_what_is_wrong_with_a_partitioner_is_said_once() -> None:
         Federation.from_partitioner(IidPartitioner(num_partitions=2), fields=["x"])
     with pytest.raises(FedShuffleError, match="a partitioner of flwr_datasets is needed, not a"):
         Federation.from_partitioner(dataset(), fields=["x"])
+    more = IidPartitioner(num_partitions=9)
+    more.dataset = dataset()
+    with pytest.raises(FedShuffleError, match=r"the partitioner fails: .*more partitions than"):
+        Federation.from_partitioner(more, fields=["scan"])
     whole = FederatedDataset(dataset="unread", partitioners={"train": 3})
     with pytest.raises(FedShuffleError, match=r'not a FederatedDataset. Give .*partitioners\["tr'):
         Federation.from_partitioner(whole, fields=["x"])

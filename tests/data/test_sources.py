@@ -156,7 +156,7 @@ def missing() -> Any:
         (
             FRAME.assign(age=[1.0, np.nan, 3.0, 4.0]),
             {"client": "who", "label": "ill", "input": ["age"]},
-            "field 0 of client 'ann' has NaN or infinity in its example 0",
+            "column 'age' has a missing value, NaN or infinity in row 2. Fill it in, or drop",
         ),
         (
             FRAME.assign(city=pandas.Categorical(["a", None, "b", "b"])),
@@ -236,6 +236,30 @@ def test_labels_of_a_torch_dataset_are_no_text() -> None:
     named: Any = [(torch.ones(2), "cat"), (torch.ones(2), "dog")]
     with pytest.raises(FedShuffleError, match=r"part 1 is text \('cat'\). Convert it"):
         Federation.from_datasets([named])
+
+
+class Broken(TensorDataset):
+    def __getitem__(self, index: int) -> Any:
+        raise OSError("no such file")
+
+
+def test_what_is_wrong_with_torch_datasets_is_said_once(
+    recwarn: pytest.WarningsRecorder,
+) -> None:
+    two, three = TensorDataset(torch.ones(1, 2)), TensorDataset(torch.ones(1, 3))
+    gap = TensorDataset(torch.tensor([[1.0], [torch.nan]]))
+    for datasets, says in (
+        ([], "there are no datasets: give one for each client"),
+        (iter(()), "there are no datasets"),
+        ([two, Broken(torch.ones(1, 2))], "example 0 of dataset 1: OSError: no such file"),
+        ([two, three], "do not fit together: .* of one shape, such as by padding them"),
+        ([gap], "NaN or infinity in its example 1"),
+    ):
+        with pytest.raises(FedShuffleError, match=says) as error:
+            Federation.from_datasets(datasets)  # type: ignore[arg-type]
+        assert "\n" not in str(error.value)
+    assert not recwarn  # NaN does not look like a random transform
+    assert len(Federation.from_datasets(iter([two, two]))) == 2  # type: ignore[arg-type]
 
 
 # Images -----------------------------------------------------------------------------------------

@@ -320,6 +320,27 @@ def test_what_is_wrong_with_a_transform_is_said_once(
     assert "\n" not in str(error.value)
 
 
+def own_generator(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+    return x + GENERATOR.random(), y
+
+
+def new_seed(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+    torch.seed()
+    return x + torch.rand(len(x), 1), y
+
+
+GENERATOR = np.random.default_rng(1)
+
+
+@pytest.mark.parametrize("engine", ["reference", "sequential", "vectorized"])
+@pytest.mark.parametrize("transform", [own_generator, new_seed])
+def test_draws_that_no_seed_determines_are_refused(transform: Any, engine: str) -> None:
+    """They would differ between engines, and after a resume."""
+    federation = data((6,), 3, [2, 3]).with_transform(transform)
+    with pytest.raises(TrainingError, match="gives different values for the same seed"):
+        go(None, federation, 1, engine=engine)
+
+
 def test_a_transform_is_a_function() -> None:
     with pytest.raises(FedShuffleError, match="transform is 'flip', but must be a function"):
         data((6,), 3, [2]).with_transform("flip")  # type: ignore[arg-type]

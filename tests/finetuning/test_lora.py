@@ -247,6 +247,9 @@ def test_a_run_is_resumed_with_its_base(variant: Variant, tmp_path: Path) -> Non
         ({"method": "fedadam+fedshuffle"}, r"server optimiser Adam"),
         ({"schedule": "fedbuff:K=2", "clock": "fixed:1"}, "asynchronous schedule"),
         ({"method": "fedawe", "sampling": "uniform:2"}, "keeps a model at every client"),
+        ({"method": "mifa"}, "counts updates of earlier rounds"),
+        ({"method": "fedvarp+fedshuffle"}, "counts updates of earlier rounds"),
+        ({"down_channel": "qsgd:8"}, "compresses the model on its way to clients"),
     ],
 )
 def test_a_server_that_does_not_add_the_average_is_refused(
@@ -260,6 +263,22 @@ def test_a_server_that_does_not_add_the_average_is_refused(
         Simulation(
             model, clients(), loss=losses.squared_error, transforms=[variant(model)], **options
         )
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        *({"method": name} for name in ("scaffold", "mime", "fedshuffle-mvr", "vrl-sgd")),
+        {"channel": "topk:0.5+ef"},
+    ],
+)
+def test_new_adapters_do_not_fit_what_was_kept(options: dict[str, Any]) -> None:
+    """A control variate, a momentum or an error is a vector for the A that it was made with."""
+    model, same = lora(), lora()
+    more: dict[str, Any] = {"loss": losses.squared_error, **options}
+    with pytest.raises(FedShuffleError, match=r"new values in every round.* or fedex instead"):
+        Simulation(model, clients(), transforms=[flora(model)], **more)
+    Simulation(same, clients(), transforms=[fedex(same)], **more)
 
 
 def test_a_proximal_term_changes_base_weights_only_by_rounding() -> None:

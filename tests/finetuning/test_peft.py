@@ -17,6 +17,7 @@ from fedshuffle import Evaluation, Federation, FedShuffleError, LocalWork, losse
 from fedshuffle.engines import Problem
 from fedshuffle.finetuning import FedEx, fedex, ffa, flora
 from fedshuffle.local_work import WHOLE_CLIENT
+from fedshuffle.sampling import resolve
 
 pytestmark = [
     pytest.mark.slow,
@@ -309,6 +310,28 @@ def test_a_base_in_half_precision_is_fine_and_mixed_adapters_are_named() -> None
     first.data = first.data.to(torch.bfloat16)
     with pytest.raises(FedShuffleError, match=r"mixes trainable parameters: .*lora_.*bfloat16"):
         train(model, text(), loss=losses.causal_lm, rounds=1)
+
+
+@pytest.mark.parametrize(
+    ("changed", "value", "says"),
+    [
+        (0, VOCABULARY, rf"the token {VOCABULARY}, .*from 0 to 23.*resize_token_embeddings"),
+        (0, -100, "the token -100, "),
+        (2, VOCABULARY + 5, rf"the label {VOCABULARY + 5}, and the model gives 24 outputs"),
+    ],
+)
+def test_tokens_that_a_model_does_not_know_are_named_before_training(
+    changed: int, value: int, says: str
+) -> None:
+    """As that of padding, if it was added to the tokenizer only; labels of -100 do not count."""
+    fields = [torch.as_tensor(field).clone() for field in text().fields]
+    fields[changed][-1, -1] = value
+    federation = Federation.from_arrays(*fields, sizes=SIZES)
+    last = len(SIZES) - 1
+    first = next(s for s in range(99) if last not in resolve("uniform:1", federation).draw(s, 0))
+    more: dict[str, Any] = {"loss": losses.causal_lm, "rounds": 1, "sampling": "uniform:1"}
+    with pytest.raises(FedShuffleError, match=f"^client 2 has {says}"):
+        train(lora(), federation, seed=first, **more)
 
 
 @pytest.mark.parametrize("prepare", [ffa, fedex])

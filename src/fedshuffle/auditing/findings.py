@@ -291,7 +291,8 @@ def adaptive_steps(workload: Workload) -> tuple[str, list[Finding], list[str]]:
     if optimiser.linear or len(steps) == 1:
         return "", [], []
     low, high = int(steps.min()), int(steps.max())
-    kind = "equal" if low == high and not workload.work.interruption else "unequal"
+    alike = low == high or workload.work.steps in ("min", "mean")  # all of a cohort take as many
+    kind = "equal" if alike and not workload.work.interruption else "unequal"
     found = findings_of({f"{kind} adaptive steps": True}, optimiser=optimiser, low=low, high=high)
     return (
         kind,

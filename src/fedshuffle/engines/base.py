@@ -115,7 +115,10 @@ def gradients(loss: Tensor, parameters: Sequence[Tensor]) -> tuple[Tensor, ...]:
     if loss.requires_grad:
         found = torch.autograd.grad(loss, parameters, allow_unused=True)
     if all(grad is None for grad in found):
-        raise FedShuffleError("the loss does not depend on the model it is given.")
+        raise FedShuffleError(
+            "the loss does not depend on the model it is given. If the model has adapters, they"
+            " must be active, and not merged."
+        )
     pairs = zip(found, parameters, strict=True)
     return tuple(torch.zeros_like(p) if g is None else g for g, p in pairs)
 

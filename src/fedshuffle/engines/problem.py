@@ -1,9 +1,9 @@
 """The problem an engine works on: a model, a loss, and the federation's examples."""
 
 import functools
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
@@ -20,8 +20,9 @@ from fedshuffle.federation import Federation
 from fedshuffle.randomness import NO_ADDRESS, Address
 
 GRADIENT_ROWS = 1024  # full gradients are computed in pieces of at most this many examples
+_DRAWS = 8  # of a transform that are made twice, to see whether they are the same
 _AT_ONCE = 1 << 20  # how many labels are checked at a time
-_OF_CLASSES = losses.cross_entropy, losses.sequence_classification
+_OF_TOKENS = losses.causal_lm, losses.sequence_classification
 
 Loss = Callable[..., Tensor]
 """``loss(model, *fields)``: the mean loss over the examples of a minibatch, a scalar tensor."""
@@ -114,30 +115,48 @@ class Problem:
         return fingerprint.frozen(self.model)
 
     def check_labels(self) -> None:
-        """Refuse labels in memory for which the model has no output, whichever client they are of:
-        it may be sampled late.
+        """Refuse labels in memory for which the model has no output, and tokens that it does not
+        know, whichever client they are of: it may be sampled late.
         """
-        loss, labels, classes = self.loss, self.fields[-1], 0
-        if not isinstance(loss, losses.MeanLoss) or loss not in _OF_CLASSES:
+        loss, classes, tokens = self.loss, 0, 0
+        if not isinstance(loss, losses.MeanLoss) or loss not in (losses.cross_entropy, *_OF_TOKENS):
             return
-        if self._stored or self.federation.transform is not None or labels.is_floating_point():
+        if self._stored or self.federation.transform is not None:
             return
-        few = torch.arange(min(2, len(labels)))
+        few, model = torch.arange(min(2, len(self.fields[0]))), self.replica()
         with suppress(Exception), torch.no_grad(), forked(self.device):  # reported when it trains
-            classes = loss.predict(self.replica(), self.batch(few))[0].shape[1]
-        flat = labels.reshape(-1) if classes else labels[:0]
+            if loss in _OF_TOKENS:
+                tokens = cast(Any, model).get_input_embeddings().num_embeddings
+            classes = loss.predict(model, self.batch(few))[0].shape[1]
+        for client, token in self._beyond(self.fields[0], tokens, set()):
+            raise FedShuffleError(
+                f"client {client!r} has the token {token}, and the model knows those from 0 to"
+                f" {tokens - 1}. Use its own tokenizer, or give tokens that were added to it an"
+                " embedding: model.resize_token_embeddings(len(tokenizer))."
+            )
+        for client, label in self._beyond(self.fields[-1], classes, {IGNORED}):
+            raise FedShuffleError(
+                f"client {client!r} has the label {label}, and the model gives {classes} outputs,"
+                f" for the classes from 0 to {classes - 1}. Number the classes from 0 on, or give"
+                f" the model an output for each; {IGNORED} marks what does not count."
+            )
+
+    def _beyond(
+        self, field: Tensor, count: int, also: Collection[int]
+    ) -> Iterator[tuple[Hashable, int]]:
+        """The whole numbers of a field beyond ``0, ..., count - 1``, but for some that may be there
+        as well, and their clients; at most one of each million. None if the count is unknown.
+        """
+        flat = field.reshape(-1)[: 0 if field.is_floating_point() or not count else None]
         for first in range(0, len(flat), _AT_ONCE):
             part = flat[first : first + _AT_ONCE].long()
-            wrong = (part != IGNORED) & ((part < 0) | (part >= classes))
+            wrong = (part < 0) | (part >= count)
+            for number in also:
+                wrong &= part != number
             for place in wrong.nonzero()[:1].flatten().tolist():
-                row = (first + place) * len(labels) // len(flat)
+                row = (first + place) * len(field) // len(flat)
                 client = np.searchsorted(self.federation.offsets, row, side="right") - 1
-                raise FedShuffleError(
-                    f"client {self.federation.ids[client]!r} has the label {part[place]}, and the"
-                    f" model gives {classes} outputs, for the classes from 0 to {classes - 1}."
-                    " Number the classes from 0 on, or give the model an output for each;"
-                    f" {IGNORED} marks what does not count."
-                )
+                yield self.federation.ids[client], int(part[place])
 
     @property
     def random(self) -> bool:
@@ -157,8 +176,9 @@ class Problem:
         versions = [p._version for p in parameters.values()]
         frozen = {name: p._version for name, p in shareable(model).items()}
         with forked(self.device):
-            before = _random_state(self.device)
             few = torch.arange(min(2, int(self.federation.offsets[-1])))
+            self._check_transform(few)
+            before = _random_state(self.device)
             loss = self.loss(model, *self.batch(few))
             random = not torch.equal(before, _random_state(self.device))
         for name, parameter in shareable(model).items():
@@ -177,6 +197,20 @@ class Problem:
         _check_gradients(loss, parameters, self._given)
         self._given = []
         return random, versions != [p._version for p in parameters.values()]
+
+    def _check_transform(self, rows: Tensor) -> None:
+        """Refuse a transform whose draws no seed determines: the same ones are made twice."""
+        tries = range(0 if self.federation.transform is None else _DRAWS)
+        for address in (Address(part=part) for part in tries):
+            for one, again in zip(
+                self.batch(rows, address), self.batch(rows, address), strict=True
+            ):
+                if one.shape != again.shape or not torch.allclose(one.float(), again.float()):
+                    raise FedShuffleError(
+                        "the transform of the examples gives different values for the same seed:"
+                        " it draws from a generator of its own. Let it draw from the global ones,"
+                        " as torch.rand(...) does without a generator."
+                    )
 
     def rows(self, client: Any, positions: Any) -> Any:
         """Positions among a client's examples as rows of the packed layout."""

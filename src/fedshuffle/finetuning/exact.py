@@ -61,9 +61,10 @@ class FedEx(Transform):
     """Averages the products of LoRA adapters exactly; :func:`fedex` makes it for a model.
 
     It is exact where the server adds the aggregated update to the model that all clients started
-    from, with any step size. So a server optimiser is refused, which would rescale the residual,
-    and so is an asynchronous schedule. The records hold ``residual_share``, the norm of the
-    residual relative to that of the change of the layers: how far plain averaging would be off.
+    from, with any step size. So a server optimiser is refused, which would rescale the residual, an
+    asynchronous schedule, and a method that counts old updates. The records hold
+    ``residual_share``, the norm of the residual relative to that of the change of the layers: how
+    far plain averaging would be off.
 
     >>> from fedshuffle.finetuning import LoRALinear
     >>> fedex(LoRALinear(nn.Linear(3, 2), rank=1))
@@ -206,7 +207,8 @@ def _prepared(model: nn.Module, restart: bool) -> FedEx:
     ]
     if not trained:
         raise FedShuffleError(
-            "no adapter trains both A and B, so averaging is exact as it is: leave fedex out."
+            "no adapter trains both A and B, so averaging is exact as it is: leave fedex out; or"
+            " load adapters to train by PeftModel.from_pretrained(..., is_trainable=True)."
         )
     names = Counter(id(p) for _, p in model.named_parameters(remove_duplicate=False))
     for adapter in trained:

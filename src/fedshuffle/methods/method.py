@@ -206,9 +206,10 @@ class Method:
                 fixed[name] = needed
             elif not (np.array_equal(given, needed) or _same_kind(given, needed)):
                 shown = "all examples of a client" if needed == WHOLE_CLIENT else repr(needed)
+                has = repr(str(given) if name == "optimiser" else given)
                 raise FedShuffleError(
-                    f"{self.name} needs {name} = {shown} in its local work, but it is set to"
-                    f" {given!r}. Leave {name} out, or choose another method."
+                    f"{self.name} needs {name} = {shown} in its local work, but it is set to {has}."
+                    f" Leave {name} out, or choose another method."
                 )
         return dataclasses.replace(work, **fixed).resolved()
 

@@ -133,9 +133,12 @@ class Run:
         """Refuse transforms with local work that they exclude, and those that need the average
         itself where the server does something else.
         """
+        direction = self.method.direction
         faults = {
             f"has the server optimiser {self.method.server}": self.method.server != Average(),
-            "keeps a model at every client": self.method.direction.own_models,
+            "keeps a model at every client": direction.own_models,
+            "counts updates of earlier rounds": direction.remembers,
+            "compresses the model on its way to clients": self.down_link is not None,
             "has an asynchronous schedule": isinstance(self.sampling, Buffers),
         }
         for one in self.chain.transforms:
@@ -145,6 +148,13 @@ class Run:
                     f"{type(one).__name__} needs a server that adds the clients' updates to the"
                     f" model that all of them started from, and this run of {self.method.name}"
                     f" {fault}. Use fedshuffle with schedule 'wait'."
+                )
+            if one.restart and (self.chain.keeps_state or not direction.stale_models):
+                memory = "the channel" if direction.stale_models else self.method.name
+                raise FedShuffleError(
+                    f"{one!r} gives parameters new values in every round, and what {memory} keeps"
+                    " from earlier rounds would not fit them. Use fedshuffle or fedprox without"
+                    " error feedback, or fedex instead of flora."
                 )
 
     def settings(self, rounds: int) -> dict[str, Any]:

@@ -139,7 +139,10 @@ class Transform(abc.ABC):
     """Whether the server part also runs in a round without clients, as noise must."""
     needs_average: bool = False
     """Whether the server must add the aggregated update to the model that all clients started from:
-    no server optimiser, and no stale models."""
+    no server optimiser, no stale models and no updates of earlier rounds."""
+    restart: bool = False
+    """Whether the server gives parameters new values in every round, so that nothing fits any more
+    that was kept from earlier rounds."""
     private: bool = False
     """Whether nothing but the aggregated update may leave: any other sum would have no noise."""
 
