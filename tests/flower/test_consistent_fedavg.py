@@ -263,8 +263,7 @@ def test_evaluation_has_the_number_of_its_round_also_in_a_second_start() -> None
         rounds[message.metadata.message_type].append(number)
         return call_next(message, context)
 
-    one = dict.fromkeys(["min_train_nodes", "min_evaluate_nodes", "min_available_nodes"], 1)
-    ours, here = ConsistentFedAvg(**one), grid([8], mods=[note])
+    ours, here = ConsistentFedAvg(1.0, 1.0, 1, 1, 1), grid([8], mods=[note])
     for _ in range(2):
         trained(ours, here, 2)
     assert rounds == {"train": [1, 2, 3, 4], "evaluate": [1, 2, 3, 4]}
