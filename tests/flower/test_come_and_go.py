@@ -265,7 +265,11 @@ def test_strategy_goes_on_from_its_state() -> None:
     with pytest.raises(FedShuffleError, match="Use the same"):
         ConsistentFedAvg().load_state_dict(first.state_dict())
     with pytest.raises(FedShuffleError, match="no state of the strategy"):
-        resumed.load_state_dict({"estimate": first.state_dict()["estimate"]})
+        resumed.load_state_dict({"estimate": first.state_dict()["estimate"], "round": 1})
+    with pytest.raises(FedShuffleError, match="round of the state is None"):
+        resumed.load_state_dict({})
+    with pytest.raises(FedShuffleError, match="the state must be of type Mapping, not list"):
+        resumed.load_state_dict([])  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("estimate", [None, "estimate"])

@@ -169,6 +169,13 @@ class ConsistentFedBuff:
         _log.info(f"{len(outbox.waiting)} tasks are under way, whose replies are dropped")
         return result
 
+    def summary(self) -> None:
+        """Refuse Flower's wrappers, which call this first: they need rounds."""
+        raise FedShuffleError(
+            "ConsistentFedBuff has no rounds, so another strategy cannot wrap it: leave out the"
+            " wrapper, or use ConsistentFedAvg."
+        )
+
     def _free(self, outbox: Outbox[_Task], version: int) -> list[int]:
         """The nodes that are sent off now: idle ones, as many as may train at a time."""
         connected = sorted(outbox.grid.get_node_ids())

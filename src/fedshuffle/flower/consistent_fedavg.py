@@ -22,7 +22,7 @@ from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDic
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import FedAvg, Result
 
-from fedshuffle._arrays import FloatArray, count, number
+from fedshuffle._arrays import FloatArray, count, expect, number
 from fedshuffle.errors import FedShuffleError, unknown
 from fedshuffle.flower import stragglers
 from fedshuffle.flower.checks import response_estimate
@@ -177,8 +177,10 @@ class ConsistentFedAvg(FedAvg):  # type: ignore[misc]  # Flower is untyped here
         >>> strategy, resumed = (ConsistentFedAvg(response_probability="estimate") for _ in "ab")
         >>> resumed.load_state_dict(strategy.state_dict())
         """
+        expect(state, Mapping, "the state")
+        done = count(state.get("round"), "round of the state", least=0)
         self.population.restore(state)
-        self._round = self._rounds_before = int(state["round"])
+        self._round = self._rounds_before = done
 
     def summary(self) -> None:
         """Log what is about to run."""

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from fedshuffle._arrays import FloatArray
 from fedshuffle.errors import FedShuffleError, error_context, one_line
+from fedshuffle.flower.exchange import expired
 from fedshuffle.flower.protocol import read_array
 from fedshuffle.local_optimisers import LocalOptimiser
 
@@ -126,6 +127,8 @@ def _failure(reply: Message) -> str:
             ". Its secaggplus_mod hides the number of its steps: leave the mod out, or use"
             " FedShuffleStrategy(secure_aggregation=...)."
         )
+    if expired(reply):
+        why += ". Give clients more time (timeout of start)."
     return why
 
 
