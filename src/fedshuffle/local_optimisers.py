@@ -280,7 +280,8 @@ def _check_options(kind: str, options: dict[str, Any]) -> None:
         if name == "weight_decay" and kind in ("sgd", "adam"):
             raise FedShuffleError(
                 f"{what} adds to the gradient as that of the local work does: give"
-                " LocalWork(weight_decay=...), or use 'adamw', which decays apart from it."
+                " LocalWork(weight_decay=...), or use 'adamw', which decays apart from it. Where"
+                " clients make their own optimiser, leave it out: steps count the same."
             )
         if known is not None:
             check_known(f"option of the local optimiser {kind!r}", name, known)

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 from flwr.app import ArrayRecord, ConfigRecord, Message
+from flwr.serverapp.strategy import DifferentialPrivacyServerSideFixedClipping
 
 from fedshuffle.errors import FedShuffleError
 from fedshuffle.flower import ConsistentFedAvg, ConsistentFedBuff
@@ -188,3 +189,16 @@ def test_client_without_steps_is_an_error_with_the_remedy() -> None:
     silent = grid(trained=lambda client, message: {"num-steps": None})
     with pytest.raises(FedShuffleError, match="does not report 'num-steps'"):
         run("fedasync", silent, 1)
+
+
+def test_silent_clients_need_more_time() -> None:
+    with pytest.raises(FedShuffleError, match=r"9 tasks in a row failed.*more time \(timeout"):
+        ConsistentFedBuff().start(
+            grid(fault=lambda client, message: "silent"), start(), timeout=0.01
+        )
+
+
+def test_wrapper_is_refused() -> None:
+    wrapped = DifferentialPrivacyServerSideFixedClipping(ConsistentFedBuff(), 1.0, 1.0, 2)
+    with pytest.raises(FedShuffleError, match="has no rounds, so another strategy cannot wrap it"):
+        wrapped.start(grid(), start(), 1)

@@ -27,6 +27,7 @@ from fedshuffle.sampling import Uniform
 from tests.flower.grid import LocalGrid
 from tests.flower.helpers import strategy, warnings
 from tests.flower.test_consistent_fedavg import grid, trained
+from tests.flower.test_consistent_fedavg import start as start_of
 
 pytestmark = pytest.mark.usefixtures("server_process")
 
@@ -264,7 +265,31 @@ def test_strategy_goes_on_from_its_state() -> None:
     with pytest.raises(FedShuffleError, match="Use the same"):
         ConsistentFedAvg().load_state_dict(first.state_dict())
     with pytest.raises(FedShuffleError, match="no state of the strategy"):
-        resumed.load_state_dict({"estimate": first.state_dict()["estimate"]})
+        resumed.load_state_dict({"estimate": first.state_dict()["estimate"], "round": 1})
+    with pytest.raises(FedShuffleError, match="round of the state is None"):
+        resumed.load_state_dict({})
+    with pytest.raises(FedShuffleError, match="the state must be of type Mapping, not list"):
+        resumed.load_state_dict([])  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("estimate", [None, "estimate"])
+def test_state_of_other_nodes_is_warned_of(
+    estimate: str | None, log: pytest.LogCaptureFixture
+) -> None:
+    """As where the same clients have new ids in Flower's simulator."""
+    first, resumed = (ConsistentFedAvg(response_probability=estimate) for _ in range(2))
+    here, others = grid(), grid(OWN_SIZES * 2)
+    trained(first, here)
+    resumed.load_state_dict(first.state_dict())
+    others.away = {0, 1, 2}
+    messages = resumed.configure_train(1, start_of(8), ConfigRecord({"lr": LR}), others)
+    assert len([*messages]) == 5
+    said = "round 2: none of the 3 clients seen before is connected"
+    assert (said in warnings(log)) is (estimate is not None)
+    log.clear()
+    others.away = {0, 1}
+    assert [*resumed.configure_train(2, start_of(8), ConfigRecord({"lr": LR}), others)]
+    assert "none of" not in warnings(log)
 
 
 def test_estimates_lead_to_the_objective_of_all_clients() -> None:

@@ -255,6 +255,20 @@ def test_second_start_goes_on_with_the_next_rounds() -> None:
     assert sent(2, 3) == sent(5)
 
 
+def test_evaluation_has_the_number_of_its_round_also_in_a_second_start() -> None:
+    rounds: dict[str, list[int]] = {"train": [], "evaluate": []}
+
+    def note(message: Message, context: Context, call_next: Any) -> Message:
+        number = int(message.content["config"]["server-round"])
+        rounds[message.metadata.message_type].append(number)
+        return call_next(message, context)
+
+    ours, here = ConsistentFedAvg(1.0, 1.0, 1, 1, 1), grid([8], mods=[note])
+    for _ in range(2):
+        trained(ours, here, 2)
+    assert rounds == {"train": [1, 2, 3, 4], "evaluate": [1, 2, 3, 4]}
+
+
 def test_log_says_once_what_uneven_steps_mean(log: pytest.LogCaptureFixture) -> None:
     trained(ConsistentFedAvg(), grid([16] * 3), 3)
     assert "That is exact" not in log.text
@@ -429,6 +443,10 @@ def test_other_model_is_refused() -> None:
         ({"server_step_size": 0}, "server_step_size"),
         ({"seed": -1}, "seed"),
         ({"optimiser": "sgdm"}, "unknown local optimiser"),
+        ({"optimiser": "sgd:momentum=0.9,weight_decay=0.1"}, "make their own optimiser, leave it"),
+        ({"response_probability": 0.9}, r"is 0.9, .*: leave it out"),
+        ({"min_train_nodes": -1}, "min_train_nodes"),
+        ({"min_available_nodes": "all"}, "min_available_nodes"),
     ],
 )
 def test_wrong_arguments_are_refused(options: dict[str, Any], says: str) -> None:

@@ -24,17 +24,11 @@ from flwr.serverapp.strategy import Result
 
 from fedshuffle._arrays import FloatArray, count, number
 from fedshuffle.errors import FedShuffleError, unknown
-from fedshuffle.flower.consistent_fedavg import (
-    PLANNED,
-    ROUND,
-    SEED,
-    check_keys,
-    client_seed,
-    mean_length,
-)
+from fedshuffle.flower.consistent_fedavg import mean_length
 from fedshuffle.flower.exchange import POLL_SECONDS, Outbox
 from fedshuffle.flower.population import Report
-from fedshuffle.flower.train_replies import TrainReply, explain_steps, move
+from fedshuffle.flower.train_replies import TrainReply, check_start, explain_steps, move
+from fedshuffle.flower.train_requests import check_keys, client_config
 from fedshuffle.local_optimisers import SGD, LocalOptimiser
 from fedshuffle.randomness import Purpose, check_seed, generator
 from fedshuffle.timing import Asynchronous, resolve_schedule
@@ -141,6 +135,7 @@ class ConsistentFedBuff:
         number(timeout, "timeout", within="(0, inf)")
         config = ConfigRecord() if train_config is None else train_config
         check_keys(config)
+        check_start(initial_arrays)
         if evaluate_config:
             raise FedShuffleError(
                 f"evaluate_config has {next(iter(evaluate_config))!r}, but this strategy does not"
@@ -174,6 +169,13 @@ class ConsistentFedBuff:
         _log.info(f"{len(outbox.waiting)} tasks are under way, whose replies are dropped")
         return result
 
+    def summary(self) -> None:
+        """Refuse Flower's wrappers, which call this first: they need rounds."""
+        raise FedShuffleError(
+            "ConsistentFedBuff has no rounds, so another strategy cannot wrap it: leave out the"
+            " wrapper, or use ConsistentFedAvg."
+        )
+
     def _free(self, outbox: Outbox[_Task], version: int) -> list[int]:
         """The nodes that are sent off now: idle ones, as many as may train at a time."""
         connected = sorted(outbox.grid.get_node_ids())
@@ -190,17 +192,16 @@ class ConsistentFedBuff:
         return [idle[k] for k in sorted(chosen.tolist())]
 
     def _message(self, task: _Task, config: ConfigRecord, timeout: float) -> Message:
-        own, known = ConfigRecord(dict(config)), self.reports.get(task.node)
-        own[ROUND] = task.version + 1
-        own[PLANNED] = self.local_steps or round(known.steps if known else 0)
-        own[SEED] = client_seed(self.seed, self._sent, task.node)
+        known, seed = self.reports.get(task.node), (self.seed, self._sent, task.node)
+        own = client_config(config, task.version + 1, self.local_steps, known, seed)
         self._sent += 1
         content = RecordDict({self.arrayrecord_key: task.arrays, self.configrecord_key: own})
         return Message(content, dst_node_id=task.node, message_type="train", ttl=timeout)
 
     def _valid(self, task: _Task, message: Message) -> TrainReply | None:
         """A reply that counts; clients that fail are logged, wrong programs are an error."""
-        reply = TrainReply.read(message, task.arrays, self.weighted_by_key, self.steps_key)
+        keys = self.weighted_by_key, self.steps_key
+        reply = TrainReply.read(message, task.arrays, *keys, first=not self.reports)
         if isinstance(reply, str):
             self._failed(task, reply)
             return None

@@ -220,5 +220,10 @@ def response_probability(
 
 def response_estimate(rule: str | Estimate | None) -> Estimate | None:
     """The rule that estimates response probabilities, if any."""
+    if isinstance(rule, int | float):
+        raise FedShuffleError(
+            f"response_probability is {rule}, and that all clients reply alike is assumed anyway:"
+            ' leave it out, or give that of each node, {NODE_ID: 0.9, ...}, or "estimate".'
+        )
     with error_context("response_probability"):
         return None if rule is None else probabilities.resolve(rule)

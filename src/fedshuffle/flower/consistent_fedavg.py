@@ -22,12 +22,13 @@ from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDic
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import FedAvg, Result
 
-from fedshuffle._arrays import FloatArray, count, number
+from fedshuffle._arrays import FloatArray, count, expect, number
 from fedshuffle.errors import FedShuffleError, unknown
 from fedshuffle.flower import stragglers
 from fedshuffle.flower.checks import response_estimate
 from fedshuffle.flower.population import Population, Report
-from fedshuffle.flower.train_replies import TrainReply, explain_steps, move
+from fedshuffle.flower.train_replies import TrainReply, check_start, explain_steps, move
+from fedshuffle.flower.train_requests import check_keys, client_config
 from fedshuffle.local_optimisers import SGD, LocalOptimiser
 from fedshuffle.probabilities import Estimate
 from fedshuffle.randomness import Purpose, check_seed, generator
@@ -35,8 +36,6 @@ from fedshuffle.timing import OverSelection, TrainingSchedule, Wait
 
 _log = logging.getLogger("flwr.fedshuffle")
 
-ROUND, PLANNED, SEED = "server-round", "planned-steps", "seed"
-"""What the strategy adds to the config that clients get."""
 _MOST_EMPTY_ROUNDS = 3
 """The run ends if nobody has replied in the first rounds."""
 _CLIPPING_NORM = "clipping_norm"  # the config key of Flower's wrappers for clipping at clients
@@ -133,6 +132,8 @@ class ConsistentFedAvg(FedAvg):  # type: ignore[misc]  # Flower is untyped here
         self.optimiser = LocalOptimiser.of(optimiser)
         self.local_steps = None if local_steps is None else count(local_steps, "local_steps")
         number(self.fraction_train, "fraction_train", within="[0, 1]")
+        for name in ("min_train_nodes", "min_available_nodes"):
+            count(getattr(self, name), name, least=0)
         if mean_examples is not None:
             number(mean_examples, "mean_examples", within="(0, inf)")
         self.mean_examples = mean_examples
@@ -151,7 +152,7 @@ class ConsistentFedAvg(FedAvg):  # type: ignore[misc]  # Flower is untyped here
         self._sent = ArrayRecord()
         """and the model that they got."""
         self._round = self._rounds_before = 0
-        self._private = self._own_loop = self._told = False
+        self._private = self._own_loop = self._told = self._trained = False
 
     def start(self, grid: Grid, *args: Any, **options: Any) -> Result:
         """Run all rounds, as Flower's FedAvg does; called again, with the numbers that follow."""
@@ -176,8 +177,10 @@ class ConsistentFedAvg(FedAvg):  # type: ignore[misc]  # Flower is untyped here
         >>> strategy, resumed = (ConsistentFedAvg(response_probability="estimate") for _ in "ab")
         >>> resumed.load_state_dict(strategy.state_dict())
         """
+        expect(state, Mapping, "the state")
+        done = count(state.get("round"), "round of the state", least=0)
         self.population.restore(state)
-        self._round = self._rounds_before = int(state["round"])
+        self._round = self._rounds_before = done
 
     def summary(self) -> None:
         """Log what is about to run."""
@@ -203,6 +206,8 @@ class ConsistentFedAvg(FedAvg):  # type: ignore[misc]  # Flower is untyped here
         if self.fraction_train == 0.0:
             return []
         self._check_config(config)
+        if not self._trained:
+            check_start(arrays)
         if not self._own_loop and not isinstance(self.schedule, Wait):
             raise FedShuffleError(
                 "only this strategy's own start keeps a schedule, and another one calls it: leave"
@@ -213,8 +218,10 @@ class ConsistentFedAvg(FedAvg):  # type: ignore[misc]  # Flower is untyped here
         population.begin(connected)
         if said := population.change():
             _log.info(f"round {self._round}: {said}")
+        if said := population.all_new():
+            _log.warning(f"round {self._round}: {said}")
         self._sent, self._private = arrays, _CLIPPING_NORM in config
-        size = max(int(len(connected) * self.fraction_train), self.min_train_nodes)
+        size = max(int(len(connected) * self.fraction_train), self.min_train_nodes, 1)
         if isinstance(self.schedule, OverSelection):
             size = min(self.schedule.ask, len(connected))
         draw = generator(self.seed, Purpose.COHORT, round=self._round)
@@ -225,16 +232,22 @@ class ConsistentFedAvg(FedAvg):  # type: ignore[misc]  # Flower is untyped here
         messages = []
         for node in population.asked:
             known = population.reports.get(node)
-            own = ConfigRecord(dict(config))
-            own[ROUND] = self._round
-            own[PLANNED] = self.local_steps or round(known.steps if known else 0)
-            own[SEED] = client_seed(self.seed, self._round, node)
+            seed = self.seed, self._round, node
+            own = client_config(config, self._round, self.local_steps, known, seed)
             if self.step_sizes == "scaled" and mean is not None:
                 planned = (self._mean_length([known]) if known else None) or mean
                 self._planned[node] = planned
                 own[self.step_size_key] = float(config[self.step_size_key]) * (mean / planned)
             content = RecordDict({self.arrayrecord_key: arrays, self.configrecord_key: own})
             messages.append(Message(content, dst_node_id=node, message_type="train"))
+        return messages
+
+    def configure_evaluate(
+        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
+    ) -> Iterable[Message]:
+        """As Flower's FedAvg does, with the number of the round that training has."""
+        now = self._rounds_before + server_round
+        messages: Iterable[Message] = super().configure_evaluate(now, arrays, config, grid)
         return messages
 
     def aggregate_train(
@@ -300,30 +313,39 @@ class ConsistentFedAvg(FedAvg):  # type: ignore[misc]  # Flower is untyped here
                 "estimated probabilities depend on who took part, so weights tell who did, and the"
                 " privacy of Flower's wrapper would not hold: leave out response_probability."
             )
-        if self.step_sizes == "scaled" and self.step_size_key not in config:
-            raise FedShuffleError(
-                f'step_sizes="scaled" needs the step size in {self.step_size_key!r}, which'
-                " train_config lacks: give start(..., train_config=ConfigRecord"
-                f"({{{self.step_size_key!r}: 0.1}})), and let clients use what they get there."
-            )
+        if self.step_sizes == "scaled":
+            if self.step_size_key not in config:
+                raise FedShuffleError(
+                    f'step_sizes="scaled" needs the step size in {self.step_size_key!r}, which'
+                    " train_config lacks: give start(..., train_config=ConfigRecord"
+                    f"({{{self.step_size_key!r}: 0.1}})), and let clients use what they get there."
+                )
+            name = f"{self.step_size_key!r} of train_config"
+            number(config[self.step_size_key], name, within="(0, inf)")
 
     def _valid(self, replies: list[Message], server_round: int) -> list[TrainReply]:
         """The replies that count; clients that fail are logged, wrong programs are an error."""
-        valid, failed = [], []
+        valid, failed, waiting = [], [], {*self.population.connected}
         for message in replies:
-            reply = TrainReply.read(message, self._sent, self.weighted_by_key, self.steps_key)
+            keys = self.weighted_by_key, self.steps_key
+            reply = TrainReply.read(message, self._sent, *keys, first=not self._trained)
+            node = message.metadata.src_node_id
             if isinstance(reply, str):
-                failed.append((message.metadata.src_node_id, reply))
+                failed.append((node, reply))
+            elif node not in waiting:
+                failed.append((node, "it replies twice, or is not connected"))
             else:
+                waiting.remove(node)
                 valid.append(reply)
         for node, why in failed:
             _log.warning(f"round {server_round}: node {node} failed: {why}")
-        if failed and not valid and not self.population.reports:
+        if failed and not valid and not self._trained:
             node, why = failed[0]
             raise FedShuffleError(
                 f"no client could train in round {server_round}. Node {node} (and"
                 f" {len(failed) - 1} more) failed: {why}"
             )
+        self._trained = self._trained or bool(valid)
         if failed:
             _log.warning(
                 f"round {server_round}: {len(valid)} of {len(replies)} clients count. The mean"
@@ -347,7 +369,7 @@ class ConsistentFedAvg(FedAvg):  # type: ignore[misc]  # Flower is untyped here
         if not self.population.asked:
             return
         _log.warning(f"round {server_round}: no reply counts, and the model stays as it is")
-        if self._own_loop and not self.population.reports and server_round >= _MOST_EMPTY_ROUNDS:
+        if self._own_loop and not self._trained and server_round >= _MOST_EMPTY_ROUNDS:
             raise FedShuffleError(
                 f"no client has replied in {server_round} rounds: give them more time (timeout of"
                 " start, or the deadline of schedule)."
@@ -367,19 +389,3 @@ def mean_length(
     weights = [client.examples if objective == "examples" else 1.0 for client in clients]
     lengths = optimiser.lengths(np.array([client.steps for client in clients]))
     return float(np.average(lengths, weights=weights))
-
-
-def check_keys(config: ConfigRecord) -> None:
-    """Refuse a ``train_config`` with keys of the strategy's own."""
-    for key in (PLANNED, SEED):
-        if key in config:
-            raise FedShuffleError(
-                f"train_config has a key {key!r}, under which the strategy itself tells clients"
-                " something. Rename yours."
-            )
-
-
-def client_seed(seed: int, server_round: int, node: int) -> int:
-    """The seed that a client gets, another one for each round."""
-    draw = generator(seed, Purpose.ORDER, round=server_round, client=node % 2**63)
-    return int(draw.integers(2**31))

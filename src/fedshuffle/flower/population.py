@@ -183,6 +183,19 @@ class Population:
             " examples, a client is taken for a mean one."
         )
 
+    def all_new(self) -> str:
+        """What to warn of if none of the connected clients was ever seen before, but others were:
+        the same clients may have got new ids.
+        """
+        if not self.estimate or not self._size_before or self.joined != self.connected:
+            return ""
+        return (
+            f"none of the {self._size_before} clients seen before is connected. If these are the"
+            " same ones, they count as new, and the server's step is too short: node ids last only"
+            " with node keys and a database of the SuperLink, and never in Flower's simulator."
+            " Then begin without load_state_dict."
+        )
+
     def drift_warnings(self, rounds: int) -> list[str]:
         """A warning where participation drifted, so that there was no single probability."""
         every = [

@@ -219,7 +219,7 @@ def vectors(message: Message, dtype: torch.dtype, **shapes: Sequence[int]) -> di
         if name not in shapes:
             raise FedShuffleError(f"the message has an array {name!r}, which is not expected.")
         with error_context(lambda error: f"the array {name!r} cannot be read: {error}.", Exception):  # noqa: B023
-            values = _values(array)
+            values = read_array(array)
         wanted = tuple(shapes[name])
         fits = len(values.shape) == len(wanted) and all(
             w in (-1, s) for s, w in zip(values.shape, wanted)
@@ -243,10 +243,10 @@ def raw(message: Message, record: str) -> dict[str, NDArray[Any]]:
     """The arrays of a record of a message as they are, for a reader that checks them."""
     named = message.content.array_records.get(record, {})
     with error_context(lambda error: f"the {record} cannot be read: {error}.", Exception):
-        return {name: _values(array) for name, array in named.items()}
+        return {name: read_array(array) for name, array in named.items()}
 
 
-def _values(array: Array) -> NDArray[Any]:
+def read_array(array: Array) -> NDArray[Any]:
     """What an array holds, if that has the type and the shape by which its size is counted."""
     values: NDArray[Any] = np.require(array.numpy(), requirements="W")  # of Flower: without pickle
     said, found = (array.dtype, tuple(array.shape)), (str(values.dtype), values.shape)

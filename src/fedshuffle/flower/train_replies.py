@@ -4,18 +4,23 @@ import logging
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from flwr.app import Array, ArrayRecord, Message, MetricRecord, RecordDict
 from numpy.typing import NDArray
 
 from fedshuffle._arrays import FloatArray
-from fedshuffle.errors import FedShuffleError
+from fedshuffle.errors import FedShuffleError, error_context, one_line
+from fedshuffle.flower.exchange import expired
+from fedshuffle.flower.protocol import read_array
 from fedshuffle.local_optimisers import LocalOptimiser
 
 _log = logging.getLogger("flwr.fedshuffle")
 _STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
 """Last parts of the names of what torch's normalisation layers observe, and do not train."""
+_MOST = 2**53
+"""Larger numbers of steps are refused: ``planned-steps`` could not be sent."""
 _ADD = "Add it to the metrics that train returns: MetricRecord({{..., {}}})."
 _NAME = ' If train does not use plain SGD, tell the strategy: optimiser="sgd:momentum=0.9".'
 
@@ -32,13 +37,24 @@ class TrainReply:
 
     @classmethod
     def read(
-        cls, reply: Message, sent: ArrayRecord, examples_key: str, steps_key: str
+        cls, reply: Message, sent: ArrayRecord, examples_key: str, steps_key: str, first: bool
     ) -> "TrainReply | str":
-        """The reply of a client that was sent these arrays, or why it failed; an error with the
-        remedy if its program is wrong.
+        """The reply of a client that was sent these arrays, or why it failed. If its program is
+        wrong, that is an error, unless others have replied before: then work would be lost.
         """
         if reply.has_error():
-            return (reply.error.reason or "no reason given").strip().split("\n")[-1]
+            return _failure(reply)
+        try:
+            return cls._checked(reply, sent, examples_key, steps_key)
+        except FedShuffleError as error:
+            if first:
+                raise
+            return str(error)
+
+    @classmethod
+    def _checked(
+        cls, reply: Message, sent: ArrayRecord, examples_key: str, steps_key: str
+    ) -> "TrainReply | str":
         node, content = reply.metadata.src_node_id, reply.content
         arrays, metrics = [*content.array_records.values()], [*content.metric_records.values()]
         if len(arrays) != 1 or len(metrics) != 1:
@@ -50,11 +66,16 @@ class TrainReply:
         examples = _positive(node, metrics[0], examples_key, "number of examples", remedy)
         remedy = _ADD.format(f'"{steps_key}": epochs * len(trainloader)') + _NAME
         steps = _positive(node, metrics[0], steps_key, "number of local steps it did", remedy)
+        if not 1 <= steps <= _MOST:
+            raise FedShuffleError(
+                f"the client at node {node} reports {steps:g} as {steps_key!r}: a number from 1 to"
+                f" {_MOST:.0e} is needed."
+            )
         found = cls(node, content, arrays[0], examples, steps)
         found._check_model(sent)
-        every = found.arrays.items()
-        if infinite := [name for name, a in every if not np.isfinite(a.numpy()).all()]:
-            return f"{infinite[0]!r} of its model is not finite. Lower the step size."
+        for name in found.arrays:
+            if not np.isfinite(_real(found.arrays, name, f"of node {node}")).all():
+                return f"{name!r} of its model is not finite. Lower the step size."
         return found
 
     def _check_model(self, sent: ArrayRecord) -> None:
@@ -71,6 +92,44 @@ class TrainReply:
                     f"node {self.node} replied with {name!r} of shape {tuple(array.shape)}, and was"
                     f" sent {tuple(sent[name].shape)}. Build the same model on both sides."
                 )
+
+
+def check_start(arrays: ArrayRecord) -> None:
+    """Refuse a model that cannot be trained, before clients try."""
+    if not arrays:
+        raise FedShuffleError("initial_arrays are empty: give ArrayRecord(model.state_dict()).")
+    for name in arrays:
+        if not np.isfinite(_real(arrays, name, "of initial_arrays")).all():
+            raise FedShuffleError(
+                f"{name!r} of initial_arrays is not finite: start from another model."
+            )
+
+
+def _real(arrays: ArrayRecord, name: str, whose: str) -> NDArray[Any]:
+    """An array of real numbers, or a clear error."""
+    cannot, remedy = f"the array {name!r} {whose} cannot be read", "Send numpy arrays of numbers"
+    # Of numpy's error only the first sentence: the second advises to unpickle.
+    with error_context(lambda e: f"{cannot}: {one_line(e).split('. ')[0]}. {remedy}.", Exception):
+        values = read_array(arrays[name])
+    if values.dtype.kind not in "biuf":
+        raise FedShuffleError(
+            f"the array {name!r} {whose} is of type {values.dtype}, and is averaged with others:"
+            " real numbers are needed."
+        )
+    return values
+
+
+def _failure(reply: Message) -> str:
+    """Why a client sent an error."""
+    why = (reply.error.reason or "no reason given").strip().split("\n")[-1]
+    if "secaggplus" in why:
+        why += (
+            ". Its secaggplus_mod hides the number of its steps: leave the mod out, or use"
+            " FedShuffleStrategy(secure_aggregation=...)."
+        )
+    if expired(reply):
+        why += ". Give clients more time (timeout of start)."
+    return why
 
 
 def _positive(node: int, metrics: MetricRecord, key: str, what: str, remedy: str) -> float:
