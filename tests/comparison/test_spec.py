@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import tomllib
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -136,6 +137,14 @@ def test_mistakes_are_reported_before_any_work(
 ) -> None:
     with pytest.raises(FedShuffleError, match=message):
         comparison.load(project(tmp_path), {key: value})
+
+
+def test_nothing_is_tuned_on_the_data_that_are_reported(tmp_path: Path) -> None:
+    file, held_out = project(tmp_path), {"use": "mine:data", "part": "test"}
+    for data, refused in ((held_out, True), ({"use": "mine:data", "part": "check"}, False)):
+        changes = {"evaluation.data": held_out, "compare.tune.data": data}
+        with pytest.raises(FedShuffleError, match="chosen by") if refused else nullcontext():
+            comparison.load(file, changes)
 
 
 @pytest.mark.parametrize(
@@ -292,7 +301,6 @@ def test_load_experiments_that_tune_both_step_sizes(
 ) -> None:
     compared = real.load(experiment, scale, tmp_path / "out", tmp_path)
     assert compared.tune.search == "descent"
-    assert compared.tune.seed not in compared.seeds
     assert compared.base.data.arguments["folder"] == str(tmp_path)  # type: ignore[union-attr]
     names = [variant.name for variant in compared.variants]
     assert len(names) == len(set(names)) >= STEPS[experiment]
@@ -304,6 +312,10 @@ def test_load_experiments_that_tune_both_step_sizes(
         config = compared.trial(variant, start, 0).config
         assert isinstance(config.step_size, ScheduleSpec)
         assert config.step_size.arguments["step_size"] == start.step_size
+        repeats = range(compared.tune.repeats)
+        short = [compared.trial(variant, start, None, repeat).config for repeat in repeats]
+        assert {one.seed for one in short}.isdisjoint(compared.seeds)
+        assert {one.evaluation and one.evaluation.data for one in short} == {"training"}
     if scale == "laptop":  # what the picture and the default of the study need
         assert {"FedAvg", "rho = 1", "FedShuffle (rho = inf)"} <= set(names)
         assert len(compared.seeds) == 3

@@ -116,6 +116,20 @@ def test_tune_then_train(
     assert len(metrics(out)) == 9
 
 
+def test_held_out_data_do_not_matter(file: Path) -> None:
+    (file.parent / "other.py").write_text("def data():\n    raise RuntimeError('it was read')\n")
+    found = config.load(file).tune(file.parent / "own")
+    unread = config.load(file, {"evaluation.data": "other:data"})
+    assert unread.tune(file.parent / "unread") == found
+    (file.parent / "alike.py").write_text(
+        "from mine import *\n"
+        "def data():\n"
+        "    return Federation.from_arrays(torch.ones(4, 3), torch.arange(4) % 2, sizes=[1, 3])\n"
+    )
+    shared = config.load(file, {"evaluation.data": "alike:data"}).inputs()  # as run --tune does
+    assert config.load(file).tune(file.parent / "shared", inputs=shared) == found
+
+
 def test_the_default_cost_is_the_same_everywhere(
     file: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -142,6 +156,14 @@ def test_one_line_says_what_was_found(
     assert shown[0].startswith("Found step_size ")
     assert "% of a run" in shown[0]
     assert shown[1] == "7 rounds are done."
+
+
+@pytest.mark.parametrize("start", ["0.2", "1e-30"])
+def test_it_says_if_no_step_size_lowered_the_loss(
+    start: str, file: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert command(monkeypatch, "tune", str(file), "--set", f"step_size={start}") == 0
+    assert ("None of them lowered" in capsys.readouterr().out) == (start == "1e-30")
 
 
 def test_an_interruption_while_tuning_is_resumed_by_the_same_command(

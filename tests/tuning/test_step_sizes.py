@@ -358,7 +358,7 @@ def test_if_all_diverge_it_says_so(counted: list[int]) -> None:
     assert len(counted) <= 21
 
 
-def test_test_data_and_the_given_model_are_not_touched() -> None:
+def test_the_given_model_is_not_touched() -> None:
     model, before = PointModel(2), torch.zeros(2, dtype=torch.float64)
     data = Federation.from_arrays(TARGETS, sizes=[1] * 4)
     tune(model, data, loss=half_squared_distance, rounds=20)
@@ -560,6 +560,16 @@ def test_plain_data() -> None:
     ]  # fmt: skip
     assert [Trial(**trial) for trial in plain["tried"]] == list(found.tried)
     assert plain["tried"][0]["loss"] is None  # it diverged
+
+
+def test_a_loss_that_is_not_finite_before_training_is_named(counted: list[int]) -> None:
+    def broken(model: nn.Module, *fields: Tensor) -> Tensor:
+        return losses.cross_entropy(model, *fields) * math.nan
+
+    with pytest.raises(FedShuffleError, match="nan before training") as error:
+        classes(loss=broken)
+    assert "\n" not in str(error.value)
+    assert not counted
 
 
 def test_an_error_in_the_loss_is_named() -> None:

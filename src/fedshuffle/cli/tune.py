@@ -68,7 +68,13 @@ def config_lines(config: "Config") -> dict[str, str]:
 
 
 def in_words(found: "TunedStepSizes") -> str:
-    """What was found, what it cost, and whether another method may do better, in one line."""
+    """What was found, what it cost, and what else to try, in one line."""
+    useless = ""
+    if found.loss >= found.start:
+        useless = (
+            " None of them lowered the training loss: give a larger step_size to start from, or"
+            " check the model and the loss."
+        )
     partly = "" if found.complete else " The budget was spent before all neighbours were tried."
     scale = found.largest_scale
     uneven = ""
@@ -79,7 +85,8 @@ def in_words(found: "TunedStepSizes") -> str:
         )
     return (
         f"Found step_size {found.step_size:g} and server_step_size {found.server_step_size:g} in"
-        f" {len(found.tried)} short runs, which cost {found.share:.0%} of a run.{partly}{uneven}"
+        f" {len(found.tried)} short runs, which cost {found.share:.0%} of a run."
+        f"{useless}{partly}{uneven}"
     )
 
 

@@ -1,7 +1,6 @@
 """The comparison that a file describes, and the runs that follow from it."""
 
 import functools
-import itertools
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -151,6 +150,11 @@ class Comparison:
             raise FedShuffleError(
                 "evaluation is missing: add a section [evaluation] with a metric to compare."
             )
+        if self.tune.data != "training" and self.tune.data == self.base.evaluation.data:
+            raise FedShuffleError(
+                "compare.tune.data is the data of [evaluation]: settings would be chosen by what is"
+                " reported. Give other data, or leave it out to tune on training data."
+            )
         for name, values in vars(self).items():
             if isinstance(values, tuple) and name != "methods":
                 check_distinct(values, f"compare.{name}")
@@ -186,10 +190,7 @@ class Comparison:
     def variants(self) -> list[Variant]:
         """Every method with every momentum."""
         entries = [Variant(one) if isinstance(one, str) else one for one in self.methods]
-        return [
-            replace(entry, momentum=momentum)
-            for entry, momentum in itertools.product(entries, self.momentum)
-        ]
+        return [replace(entry, momentum=one) for entry in entries for one in self.momentum]
 
     @functools.cached_property
     def _configs(self) -> dict[Variant, Config]:
@@ -282,13 +283,11 @@ class Comparison:
             seed=seed if seed is not None else short.seed + repeat,
             evaluation=own.evaluation if seed is not None else short.evaluation,
         )
-        words = [variant.folder, f"step{point.step_size!r}"]
-        if point.server_step_size != _number(own.server_step_size):
-            words.append(f"server{point.server_step_size!r}")
-        if point.weight_decay != own.work.weight_decay:
-            words.append(f"decay{float(point.weight_decay)!r}")
-        if point.clip != own.work.clip:
-            words.append(f"clip{float(point.clip)!r}")
+        words = [variant.folder, f"step{float(point.step_size)!r}"]
+        usual = self.common_point(variant, point.step_size)
+        for name, word in _WORDS.items():
+            if (value := getattr(point, name)) != getattr(usual, name):
+                words.append(f"{word}{float(value)!r}")
         if repeat:
             words.append(f"repeat{repeat}")
         name = "_".join(words)
@@ -384,15 +383,15 @@ def _scaled(tables: Mapping[str, Any], scale: str | None) -> dict[str, Any]:
 
 def _merged(tables: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
     """Nested tables with some keys changed."""
-    result = dict(tables)
-    for key, value in changes.items():
-        if isinstance(old := result.get(key), Mapping) and isinstance(value, Mapping):
-            value = _merged(old, value)
-        result[key] = value
+    result = {**tables, **changes}
+    for key in tables.keys() & changes.keys():
+        if isinstance(tables[key], Mapping) and isinstance(changes[key], Mapping):
+            result[key] = _merged(tables[key], changes[key])
     return result
 
 
 _WORK = ("weight_decay", "clip")  # the parts of the local work that a grid may vary
+_WORDS = {"server_step_size": "server", "weight_decay": "decay", "clip": "clip"}  # in folders
 
 
 def _number(size: StepSize) -> float:

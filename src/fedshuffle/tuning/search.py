@@ -1,7 +1,7 @@
 """Search for the best settings on a lattice, from neighbour to neighbour.
 
-The best point must be better than its neighbours in every direction, so it never lies at an edge:
-where it would, the lattice grows beyond its end, up to a limit.
+The best point must be better than all its neighbours, so no value of it lies at an edge: where one
+would, the lattice grows beyond its end, up to a limit.
 """
 
 import itertools
@@ -89,9 +89,10 @@ class Lattice:
 
     Args:
         axes: the values of each setting.
-        trade: whether a step along the second axis takes one back along the first. If these are the
-            server's and the local step size, it keeps their product, and so about the distance that
-            a round moves: else a search would stop in the narrow valley along which it is constant.
+        trade: whether a step along the second axis takes one back along the first; none along the
+            second alone is tried then. If these are the server's and the local step size, it keeps
+            their product, and so about the distance that a round moves: else a search would stop in
+            the narrow valley along which it is constant.
         start: the loss before training. If given, losses that differ by at most 1% of the largest
             decrease count as equal.
 

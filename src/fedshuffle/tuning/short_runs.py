@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from statistics import fmean
 
 from fedshuffle import schedules
-from fedshuffle.errors import DivergedError, error_context
+from fedshuffle.errors import DivergedError, FedShuffleError, error_context
 from fedshuffle.evaluation import Evaluation
 from fedshuffle.federation import Federation
 from fedshuffle.randomness import Purpose, generator
@@ -65,6 +65,11 @@ class ShortRuns:
         with error_context("evaluation before training"):
             self.start = self._loss(simulation.init())
             """The loss before training."""
+        if not math.isfinite(self.start):
+            raise FedShuffleError(
+                f"the training loss is {self.start:g} before training: check the model, the loss"
+                " and the data."
+            )
 
     def try_out(
         self, step_size: float, server_step_size: float, rounds: int, stage: int = 0
