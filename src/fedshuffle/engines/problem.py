@@ -202,15 +202,17 @@ class Problem:
         """Refuse a transform whose draws no seed determines: the same ones are made twice."""
         tries = range(0 if self.federation.transform is None else _DRAWS)
         for address in (Address(part=part) for part in tries):
-            for one, again in zip(
-                self.batch(rows, address), self.batch(rows, address), strict=True
+            pairs = zip(self.batch(rows, address), self.batch(rows, address), strict=True)
+            if not all(
+                one.shape == again.shape
+                and torch.allclose(one.float(), again.float(), equal_nan=True)
+                for one, again in pairs
             ):
-                if one.shape != again.shape or not torch.allclose(one.float(), again.float()):
-                    raise FedShuffleError(
-                        "the transform of the examples gives different values for the same seed:"
-                        " it draws from a generator of its own. Let it draw from the global ones,"
-                        " as torch.rand(...) does without a generator."
-                    )
+                raise FedShuffleError(
+                    "the transform of the examples gives different values for the same seed: it"
+                    " draws from a generator of its own. Let it draw from the global ones, as"
+                    " torch.rand(...) does without a generator."
+                )
 
     def rows(self, client: Any, positions: Any) -> Any:
         """Positions among a client's examples as rows of the packed layout."""
