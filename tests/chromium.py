@@ -1,6 +1,5 @@
 """Chromium without a screen, driven through a pipe, so that pages are tested as people see them."""
 
-import base64
 import fcntl
 import json
 import os
@@ -139,11 +138,6 @@ class Browser:
         )
         scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
         self.call("Emulation.setEmulatedMedia", features=[scheme])
-
-    def screenshot(self, path: Path, *, whole: bool = False) -> None:
-        """What is to be seen, or the whole page, as PNG."""
-        shot = self.call("Page.captureScreenshot", captureBeyondViewport=whole)
-        path.write_bytes(base64.b64decode(shot["data"]))
 
     def complaints(self) -> list[str]:
         """Errors that the page has logged or thrown since it was opened."""

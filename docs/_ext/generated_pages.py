@@ -25,7 +25,7 @@ from sphinx.util.typing import ExtensionMetadata
 from fedshuffle._links import REPOSITORY
 from fedshuffle.cli import app as commands
 from fedshuffle.comparison import Comparison
-from fedshuffle.config import Config, loader, schema
+from fedshuffle.config import Config, loader, schema, writer
 
 DOCS = Path(__file__).parents[1]
 ROOT = DOCS.parent
@@ -84,7 +84,7 @@ def _default(field: dataclasses.Field[Any]) -> str:
         return "required"
     if field.default in (dataclasses.MISSING, None, (), (None,)):
         return ""
-    written = " ".join(loader.toml({"key": loader.plain(field.default)}).split())
+    written = " ".join(writer.toml({"key": writer.plain(field.default)}).split())
     return f"`{written.removeprefix('key = ').replace('[ ', '[').replace(', ]', ']')}`"
 
 

@@ -125,7 +125,7 @@ class Federation:
         >>> people.ids, people.sizes.tolist()
         (('ann', 'bob'), [2, 3])
         """
-        from fedshuffle._torch_data import read_datasets
+        from fedshuffle._sources.torch_datasets import read_datasets
 
         if isinstance(datasets, Mapping):
             if ids is not None:

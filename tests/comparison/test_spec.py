@@ -16,7 +16,7 @@ from fedshuffle import FedShuffleError, comparison, methods
 from fedshuffle.comparison import GridPoint, Variant
 from fedshuffle.comparison.results import collect_facts
 from fedshuffle.config import EvaluationSpec, ImportSpec, ScheduleSpec
-from fedshuffle.config.loader import toml
+from fedshuffle.config.writer import toml
 from fedshuffle.experiments import plays, real
 from tests.cli.test_cli import run as command
 from tests.comparison.project import (

@@ -9,7 +9,7 @@ import pytest
 from fedshuffle import FedShuffleError, comparison
 from fedshuffle.comparison import Comparison, GridPoint, Variant
 from fedshuffle.comparison.results import collect_facts
-from fedshuffle.config.loader import toml
+from fedshuffle.config.writer import toml
 from tests.comparison.project import project
 
 pytestmark = pytest.mark.xdist_group("comparison")  # they share one comparison

@@ -35,7 +35,8 @@ from fedshuffle.config import (
     ScheduleSpec,
     StorePath,
 )
-from fedshuffle.config.loader import plain, read, toml
+from fedshuffle.config.loader import read
+from fedshuffle.config.writer import plain, toml
 from fedshuffle.privacy import AdaptiveClipping
 from tests.cli.test_cli import run as command
 from tests.config.project import ROOT

@@ -2,6 +2,7 @@
 
 import json
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -50,10 +51,15 @@ def start() -> ArrayRecord:
     return ArrayRecord(model().state_dict())
 
 
-def simulated(rounds: int = 4, federation: Federation = FEDERATION, **options: Any) -> nn.Module:
+def simulated(
+    rounds: int = 4,
+    federation: Federation = FEDERATION,
+    make: Callable[[], nn.Module] = model,
+    **options: Any,
+) -> nn.Module:
     options = {"method": "fedshuffle", "sampling": "uniform:2", "work": WORK, "seed": 3} | options
     options = {"step_size": 0.05} | options
-    return train(model(), federation, loss=losses.cross_entropy, rounds=rounds, **options).model
+    return train(make(), federation, loss=losses.cross_entropy, rounds=rounds, **options).model
 
 
 def strategy(**options: Any) -> FedShuffleStrategy:

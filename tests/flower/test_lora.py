@@ -5,11 +5,11 @@ import torch
 from flwr.app import ArrayRecord
 from torch import nn
 
-from fedshuffle import FedShuffleError, LocalWork, losses, train
+from fedshuffle import FedShuffleError, LocalWork, losses
 from fedshuffle.finetuning import LoRALinear, fedex, ffa
 from fedshuffle.flower import client_app
 from tests.flower.grid import LocalGrid
-from tests.flower.helpers import FEDERATION, SIZES, WORK, data, same, strategy
+from tests.flower.helpers import SIZES, data, same, simulated, strategy
 
 pytestmark = pytest.mark.usefixtures("server_process")
 
@@ -28,17 +28,7 @@ def test_adapters_train_as_in_a_simulation(freeze: bool) -> None:
 
     apps = [client_app(make, data, losses.cross_entropy)] * len(SIZES)
     result = strategy().start(LocalGrid(apps), ArrayRecord(make().state_dict()), 2)
-    wanted = train(
-        make(),
-        FEDERATION,
-        loss=losses.cross_entropy,
-        rounds=2,
-        sampling="uniform:2",
-        work=WORK,
-        step_size=0.05,
-        seed=3,
-    )
-    assert same(result.arrays, wanted.model)
+    assert same(result.arrays, simulated(2, make=make))
 
 
 def test_corrections_at_the_server_are_refused() -> None:

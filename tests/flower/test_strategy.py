@@ -11,7 +11,7 @@ from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord
 from flwr.serverapp.strategy import Strategy
 from torch import Tensor, nn
 
-from fedshuffle import LocalWork, _files, losses, methods, train
+from fedshuffle import LocalWork, _files, losses, methods
 from fedshuffle.errors import FedShuffleError
 from fedshuffle.flower import FedShuffleStrategy, client_app
 from fedshuffle.local_work import AtMost
@@ -169,17 +169,7 @@ def test_frozen_parameters_do_not_change() -> None:
 
     app = client_app(half, data, losses.cross_entropy)
     result = strategy().start(LocalGrid([app] * 4), ArrayRecord(half().state_dict()), 2)
-    expected = train(
-        half(),
-        FEDERATION,
-        loss=losses.cross_entropy,
-        rounds=2,
-        sampling="uniform:2",
-        work=WORK,
-        seed=3,
-        step_size=0.05,
-    )
-    assert same(result.arrays, expected.model)
+    assert same(result.arrays, simulated(2, make=half))
 
 
 def test_tied_parameters_are_trained_once() -> None:
@@ -196,9 +186,7 @@ def test_tied_parameters_are_trained_once() -> None:
 
     app = client_app(Tied, data, losses.cross_entropy)
     result = strategy().start(LocalGrid([app] * 4), ArrayRecord(Tied().state_dict()), 2)
-    options: dict[str, Any] = {"sampling": "uniform:2", "work": WORK, "seed": 3, "step_size": 0.05}
-    expected = train(Tied(), FEDERATION, loss=losses.cross_entropy, rounds=2, **options)
-    assert same(result.arrays, expected.model)
+    assert same(result.arrays, simulated(2, make=Tied))
 
 
 @pytest.mark.parametrize(

@@ -105,8 +105,8 @@ def _print_found(found: "TunedStepSizes", lines: dict[str, str], command: str) -
 def _written(size: Any) -> str:
     """A step size as the value of a key in a TOML file."""
     from fedshuffle import schedules
-    from fedshuffle.config.loader import plain, toml
     from fedshuffle.config.schema import ScheduleSpec
+    from fedshuffle.config.writer import plain, toml
 
     if not isinstance(size, ScheduleSpec):
         return repr(float(size))

@@ -22,7 +22,7 @@ from fedshuffle.auditing import audit
 from fedshuffle.comparison.small_clients import training_sizes
 from fedshuffle.comparison.spec import Comparison, Criterion
 from fedshuffle.comparison.variants import Variant
-from fedshuffle.config import Config, imports, loader
+from fedshuffle.config import Config, imports, writer
 from fedshuffle.config import runner as config_runner
 from fedshuffle.config.runner import RunInputs
 from fedshuffle.config.schema import at
@@ -274,7 +274,7 @@ def majority(evaluate: Evaluation | Evaluations, metric: str) -> dict[str, float
 
 
 def _settings(comparison: Comparison, judge: Criterion, parameters: int) -> dict[str, Any]:
-    short, tables = comparison.short, loader.plain(comparison.base)
+    short, tables = comparison.short, writer.plain(comparison.base)
     names = ["sampling", "work", "engine", "model", "loss", "data", "evaluation"]
     found: dict[str, Any] = {name: _words(tables[name]) for name in names}
     for name in ("step_size", "server_step_size"):

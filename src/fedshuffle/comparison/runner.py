@@ -28,7 +28,7 @@ from fedshuffle.comparison.small_clients import small_decile
 from fedshuffle.comparison.spec import Comparison, Criterion, GridPoint, Trial
 from fedshuffle.comparison.variants import Variant
 from fedshuffle.comparison.workers import OUTCOME, Answer, WorkerPool, write_outcome
-from fedshuffle.config import loader
+from fedshuffle.config import loader, writer
 from fedshuffle.errors import FedShuffleError
 from fedshuffle.training.monitoring import RECORD_KEYS, evaluated, is_evaluated
 from fedshuffle.training.run_folder import RunFolder
@@ -91,10 +91,10 @@ def _previous(folder: Path) -> dict[str, Any]:
 
 def _save(comparison: Comparison, folder: Path) -> None:
     """Write the comparison into its folder, so that it can be resumed without its file."""
-    base = loader.relative(comparison.base.folder, folder)
+    base = writer.relative(comparison.base.folder, folder)
     tables = {k: v for k, v in comparison.tables.items() if k != "out"} | {"folder": base}
     if comparison.tables:
-        write_file(folder / "compare.toml", loader.toml(tables))
+        write_file(folder / "compare.toml", writer.toml(tables))
 
 
 class Study:
@@ -136,7 +136,7 @@ class Study:
         folder = self.folder(trial)
         wanted = trial.config.pinned().override({})  # exactly as it will be read again
         if not (folder / "config.toml").exists():
-            loader.save(wanted, folder, [f"The run {trial.name} of a comparison."])
+            writer.save(wanted, folder, [f"The run {trial.name} of a comparison."])
             return
         found = replace(loader.load(folder / "config.toml"), folder=wanted.folder)
         if (folder / OUTCOME).exists() and found.rounds > wanted.rounds:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 from fedshuffle._arrays import count, number
 from fedshuffle._files import results_folder
 from fedshuffle.comparison.variants import SHORT, Entry, Variant, check_distinct, check_names
-from fedshuffle.config import Config, EvaluationSpec, ScheduleSpec, loader
+from fedshuffle.config import Config, EvaluationSpec, ScheduleSpec, loader, writer
 from fedshuffle.config.schema import Count, DataSpec, StepSize, at, resized
 from fedshuffle.errors import FedShuffleError, check_known
 from fedshuffle.methods import Method
@@ -355,7 +355,7 @@ def load(
     tables = loader.parse(file)
     with at(loader.described(file, changes)):
         changed = loader.override(_scaled(tables, scale), changes)
-        text = loader.toml(changed) if changed != tables else file.read_text(encoding="utf-8-sig")
+        text = writer.toml(changed) if changed != tables else file.read_text(encoding="utf-8-sig")
         if "compare" not in changed:
             raise FedShuffleError(
                 'the section [compare] is missing: add it with methods = ["fedavg", "fedshuffle"].'

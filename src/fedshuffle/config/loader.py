@@ -1,8 +1,7 @@
-"""Config files: read strictly, by the types of :mod:`fedshuffle.config.schema`, and written."""
+"""Config files: read strictly, by the types of :mod:`fedshuffle.config.schema`."""
 
 import copy
 import dataclasses
-import os
 import re
 import tomllib
 from collections.abc import Callable, Mapping, Sequence
@@ -11,9 +10,7 @@ from pathlib import Path
 from types import UnionType
 from typing import Any, Literal, get_args, get_origin
 
-import tomli_w
-
-from fedshuffle import _files, schedules
+from fedshuffle import schedules
 from fedshuffle._arrays import count
 from fedshuffle.config.schema import (
     Config,
@@ -249,7 +246,7 @@ def epochs(value: Any, key: str) -> int | tuple[int, ...] | EpochRange:
     return count(value, key)
 
 
-_INTERRUPTIONS: dict[str, type[Any]] = {
+INTERRUPTIONS: dict[str, type[Any]] = {
     "miss-last": MissLast,
     "at-most": AtMost,
     "random-stop": RandomStop,
@@ -259,7 +256,7 @@ _INTERRUPTIONS: dict[str, type[Any]] = {
 
 def _interruption(value: Any, key: str) -> Interruption:
     name, _, argument = read_text(value, key).partition(":")
-    forms = {n: f"{n}:{dataclasses.fields(k)[0].name.upper()}" for n, k in _INTERRUPTIONS.items()}
+    forms = {n: f"{n}:{dataclasses.fields(k)[0].name.upper()}" for n, k in INTERRUPTIONS.items()}
     with at(key):
         if name not in forms:
             raise unknown("interruption", name, forms.values())
@@ -267,7 +264,7 @@ def _interruption(value: Any, key: str) -> Interruption:
             number = int(argument) if argument.isdecimal() else float(argument)
         except ValueError as error:
             raise FedShuffleError(f"{value!r} cannot be read: write {forms[name]!r}.") from error
-        interruption: Interruption = _INTERRUPTIONS[name](number)
+        interruption: Interruption = INTERRUPTIONS[name](number)
         return interruption
 
 
@@ -376,62 +373,3 @@ def key_for(word: str) -> str | None:
         return _join(section, word)
     near = {section: nearest_name(word, names) for section, names in _SECTIONS.items()}
     return next((_join(section, name) for section, name in near.items() if name), None)
-
-
-# Writing ------------------------------------------------------------------------------------------
-
-
-def plain(value: Any) -> Any:
-    """A config or a part of it as plain data that :func:`read` understands."""
-    match value:
-        case ImportSpec(path, arguments):
-            return {"use": path, **arguments}
-        case StorePath(path, transform):
-            return {"store": path} | ({} if transform is None else {"transform": transform})
-        case ScheduleSpec(name, arguments):
-            return {"schedule": name, **arguments}
-        case EpochRange(low, high):
-            return f"{low}..{high}"
-        case MissLast(number) | AtMost(number) | RandomStop(number):
-            names = {kind: name for name, kind in _INTERRUPTIONS.items()}
-            return f"{names[type(value)]}:{number!r}"
-        case Interruption():
-            raise FedShuffleError(
-                f"work.interruption: {value!r} has no name in a config. Call fedshuffle.train."
-            )
-        case LocalOptimiser(kind):
-            if not isinstance(kind, str):
-                raise FedShuffleError(
-                    f"work.optimiser: {value} has no name in a config. Call fedshuffle.train."
-                )
-            return str(value)
-        case Path():
-            return str(value)
-        case tuple():
-            return [plain(entry) for entry in value]
-    if is_dataclass(value) and not isinstance(value, type):
-        found = {name: getattr(value, name) for name in keys(type(value))}
-        return {name: plain(entry) for name, entry in found.items() if entry not in (None, ())}
-    return value
-
-
-def toml(tables: Mapping[str, Any]) -> str:
-    """Plain data as the text of a TOML file."""
-    with error_context(lambda error: f"{error}. Use numbers, texts, lists and tables.", TypeError):
-        return tomli_w.dumps(tables)
-
-
-def save(config: Config, out: Path, notes: Sequence[str]) -> None:
-    """Write a config into the folder of its run, complete enough to resume from there."""
-    tables = plain(config.pinned()) | {"folder": relative(config.folder, out)}
-    tables.pop("out", None)
-    head = "".join(f"# {' '.join(note.split())}\n" for note in notes)
-    _files.write_file(out / "config.toml", f"{head}\n{toml(tables)}")
-
-
-def relative(folder: Path, out: Path) -> str:
-    """A folder as written into ``out``: relative if ``out`` is below it, so both can be moved."""
-    here = out.resolve()
-    if not here.is_relative_to(folder):
-        return str(folder)
-    return Path(os.path.relpath(folder, here)).as_posix()

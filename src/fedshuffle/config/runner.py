@@ -25,7 +25,7 @@ import fedshuffle
 from fedshuffle import _files, devices, engines, fingerprint, losses, schedules, tuning
 from fedshuffle import sampling as samplings
 from fedshuffle._arrays import expect
-from fedshuffle.config import imports, loader
+from fedshuffle.config import imports, loader, writer
 from fedshuffle.config.schema import (
     Config,
     DataSpec,
@@ -142,7 +142,7 @@ def tune(
 
 def _folder(config: Config, out: Path, address: str | None, notes: list[str]) -> RunFolder:
     """The folder of a run, which also gets the config unless there is nothing to note in it."""
-    save = functools.partial(loader.save, config, out, notes) if notes else None
+    save = functools.partial(writer.save, config, out, notes) if notes else None
     return RunFolder(out, config.checkpoints.keep, f"run: {command(out, address)}", save)
 
 

@@ -250,7 +250,8 @@ class Config:
 
     def override(self, changes: Mapping[str, Any]) -> "Config":
         """This config with other values at dotted keys, written as in a file."""
-        from fedshuffle.config.loader import override, plain, read
+        from fedshuffle.config.loader import override, read
+        from fedshuffle.config.writer import plain
 
         notes = tuple(f"With {key} = {value}." for key, value in changes.items())
         changed = read(override(plain(self), changes), self.folder)

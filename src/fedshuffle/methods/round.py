@@ -24,17 +24,19 @@ from fedshuffle.kernel import (
 )
 from fedshuffle.local_work import Workload
 from fedshuffle.methods.averaging import Cohort
-from fedshuffle.methods.directions import (
-    LocalPlan,
-    Reported,
-    RoundContext,
-    Steps,
+from fedshuffle.methods.checks import (
     begin_round,
     check_coefficients,
     check_state,
     check_tensor,
     end_round,
     shown,
+)
+from fedshuffle.methods.directions import (
+    LocalPlan,
+    Reported,
+    RoundContext,
+    Steps,
 )
 from fedshuffle.state import State
 from fedshuffle.transforms import NO_TRANSFORMS, Chain, ServerContext

@@ -107,10 +107,6 @@ class Budget:
         each = map(functools.partial(self._epsilon, rounds), p.tolist(), contributions.tolist())
         return np.array(list(each))[client_class]
 
-    def affords(self, rounds: int) -> bool:
-        """Whether this number of rounds stays within the epsilon that may be spent."""
-        return self.epsilon is None or self.spent(rounds) <= self.epsilon
-
     def affordable(self, epsilon: float | None = None) -> int:
         """The largest number of rounds within an epsilon, by default the one that may be spent."""
         limit = self.epsilon if epsilon is None else epsilon

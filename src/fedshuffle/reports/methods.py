@@ -85,9 +85,9 @@ def everything() -> list[dict[str, Any]]:
 MARKS = {True: "yes", False: "no", None: "-"}  # whether a method is consistent
 
 
-def options_text(row: dict[str, Any], separator: str = ", ") -> str:
+def options_text(row: dict[str, Any]) -> str:
     """The options of a method and their values."""
-    return separator.join(f"{k}={_plain(v)}" for k, v in row["options"].items())
+    return ", ".join(f"{k}={_plain(v)}" for k, v in row["options"].items())
 
 
 def _plain(value: Any) -> str:

@@ -17,7 +17,6 @@ import math
 from functools import cached_property
 
 import numpy as np
-from scipy import special
 
 from fedshuffle._arrays import FloatArray, IntArray, frozen
 from fedshuffle.errors import FedShuffleError
@@ -273,6 +272,8 @@ class _Hypergeometric:
 
 def _log_ways(n: FloatArray | float, k: FloatArray | IntArray | float) -> FloatArray:
     """The logarithm of n choose k; minus infinity if there is no way."""
+    from scipy import special  # slow to import: only when needed
+
     inside = (np.asarray(k) >= 0) & (np.asarray(k) <= n)
     k = np.where(inside, k, 0.0)
     n = np.where(inside, n, 1.0)

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from scipy import special
 
 from fedshuffle._arrays import FloatArray, number, vector
 from fedshuffle.availability.base import per_client
@@ -132,6 +131,8 @@ def _places(population: _Population) -> FloatArray:
 
 
 def _lognormal(argument: str, population: _Population) -> Clock:
+    from scipy import special  # slow to import: only when needed
+
     median, sigma = (float(word) for word in argument.split(":"))
     spread = number(sigma, "the sigma of log-normal devices", within="[0, inf)")
     z = special.ndtri(np.maximum(_places(population), 2.0**-54))

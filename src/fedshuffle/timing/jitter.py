@@ -4,7 +4,6 @@ import abc
 from dataclasses import dataclass
 
 import numpy as np
-from scipy import special
 
 from fedshuffle._arrays import FloatArray, number, shortest
 from fedshuffle.errors import FedShuffleError, check_known
@@ -90,11 +89,15 @@ class LogNormal(Jitter):
         return f"lognormal:{shortest(self.sigma)}"
 
     def quantile(self, u: FloatArray) -> FloatArray:
+        from scipy import special  # slow to import: only when needed
+
         # Not 0: a task of no length would never be behind another.
         z = special.ndtri(np.maximum(u, 2.0**-54))
         return np.asarray(np.exp(self.sigma * z - self.sigma**2 / 2))
 
     def cdf(self, factor: FloatArray) -> FloatArray:
+        from scipy import special
+
         with np.errstate(divide="ignore"):
             z = (np.log(np.maximum(factor, 0.0)) + self.sigma**2 / 2) / self.sigma
         return np.asarray(special.ndtr(z))

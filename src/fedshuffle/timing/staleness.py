@@ -14,9 +14,10 @@ loop, b is uniform on 0, ..., K - 1 and independent of M, and
 Elsewhere the schedule is simulated (:mod:`fedshuffle.timing.simulation`).
 """
 
+import math
+
 import numpy as np
 from numpy.typing import NDArray
-from scipy import special
 
 from fedshuffle._arrays import FloatArray
 from fedshuffle.timing.rates import rate_shares
@@ -72,7 +73,7 @@ def looping_exponential(share: FloatArray, buffer: int, exponent: float) -> Floa
     gone = -np.expm1(buffer * log_q)  # 1 - Q
     x = np.arange(-40.0, 7.0, 1 / 8)
     u = np.exp(x)
-    scaled = (1 + exponent) * x - 2 * u - special.gammaln(1 + exponent)
+    scaled = (1 + exponent) * x - 2 * u - math.lgamma(1 + exponent)
     series = np.empty(len(share))
     for k, log_big in enumerate((buffer * log_q).tolist()):
         rest = -np.expm1(log_big - u)  # 1 - Q e^-u

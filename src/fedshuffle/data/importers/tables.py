@@ -17,7 +17,7 @@ from numpy.typing import DTypeLike, NDArray
 from pyarrow import types
 
 from fedshuffle._arrays import FloatArray
-from fedshuffle._columns import (
+from fedshuffle._sources.columns import (
     NUMBER,
     Columns,
     Names,

@@ -12,7 +12,7 @@ import pyarrow as pa
 from numpy.typing import ArrayLike, NDArray
 
 from fedshuffle._arrays import as_array, expect, numeric
-from fedshuffle._columns import (
+from fedshuffle._sources.columns import (
     LIST,
     NUMBER,
     Names,
@@ -26,7 +26,7 @@ from fedshuffle._columns import (
     numbers,
     owners,
 )
-from fedshuffle._images import pixels
+from fedshuffle._sources.images import pixels
 from fedshuffle.errors import FedShuffleError, check_known, error_context, one_line, user_error
 
 Encode = Mapping[str, Callable[[list[Any]], ArrayLike] | Mapping[Any, int]]

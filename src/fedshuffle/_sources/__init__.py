@@ -13,7 +13,7 @@ from numpy.typing import ArrayLike
 from fedshuffle.errors import optional_import
 
 if TYPE_CHECKING:
-    from fedshuffle._frames import Encode, Table
+    from fedshuffle._sources.frames import Encode, Table
     from fedshuffle.federation import Federation
 
 ExampleTransform = Callable[..., Any]
@@ -63,7 +63,7 @@ def from_frame(
     (('A', 'B'), [[61.0], [50.0], [47.0]], [0, 1, 0])
     """
     optional_import("pyarrow", "Federation.from_frame", "data")
-    from fedshuffle._frames import open_frame
+    from fedshuffle._sources.frames import open_frame
 
     columns = client, fields, input, label, encode
     return _from_table(cls, open_frame(frame), columns, weights, transform)
@@ -102,7 +102,7 @@ def from_huggingface(
     Federation(2 clients, 2 examples, (2, 8), (2,))
     """
     optional_import("pyarrow", "Federation.from_huggingface", "data")
-    from fedshuffle._frames import open_dataset
+    from fedshuffle._sources.frames import open_dataset
 
     columns = client, fields, input, label, encode
     return _from_table(cls, open_dataset(dataset), columns, weights, transform)
@@ -134,7 +134,7 @@ def from_partitioner(
     Federation(3 clients, 6 examples, (6, 2), (6,))
     """
     optional_import("pyarrow", "Federation.from_partitioner", "data")
-    from fedshuffle._frames import open_partitions, read
+    from fedshuffle._sources.frames import open_partitions, read
 
     table, sizes, ids, other = open_partitions(partitioner)
     found = read(table, None, fields, input, label, encode, other)[1]
@@ -176,7 +176,7 @@ def from_image_folder(
     >>> Federation.from_image_folder(folder)
     Federation(2 clients, 3 examples, (3, 3, 4, 6), (3,))
     """
-    from fedshuffle._images import read_folder
+    from fedshuffle._sources.images import read_folder
 
     ids, sizes, *found = read_folder(folder, size, mode, classes)
     return cls._build(found, np.array(sizes), weights, tuple(ids), transform)
@@ -189,7 +189,7 @@ def _from_table(
     weights: ArrayLike | None,
     transform: ExampleTransform | None,
 ) -> "Federation":
-    from fedshuffle._frames import read
+    from fedshuffle._sources.frames import read
 
     ids, fields = read(table, *columns)
     return cls.from_arrays(*fields, client_ids=ids, weights=weights, transform=transform)
