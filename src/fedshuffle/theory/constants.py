@@ -264,8 +264,8 @@ def method_constants(
         )
     for client in np.flatnonzero(sampling.inclusion == 0).tolist():
         raise FedShuffleError(
-            f"client {federation.ids[client]} never takes part ({sampling!r}), and the theorem is for"
-            " clients that do: leave it out of the federation."
+            f"client {federation.ids[client]} never takes part ({sampling!r}), and the theorem is"
+            " for clients that do: leave it out of the federation."
         )
     work = LocalWork() if work is None else work
     expect(work, LocalWork, "work")
