@@ -277,6 +277,9 @@ def test_traces_without_header_or_with_gaps(tmp_path: Path) -> None:
     path.write_text("0,0,5\n")
     with pytest.raises(FedShuffleError, match="no column 'client'"):
         Trace.read(path, range(3))
+    path.write_text("client,begin,end,end\n0,0,5,9\n")
+    with pytest.raises(FedShuffleError, match="two columns 'end'"):
+        Trace.read(path, range(3))
     path.write_text("client,begin,end\n0,0,2\n1,4,5\n")
     found = parse(f"trace:{path}+gaps", Federation.from_sizes([1, 1]))
     assert [found.probability(r).tolist() for r in (1, 2, 4, 6)] == [[1, 0], [0, 0], [0, 1], [1, 0]]

@@ -90,6 +90,7 @@ class Remembers(Transform):
         ({"method": "fedadam"}, "depends on the cohort.*use fedadam.fedshuffle"),
         ({"method": "fednova-original"}, "EffectiveSteps.*use fednova-original.fedshuffle"),
         ({"method": "scaffold+fedshuffle"}, "keeps a vector at every client.*without noise"),
+        ({"method": "mifa"}, "keeps a vector at every client.*such as fedshuffle"),
         ({"method": "fedlin+fedshuffle"}, "full gradients.*without noise"),
         ({"method": "mime+fedshuffle"}, "without noise"),
         ({"method": "fedshuffle-mvr"}, "full gradients.*without noise"),

@@ -239,6 +239,39 @@ def test_orders_differ_between_meta_epochs_and_are_uniform() -> None:
         Reshuffled(4, 5)
 
 
+def settled_error(text: str, step_size: float) -> float:
+    """The mean squared distance from the optimum, at the ends of meta-epochs: eight clients with
+    quadratic objectives, each with one step per round, weighted by w / p.
+    """
+    h = np.array([1.0, 0.5, 2.0, 1.5, 1.0, 0.8, 1.2, 0.6])
+    optima = np.array([1.0, -1.0, 0.5, 2.0, -0.5, 0.0, 1.5, -2.0])
+    clients = Federation.from_sizes([1, 2, 3, 4, 4, 3, 2, 1])
+    sampling, w = parse(text, clients), clients.weights
+    optimum, x, errors, rounds = (
+        (w * h) @ optima / (w @ h),
+        0.0,
+        list[float](),
+        int(160 / step_size),
+    )
+    for round in range(rounds):
+        some = sampling.draw(0, round)
+        x -= step_size * float((w * h / sampling.p)[some] @ (x - optima[some]))
+        if round > rounds // 4 and round % 4 == 3:
+            errors.append((x - optimum) ** 2)
+    return float(np.mean(errors))
+
+
+def test_reshuffled_clients_settle_closer_by_the_square_of_the_step_size() -> None:
+    """Malinovsky et al. 2023; with independent cohorts the error goes with the step size."""
+    uniform, reshuffled = (
+        [settled_error(text, step_size) for step_size in (0.08, 0.02)]
+        for text in ("uniform:2", "reshuffled:2")
+    )
+    assert 2 < uniform[0] / uniform[1] < 8  # a quarter of the step size
+    assert reshuffled[0] / reshuffled[1] > 16
+    assert reshuffled[0] < uniform[0] / 10
+
+
 @pytest.mark.parametrize("name", CHECKS)
 @pytest.mark.parametrize(
     "sampling",

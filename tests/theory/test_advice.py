@@ -27,11 +27,12 @@ from fedshuffle._links import page
 from fedshuffle.cli.advise import _advised_run
 from fedshuffle.config import load
 from fedshuffle.privacy.accounting import gaussian_epsilon
-from fedshuffle.sampling import Independent, Optimal, Uniform, parse
+from fedshuffle.sampling import Full, Independent, Optimal, Uniform, among_available, parse
 from fedshuffle.theory import (
     Advice,
     AdvisedRun,
     ConvergenceRate,
+    MethodConstants,
     ProblemConstants,
     StepLimit,
     advise,
@@ -126,6 +127,26 @@ def test_settings_near_those_of_the_theorem() -> None:
             nearest_constants(federation, method, sampling)
     with pytest.raises(FedShuffleError, match="2000"):
         nearest_constants(Federation.from_sizes([1] * 2000), "fedavg-rr", "uniform:100")
+
+
+def test_clients_that_come_and_go_are_covered_if_their_probabilities_are_known() -> None:
+    federation = Federation.from_sizes([1, 2, 3])
+
+    def found(method: str, there: str) -> MethodConstants:
+        sampling = among_available(Full(3), there, federation)
+        return nearest_constants(federation, method, sampling)
+
+    assert found("fedshuffle", "independent:0.9,0.5,0.2").covered
+    for method, there, why in (
+        ("fedshuffle", "markov:on=0.1,off=0.2", "independent rounds"),
+        ("fedau+fedshuffle", "independent:0.9,0.5,0.2", "are estimated"),
+    ):
+        constants = found(method, there)
+        assert not constants.covered
+        assert why in constants.notes[0]
+    for method in ("fedshuffle", "fedavg-rr"):
+        with pytest.raises(FedShuffleError, match="client 1 never takes part"):
+            found(method, "independent:0.9,0,0.2+drop")
 
 
 # Sampling ---------------------------------------------------------------------------------------

@@ -199,13 +199,14 @@ def _weights(
     correlated = not subject.sampling.independent_rounds
     by_past = correlated and subject.method.direction.needs_independent_rounds
     by_past |= subject.method.direction.remembers and _depends_on_when(subject)
+    counted, direction = _as_counted(subject), subject.method.direction
+    by_past |= counted.successive and (direction.needs_joint or direction.needs_estimate)
     if formula is not methods.Direction.effective_weights and not by_data and not by_past:
-        counted = _as_counted(subject)
-        if counted.successive:
-            successive = max(draws // 4, BATCHES)  # a round after the other takes its time
-            raw, errors = over_successive_rounds(counted, seed, successive)
-            return raw, f"Monte Carlo, {successive} successive rounds", errors, rounds
         with suppress(NoFormulaError):
+            if counted.successive:
+                successive = max(draws // 4, BATCHES)  # a round after the other takes its time
+                raw, errors = over_successive_rounds(counted, seed, successive)
+                return raw, f"Monte Carlo, {successive} successive rounds", errors, rounds
             if (exact := exact_weights(counted)) is not None:
                 raw, how = exact
                 return raw, how if rounds is None else f"{how}, {_range(rounds)}", None, rounds

@@ -349,7 +349,9 @@ def over_successive_rounds(
     never = (count == 0) & (sampling.inclusion > 0)
     count = np.maximum(count, 1e-300)
     raw = moved.sum(axis=0) / count
-    errors = errors_of_shares(raw / BATCHES + (moved - raw * counted) / count)
+    batches = raw / BATCHES + (moved - raw * counted) / count
+    batches = np.stack([_effective(subject, (batch, None, None)) for batch in batches])
+    raw, errors = batches.sum(axis=0), errors_of_shares(batches)
     raw[never] = w[never] * raw.sum() / max(w[~never].sum(), 1e-300)
     errors[never] = w[never]
     return raw, errors

@@ -136,7 +136,7 @@ def _correlated(found: WeightEstimate, seen: Observations) -> WeightEstimate:
         return found
     batch = seen.round * batches // k
     cells = np.bincount(batch * n + seen.client, seen.contribution, batches * n)
-    spread = errors_of_shares(cells.reshape(batches, n))
+    spread = errors_of_shares(cells.astype(np.float64).reshape(batches, n))
     larger = spread > found.errors
     freedom = np.where(larger, np.minimum(found.freedom, batches - 1.0), found.freedom)
     return WeightEstimate(found.weights, np.where(larger, spread, found.errors), freedom)

@@ -32,7 +32,7 @@ def check_steady(subject: Subject) -> None:
         raise NotAuditableError(
             f"no formula is known for {subject.method.name}, and an availability that changes with"
             " time cannot be simulated with a schedule or a drift: audit the averaging alone, or"
-            " leave out step_size and take an availability that repeats."
+            " leave out step_size and rounds, and take an availability that repeats."
         )
 
 

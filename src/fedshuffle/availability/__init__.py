@@ -153,10 +153,6 @@ def _read(text: str) -> tuple[str, str, dict[str, str]]:
 def _make(name: str, argument: str, population: _Population) -> Availability:
     form, make = _MAKERS[name]
     try:
-        if name == "trace":
-            file = population.folder / argument
-            ids = population.ids or tuple(range(population.clients))
-            return Trace.read(file, ids, allow_gaps=population.gaps)
         return make(argument, population)
     except FedShuffleError:
         raise
@@ -229,6 +225,11 @@ def _drifting(argument: str, population: _Population) -> Drifting:
     return Drifting(begin, end, rounds)
 
 
+def _trace(file: str, population: _Population) -> Trace:
+    ids = population.ids or range(population.clients)
+    return Trace.read(population.folder / file, ids, allow_gaps=population.gaps)
+
+
 _Maker = Callable[[str, _Population], Availability]
 _MAKERS: dict[str, tuple[str, _Maker]] = {
     "independent": (
@@ -239,5 +240,5 @@ _MAKERS: dict[str, tuple[str, _Maker]] = {
     "cyclic": ("cyclic:PERIOD:SHARE[:ZONES]", _cyclic),
     "groups": ("groups:LABELS:KIND", _groups),
     "drifting": ("drifting:FIRST:LAST[:ROUNDS]", _drifting),
-    "trace": ("trace:FILE", lambda file, of: Trace.read(file, of.ids or ())),
+    "trace": ("trace:FILE", _trace),
 }

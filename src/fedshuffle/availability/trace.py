@@ -169,10 +169,11 @@ def _records(path: Path) -> Iterator[tuple[int, Mapping[str, str]]]:
     ):
         reader = csv.DictReader(file, skipinitialspace=True)
         reader.fieldnames = header = [name.strip() for name in reader.fieldnames or ()]
-        if missing := [name for name in COLUMNS if name not in header]:
+        if wrong := [name for name in COLUMNS if header.count(name) != 1]:
             raise FedShuffleError(
-                f"{path}: there is no column {missing[0]!r}. A trace has the columns"
-                f" {', '.join(COLUMNS)}; this has {', '.join(header) or 'none'}."
+                f"{path}: there {'are two columns' if wrong[0] in header else 'is no column'}"
+                f" {wrong[0]!r}. A trace has the columns {', '.join(COLUMNS)}; this has"
+                f" {', '.join(header) or 'none'}."
             )
         for record in reader:
             if None in record or None in record.values():

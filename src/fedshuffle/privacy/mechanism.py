@@ -194,6 +194,19 @@ def _check_method(method: Method, workload: Workload) -> None:
     name, direction = method.name, method.direction
     if method.pooled:
         raise FedShuffleError(f"{name} has all data in one place: there are no clients to protect.")
+    sent = {
+        "keeps a vector at every client, of which the server needs the sum": direction.client_state,
+        "asks clients for full gradients": direction.full_gradients or direction.trips > 1,
+        "estimates the gradient from a further sum of updates": direction.needs_estimate,
+    }
+    momentum = "" if method.momentum == "none" else f" with momentum {method.momentum}"
+    for what, needed in sent.items():
+        if needed:
+            raise FedShuffleError(
+                f"{name}{momentum} {what} ({direction!r:.60}): that sum would leave without noise."
+                " Use a method that needs the sum of updates only, such as fedshuffle or"
+                " fedadam+fedshuffle, without momentum."
+            )
     if type(method.averaging.normaliser) is not InclusionProbability:
         rule = method.averaging.describe()["normaliser"]
         raise FedShuffleError(
@@ -208,19 +221,6 @@ def _check_method(method: Method, workload: Workload) -> None:
             " and the sensitivity is not known. Privacy needs known probabilities: leave"
             " probabilities out, or use fedshuffle."
         )
-    sent = {
-        "keeps a vector at every client, of which the server needs the sum": direction.client_state,
-        "asks clients for full gradients": direction.full_gradients or direction.trips > 1,
-        "estimates the gradient from a further sum of updates": direction.needs_estimate,
-    }
-    momentum = "" if method.momentum == "none" else f" with momentum {method.momentum}"
-    for what, needed in sent.items():
-        if needed:
-            raise FedShuffleError(
-                f"{name}{momentum} {what} ({direction!r:.60}): that sum would leave without noise."
-                " Use a method that needs the sum of updates only, such as fedshuffle or"
-                " fedadam+fedshuffle, without momentum."
-            )
     if isinstance(workload.work.steps, str):
         raise FedShuffleError(
             f"steps={workload.work.steps!r} depends on the cohort, so one client changes the"

@@ -262,6 +262,11 @@ def method_constants(
             f"the theorem on FedShuffleGen does not cover sampling {sampling!r}, which depends on"
             " the updates. Use its pool, the clients that train."
         )
+    for client in np.flatnonzero(sampling.inclusion == 0).tolist():
+        raise FedShuffleError(
+            f"client {federation.ids[client]} never takes part ({sampling!r}), and the theorem is"
+            " for clients that do: leave it out of the federation."
+        )
     work = LocalWork() if work is None else work
     expect(work, LocalWork, "work")
     if isinstance(method, FedShuffleGen):

@@ -105,6 +105,9 @@ def nearest_constants(
     if not drawn.independent_rounds:
         covered = False
         notes.append("the bounds are for independent rounds; here a cohort depends on earlier ones")
+    if rule.estimate is not None:
+        covered = False
+        notes.append("the bounds are for known inclusion probabilities; here they are estimated")
     if drawn.two_phase and by_probability:
         if not isinstance(drawn.pool, Full):
             proven = "only optimal sampling of all clients is covered"
