@@ -192,6 +192,12 @@ def _logits(model: nn.Module, fields: Sequence[Tensor]) -> tuple[Tensor, Tensor]
 def _classes(model: nn.Module, fields: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
     """Logits (batch, classes) and a class for each, or a share of each class."""
     logits, labels = _logits(model, fields)
+    kind = getattr(getattr(model, "config", None), "problem_type", None)
+    if kind not in (None, "single_label_classification"):
+        raise FedShuffleError(
+            f"the model is for {kind}, and this loss takes one class per sequence: write your own"
+            " loss(model, *fields)."
+        )
     if logits.ndim != 2 or logits.shape[1] == 1:  # the loss of one class is zero, whatever it is
         raise FedShuffleError(
             f"the model gives logits of shape {tuple(logits.shape)}, but this loss needs two"

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from fedshuffle import Federation, FedShuffleError, LocalWork, TrainingError, losses, train
 from fedshuffle.engines import Problem, ReferenceEngine, make
+from fedshuffle.engines.serialization import dump_problem
 from fedshuffle.training.rounds import Run, simulate
 from fedshuffle.training.run_folder import RunFolder
 from tests.engines.models import data
@@ -115,6 +116,19 @@ def program(folder: Path, text: str, *words: str) -> subprocess.CompletedProcess
     root, script = str(Path(__file__).parents[2]), folder / "script.py"
     script.write_text(f"import sys; sys.path.insert(0, {root!r})\n{text}")
     return subprocess.run([sys.executable, script, *words], capture_output=True, text=True)
+
+
+def test_what_workers_compare_takes_no_more_memory_than_a_small_minibatch() -> None:
+    """Every worker does so when it starts, and activations of a large model fill the memory."""
+    seen: list[int] = []
+
+    def loss(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+        seen.append(len(x))
+        return losses.cross_entropy(model, x, y)
+
+    federation = data((6,), 3, [5] * 20)
+    dump_problem(Problem(nn.Linear(6, 3).double(), loss, federation))
+    assert 0 < max(seen) <= 2
 
 
 @pytest.mark.slow

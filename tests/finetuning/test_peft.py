@@ -366,6 +366,23 @@ def test_examples_without_a_mask_or_with_more_fields() -> None:
         train(lora(), four, loss=losses.causal_lm, rounds=1)
     with pytest.raises(FedShuffleError, match="gives Tensor, which has no logits"):
         train(Plain(), text(), loss=losses.causal_lm, rounds=1)
+    classes: dict[str, Any] = {"loss": losses.sequence_classification, "rounds": 1}
+    several = lora(classes=3)
+    several.config.problem_type = "multi_label_classification"
+    with pytest.raises(FedShuffleError, match="is for multi_label_classification, and this loss"):
+        train(several, text(classes=3), **classes)
+    with pytest.raises(FedShuffleError, match=r"gives SequenceClassifierOutput.*causal_lm"):
+        train(lora(classes=3), text(classes=3), **classes | {"loss": losses.cross_entropy})
+
+
+def test_adapters_that_do_not_act_are_refused() -> None:
+    merged = lora()
+    merged.merge_adapter()
+    with pytest.raises(FedShuffleError, match="adapters, they must be active, and not merged"):
+        train(merged, text(), loss=losses.causal_lm, rounds=1)
+    for prepare in (fedex, flora):
+        with pytest.raises(FedShuffleError, match=r"no adapter trains .*is_trainable=True"):
+            prepare(lora().requires_grad_(False))
 
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "lora" / "train.py"
