@@ -392,6 +392,13 @@ def test_failed_clients_are_left_out(log: pytest.LogCaptureFixture) -> None:
     assert "node 100 failed: the client failed" in warnings(log)
 
 
+@pytest.mark.parametrize(("schedule", "fault"), [("wait", "gone"), ("deadline:9", "lost")])
+def test_lost_node_is_named(schedule: str, fault: str, log: pytest.LogCaptureFixture) -> None:
+    lost: Fault = lambda client, message: fault if client == 2 else None  # noqa: E731
+    trained(ConsistentFedAvg(schedule=schedule, fraction_evaluate=0.0), grid(fault=lost))
+    assert "round 1: node 102 failed: node " in warnings(log)
+
+
 def test_diverged_client_is_left_out(log: pytest.LogCaptureFixture) -> None:
     config = {"lr": LR}
     strategy, here = ConsistentFedAvg(), grid()

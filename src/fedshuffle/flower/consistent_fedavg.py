@@ -150,7 +150,9 @@ class ConsistentFedAvg(FedAvg):  # type: ignore[misc]  # Flower is untyped here
         self._planned: dict[int, float] = {}
         """The length of the steps that each one's step size was made for,"""
         self._sent = ArrayRecord()
-        """and the model that they got."""
+        """the model that they got,"""
+        self._messages: list[Message] = []
+        """and the messages with it."""
         self._round = self._rounds_before = 0
         self._private = self._own_loop = self._told = self._trained = False
 
@@ -229,7 +231,7 @@ class ConsistentFedAvg(FedAvg):  # type: ignore[misc]  # Flower is untyped here
         population.asked = [connected[k] for k in chosen]
         _log.info(f"configure_train: sampled {size} nodes (out of {len(connected)})")
         mean, self._planned = self._mean_length(population.known), {}
-        messages = []
+        self._messages = []
         for node in population.asked:
             known = population.reports.get(node)
             seed = self.seed, self._round, node
@@ -239,8 +241,8 @@ class ConsistentFedAvg(FedAvg):  # type: ignore[misc]  # Flower is untyped here
                 self._planned[node] = planned
                 own[self.step_size_key] = float(config[self.step_size_key]) * (mean / planned)
             content = RecordDict({self.arrayrecord_key: arrays, self.configrecord_key: own})
-            messages.append(Message(content, dst_node_id=node, message_type="train"))
-        return messages
+            self._messages.append(Message(content, dst_node_id=node, message_type="train"))
+        return self._messages
 
     def configure_evaluate(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
@@ -326,10 +328,14 @@ class ConsistentFedAvg(FedAvg):  # type: ignore[misc]  # Flower is untyped here
     def _valid(self, replies: list[Message], server_round: int) -> list[TrainReply]:
         """The replies that count; clients that fail are logged, wrong programs are an error."""
         valid, failed, waiting = [], [], {*self.population.connected}
+        # An error of Flower's own, such as for a lost node, does not come from that node.
+        sent = {m.metadata.message_id: m.metadata.dst_node_id for m in self._messages}
         for message in replies:
             keys = self.weighted_by_key, self.steps_key
             reply = TrainReply.read(message, self._sent, *keys, first=not self._trained)
             node = message.metadata.src_node_id
+            if message.has_error():
+                node = sent.get(message.metadata.reply_to_message_id, node)
             if isinstance(reply, str):
                 failed.append((node, reply))
             elif node not in waiting:
