@@ -351,6 +351,12 @@ def test_evaluation_and_config_pass_through() -> None:
     assert result.train_metrics_clientapp[1]["n"] == 3
 
 
+def test_metrics_of_different_lengths_are_named() -> None:
+    here = grid(trained=lambda client, message: {"losses": [0.5] * (1 + client)})
+    with pytest.raises(FedShuffleError, match=r"metrics cannot be aggregated: .*Let all report"):
+        trained(ConsistentFedAvg(), here)
+
+
 @pytest.mark.parametrize("key", ["seed", "planned-steps"])
 def test_clashing_config_is_refused(key: str) -> None:
     with pytest.raises(FedShuffleError, match=f"train_config has a key '{key}'"):

@@ -23,10 +23,10 @@ from flwr.serverapp import Grid
 from flwr.serverapp.strategy import FedAvg, Result
 
 from fedshuffle._arrays import FloatArray, count, expect, number
-from fedshuffle.errors import FedShuffleError, unknown
+from fedshuffle.errors import FedShuffleError, error_context, one_line, unknown
 from fedshuffle.flower import stragglers
 from fedshuffle.flower.checks import response_estimate
-from fedshuffle.flower.population import Population, Report
+from fedshuffle.flower.population import Population, Report, mean_length
 from fedshuffle.flower.train_replies import TrainReply, check_start, explain_steps, move
 from fedshuffle.flower.train_requests import check_keys, client_config
 from fedshuffle.local_optimisers import SGD, LocalOptimiser
@@ -268,7 +268,14 @@ class ConsistentFedAvg(FedAvg):  # type: ignore[misc]  # Flower is untyped here
         given = [reply.arrays for reply in valid]
         arrays = move(self._sent, given, self.server_step_size * weights)
         contents = [reply.content for reply in valid]
-        metrics = self.train_metrics_aggr_fn(contents, self.weighted_by_key)
+        with error_context(
+            lambda error: (
+                f"the clients' metrics cannot be aggregated: {one_line(error)}. Let all report the"
+                " same, or give a train_metrics_aggr_fn of your own."
+            ),
+            Exception,
+        ):
+            metrics = self.train_metrics_aggr_fn(contents, self.weighted_by_key)
         return arrays, MetricRecord({**self.population.metrics(), **(metrics or {})})
 
     def _weights(self, replies: list[TrainReply]) -> FloatArray:
@@ -384,14 +391,3 @@ class ConsistentFedAvg(FedAvg):  # type: ignore[misc]  # Flower is untyped here
 
 def _reports(replies: Iterable[TrainReply]) -> dict[int, Report]:
     return {reply.node: Report(reply.examples, reply.steps) for reply in replies}
-
-
-def mean_length(
-    clients: list[Report], objective: str, local_steps: int | None, optimiser: LocalOptimiser
-) -> float:
-    """How far the steps go on average, by the objective's weights."""
-    if local_steps is not None:
-        return float(optimiser.lengths(np.array([local_steps]))[0])
-    weights = [client.examples if objective == "examples" else 1.0 for client in clients]
-    lengths = optimiser.lengths(np.array([client.steps for client in clients]))
-    return float(np.average(lengths, weights=weights))
