@@ -65,14 +65,14 @@ class LocalGrid(Grid):  # type: ignore[misc]
 
     def _reply(self, client: int, message: Message, fault: str | None) -> Message:
         if fault == "gone":
-            return Message(Error(5, "node unavailable"), reply_to=message)
+            return of_superlink(5, "node unavailable", message)
         try:
             if fault == "raises":
                 raise RuntimeError("the client failed")
             own = Context(1, client, {"partition-id": client}, RecordDict({}), {})
             context = self.contexts.setdefault(client, own)
             reply = self.apps[client](sent(message), context)
-            return Message(Error(5, "node lost"), reply_to=message) if fault == "lost" else reply
+            return of_superlink(5, "node lost", message) if fault == "lost" else reply
         except Exception as error:
             return Message(Error(2, str(error)), reply_to=message)
 
@@ -81,7 +81,7 @@ class LocalGrid(Grid):  # type: ignore[misc]
             end, message = self._silent[id]
             if time.monotonic() >= end:
                 del self._silent[id]
-                self._replies[id] = Message(Error(3, "unavailable"), reply_to=message)
+                self._replies[id] = of_superlink(3, "unavailable", message)
         self._patience |= {id: self._patience.get(id, 1) - 1 for id in message_ids}
         ready = [id for id in message_ids if id in self._replies and self._patience[id] <= 0]
         found = [self._replies.pop(id) for id in ready]
@@ -104,6 +104,13 @@ class LocalGrid(Grid):  # type: ignore[misc]
         self, messages: Iterable[Message], *, timeout: float | None = None
     ) -> list[Message]:
         return self.pull_messages(self.push_messages(messages))
+
+
+def of_superlink(code: int, reason: str, message: Message) -> Message:
+    """An error of Flower's own: it says to which message it belongs, but not to which node."""
+    error = Message(Error(code, reason), reply_to=message)
+    error.metadata.__dict__["_src_node_id"] = 1
+    return error
 
 
 def sent(message: Message) -> Message:

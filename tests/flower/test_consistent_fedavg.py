@@ -351,6 +351,12 @@ def test_evaluation_and_config_pass_through() -> None:
     assert result.train_metrics_clientapp[1]["n"] == 3
 
 
+def test_metrics_of_different_lengths_are_named() -> None:
+    here = grid(trained=lambda client, message: {"losses": [0.5] * (1 + client)})
+    with pytest.raises(FedShuffleError, match=r"metrics cannot be aggregated: .*Let all report"):
+        trained(ConsistentFedAvg(), here)
+
+
 @pytest.mark.parametrize("key", ["seed", "planned-steps"])
 def test_clashing_config_is_refused(key: str) -> None:
     with pytest.raises(FedShuffleError, match=f"train_config has a key '{key}'"):
@@ -390,6 +396,13 @@ def test_failed_clients_are_left_out(log: pytest.LogCaptureFixture) -> None:
     x = model(ConsistentFedAvg(), grid(fault=fault), 2)
     assert shares(x) == pytest.approx(np.array([0, 24, 64]) / 88)
     assert "node 100 failed: the client failed" in warnings(log)
+
+
+@pytest.mark.parametrize(("schedule", "fault"), [("wait", "gone"), ("deadline:9", "lost")])
+def test_lost_node_is_named(schedule: str, fault: str, log: pytest.LogCaptureFixture) -> None:
+    lost: Fault = lambda client, message: fault if client == 2 else None  # noqa: E731
+    trained(ConsistentFedAvg(schedule=schedule, fraction_evaluate=0.0), grid(fault=lost))
+    assert "round 1: node 102 failed: node " in warnings(log)
 
 
 def test_diverged_client_is_left_out(log: pytest.LogCaptureFixture) -> None:

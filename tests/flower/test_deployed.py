@@ -191,6 +191,22 @@ def test_quickstart_is_biased_before_and_right_after(
     assert shares(out) == pytest.approx(COUNTED_AFTER if migrated else counted(), rel=1e-5)
 
 
+@needs_proc
+def test_quickstart_trains_without_rounds(
+    simulator: Callable[[Path, str], str], tmp_path: Path
+) -> None:
+    """Flower's own grid suffices; who comes when is not fixed, and so neither are the shares."""
+    app, out = migrate(tmp_path / "app"), tmp_path / "out"
+    server = app / "quickstart" / "server_app.py"
+    text = server.read_text(encoding="utf-8")
+    text = text.replace("ConsistentFedAvg(fraction_train=fraction_train", 'FedBuff("fedbuff:K=3"')
+    text = text.replace("ConsistentFedAvg", "ConsistentFedBuff as FedBuff")
+    server.write_text(text, encoding="utf-8")
+    said = simulator(app, f'num-server-rounds=4 out="{out}"')
+    assert out.exists(), said
+    assert re.findall(r"server step (\d):", said) == ["1", "2", "3", "4"]
+
+
 @pytest.fixture(scope="module")
 def simulator(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[Path, str], str]]:
     """Flower's simulator: a function that runs an app and returns what it printed."""

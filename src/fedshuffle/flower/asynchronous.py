@@ -24,9 +24,8 @@ from flwr.serverapp.strategy import Result
 
 from fedshuffle._arrays import FloatArray, count, number
 from fedshuffle.errors import FedShuffleError, unknown
-from fedshuffle.flower.consistent_fedavg import mean_length
 from fedshuffle.flower.exchange import POLL_SECONDS, Outbox
-from fedshuffle.flower.population import Report
+from fedshuffle.flower.population import Report, mean_length
 from fedshuffle.flower.train_replies import TrainReply, check_start, explain_steps, move
 from fedshuffle.flower.train_requests import check_keys, client_config
 from fedshuffle.local_optimisers import SGD, LocalOptimiser

@@ -23,10 +23,10 @@ from flwr.serverapp import Grid
 from flwr.serverapp.strategy import FedAvg, Result
 
 from fedshuffle._arrays import FloatArray, count, expect, number
-from fedshuffle.errors import FedShuffleError, unknown
+from fedshuffle.errors import FedShuffleError, error_context, one_line, unknown
 from fedshuffle.flower import stragglers
 from fedshuffle.flower.checks import response_estimate
-from fedshuffle.flower.population import Population, Report
+from fedshuffle.flower.population import Population, Report, mean_length
 from fedshuffle.flower.train_replies import TrainReply, check_start, explain_steps, move
 from fedshuffle.flower.train_requests import check_keys, client_config
 from fedshuffle.local_optimisers import SGD, LocalOptimiser
@@ -150,7 +150,9 @@ class ConsistentFedAvg(FedAvg):  # type: ignore[misc]  # Flower is untyped here
         self._planned: dict[int, float] = {}
         """The length of the steps that each one's step size was made for,"""
         self._sent = ArrayRecord()
-        """and the model that they got."""
+        """the model that they got,"""
+        self._messages: list[Message] = []
+        """and the messages with it."""
         self._round = self._rounds_before = 0
         self._private = self._own_loop = self._told = self._trained = False
 
@@ -229,7 +231,7 @@ class ConsistentFedAvg(FedAvg):  # type: ignore[misc]  # Flower is untyped here
         population.asked = [connected[k] for k in chosen]
         _log.info(f"configure_train: sampled {size} nodes (out of {len(connected)})")
         mean, self._planned = self._mean_length(population.known), {}
-        messages = []
+        self._messages = []
         for node in population.asked:
             known = population.reports.get(node)
             seed = self.seed, self._round, node
@@ -239,8 +241,8 @@ class ConsistentFedAvg(FedAvg):  # type: ignore[misc]  # Flower is untyped here
                 self._planned[node] = planned
                 own[self.step_size_key] = float(config[self.step_size_key]) * (mean / planned)
             content = RecordDict({self.arrayrecord_key: arrays, self.configrecord_key: own})
-            messages.append(Message(content, dst_node_id=node, message_type="train"))
-        return messages
+            self._messages.append(Message(content, dst_node_id=node, message_type="train"))
+        return self._messages
 
     def configure_evaluate(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
@@ -266,7 +268,14 @@ class ConsistentFedAvg(FedAvg):  # type: ignore[misc]  # Flower is untyped here
         given = [reply.arrays for reply in valid]
         arrays = move(self._sent, given, self.server_step_size * weights)
         contents = [reply.content for reply in valid]
-        metrics = self.train_metrics_aggr_fn(contents, self.weighted_by_key)
+        with error_context(
+            lambda error: (
+                f"the clients' metrics cannot be aggregated: {one_line(error)}. Let all report the"
+                " same, or give a train_metrics_aggr_fn of your own."
+            ),
+            Exception,
+        ):
+            metrics = self.train_metrics_aggr_fn(contents, self.weighted_by_key)
         return arrays, MetricRecord({**self.population.metrics(), **(metrics or {})})
 
     def _weights(self, replies: list[TrainReply]) -> FloatArray:
@@ -326,10 +335,14 @@ class ConsistentFedAvg(FedAvg):  # type: ignore[misc]  # Flower is untyped here
     def _valid(self, replies: list[Message], server_round: int) -> list[TrainReply]:
         """The replies that count; clients that fail are logged, wrong programs are an error."""
         valid, failed, waiting = [], [], {*self.population.connected}
+        # An error of Flower's own, such as for a lost node, does not come from that node.
+        sent = {m.metadata.message_id: m.metadata.dst_node_id for m in self._messages}
         for message in replies:
             keys = self.weighted_by_key, self.steps_key
             reply = TrainReply.read(message, self._sent, *keys, first=not self._trained)
             node = message.metadata.src_node_id
+            if message.has_error():
+                node = sent.get(message.metadata.reply_to_message_id, node)
             if isinstance(reply, str):
                 failed.append((node, reply))
             elif node not in waiting:
@@ -378,14 +391,3 @@ class ConsistentFedAvg(FedAvg):  # type: ignore[misc]  # Flower is untyped here
 
 def _reports(replies: Iterable[TrainReply]) -> dict[int, Report]:
     return {reply.node: Report(reply.examples, reply.steps) for reply in replies}
-
-
-def mean_length(
-    clients: list[Report], objective: str, local_steps: int | None, optimiser: LocalOptimiser
-) -> float:
-    """How far the steps go on average, by the objective's weights."""
-    if local_steps is not None:
-        return float(optimiser.lengths(np.array([local_steps]))[0])
-    weights = [client.examples if objective == "examples" else 1.0 for client in clients]
-    lengths = optimiser.lengths(np.array([client.steps for client in clients]))
-    return float(np.average(lengths, weights=weights))

@@ -101,7 +101,8 @@ def check_start(arrays: ArrayRecord) -> None:
     for name in arrays:
         if not np.isfinite(_real(arrays, name, "of initial_arrays")).all():
             raise FedShuffleError(
-                f"{name!r} of initial_arrays is not finite: start from another model."
+                f"{name!r} of initial_arrays is not finite: start from another model, or if it is a"
+                " mask, keep it out of the state dict (register_buffer(..., persistent=False))."
             )
 
 
