@@ -2,6 +2,7 @@
 
 import itertools
 import json
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,7 +16,7 @@ from fedshuffle.errors import FedShuffleError
 from fedshuffle.local_work import EpochRange
 from fedshuffle.methods import get
 from fedshuffle.sampling import Full, scheduled
-from fedshuffle.timing import Clock, Exponential, LogNormal, Timing
+from fedshuffle.timing import Clock, Exponential, LogNormal, MessageSizes, Timing
 from tests.brute import Floats
 
 CLIENTS = Federation.from_sizes([1, 2, 3])
@@ -128,6 +129,18 @@ def test_bandwidths_need_the_bytes_of_messages(schedule: str) -> None:
         audit(
             Federation.from_sizes([1, 1]), "fedshuffle", schedule=schedule, clock="fixed:1+up:9,1"
         )
+
+
+@pytest.mark.parametrize("size", [-1.0, float("nan"), float("inf")])
+def test_bytes_that_are_no_lengths_are_refused(size: float) -> None:
+    """NaN and infinity were waited for without end."""
+    clients = Federation.from_sizes([1, 1])
+    settings: dict[str, Any] = {"schedule": "fedasync", "clock": "fixed:1+up:9"}
+    with pytest.raises(FedShuffleError, match=r"message sizes, up: .* must be in \[0, inf\)"):
+        audit(clients, "fedshuffle", **settings, message_sizes=MessageSizes(up=size))
+    command = ["audit", "--sizes", "1,1", "--schedule", "fedasync", "--clock", "fixed:1+up:9"]
+    answer = CliRunner().invoke(app, [*command, "--message-bytes", f"0,{size}"])
+    assert "give the bytes down and up" in str(answer.exception)
 
 
 @pytest.mark.parametrize(("option", "value"), [("--rates", "4,1"), ("--clock", "fixed:1")])

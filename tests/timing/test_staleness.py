@@ -105,7 +105,9 @@ def test_mean_weights_in_the_limits() -> None:
         np.testing.assert_allclose(looping_exponential(np.array([0.3]), 1, exponent), 0.3)
     # Times with a common multiple: what is exact for others is not for these, by some permille.
     steps = 0.1 * np.array([53, 59, 61])
-    for unknown in (times(FOUR), times(steps), times(FOUR, LogNormal(1.0))):
+    # Rates that add up: the first client is in time with the second exactly when with the third.
+    adding = 1 / np.array([1.0, 2**0.5, 1 + 2**0.5])
+    for unknown in (times(FOUR), times(steps), times(adding), times(FOUR, LogNormal(1.0))):
         assert mean_weights(Asynchronous(staleness=1), unknown) is None
 
 

@@ -19,6 +19,7 @@ from fedshuffle import (
 )
 from fedshuffle.engines import make
 from fedshuffle.local_work import EpochRange, MissLast
+from fedshuffle.sampling import Buffers
 from fedshuffle.timing import Asynchronous, Clock, Exponential, LogNormal
 from fedshuffle.training.rounds import Run, simulate
 from tests.problems import copies, quadratic, targets
@@ -115,14 +116,47 @@ def test_clients_count_by_their_weights(schedule: str, probabilities: str | None
     assert errors.max() < 0.2
 
 
-def test_the_repaired_schedule_ends_where_the_objective_is_smallest() -> None:
-    """And FedAvg where the audit says."""
+def test_updates_start_from_the_models_and_step_sizes_of_their_time() -> None:
+    """FedAsync against a loop that keeps every model."""
+    points, sizes, seconds = targets(3, 2), [1, 2, 3], np.sqrt([1.0, 5.0, 47.0])
+    clients = copies(sizes, points)
+    engine = make("reference", quadratic(clients))
+
+    def step_size(step: int) -> float:
+        return 0.3 / (1 + step / 5)
+
+    run = Run(
+        clients,
+        "fedavg-rr",
+        step_size=step_size,
+        schedule="fedasync:a=0.5",
+        clock=Clock(seconds, per="task"),
+    )
+    models, started, ends = [engine.problem.start], [0, 0, 0], seconds.copy()
+    for step, (state,) in enumerate(simulate(engine, [run], 30)):
+        client = int(ends.argmin())
+        version = started[client]
+        left = (1 - step_size(version)) ** sizes[client]  # of the distance, after local training
+        update = (1 - left) * (points[client] - models[version])
+        models.append(models[step] + update * (1 + step - version) ** -0.5)
+        torch.testing.assert_close(state.x, models[-1], rtol=0, atol=1e-12)
+        started[client] = step + 1
+        ends[client] += seconds[client]
+    assert min(started) < step - 2  # somebody was stale
+
+
+@pytest.mark.parametrize("known", [False, True])
+def test_the_repaired_schedule_ends_where_the_objective_is_smallest(known: bool) -> None:
+    """And FedAvg where the audit says. Staleness has a formula if no times have a multiple."""
     points = targets(3, 2)
     clients = copies([1, 2, 3], points)
     engine = make("reference", quadratic(clients))
-    settings: dict[str, Any] = {"schedule": "fedbuff:K=2,a=0.5", "clock": Clock([1, 0.5, 1.3])}
+    seconds = np.sqrt([1, 0.3, 1.7]) if known else np.array([1, 0.5, 1.3])
+    settings: dict[str, Any] = {"schedule": "fedbuff:K=2,a=1", "clock": Clock(seconds)}
     for method in ("fedavg-rr", "fedshuffle"):
         run = Run(clients, method, step_size=lambda r: 0.05 / (1 + r / 50), **settings)
+        assert isinstance(run.sampling, Buffers)
+        assert (run.sampling.staleness_weights is not None) == known
         last, state = [], run.start(engine.problem.start)
         for (state,) in simulate(engine, [run], 400):
             last.append(state.x)

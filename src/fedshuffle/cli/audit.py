@@ -288,7 +288,7 @@ def _clients_of_run(
 def _message_sizes(text: str) -> MessageSizes:
     """``DOWN,UP`` in bytes, or one number for both."""
     sizes = _numbers(text, "--message-bytes")
-    if len(sizes) > 2 or sizes.min() < 0:
+    if len(sizes) > 2 or not np.all((sizes >= 0) & (sizes < np.inf)):
         raise FedShuffleError(f"--message-bytes is {text!r}: give the bytes down and up, 4e6,1e5.")
     return MessageSizes(float(sizes[0]), float(sizes[-1]))
 

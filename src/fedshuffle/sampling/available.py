@@ -60,8 +60,8 @@ class AmongAvailable(Sampling):
                 self._strata = list(zip(sampling.members, taken, strict=True))
             case _:
                 raise FedShuffleError(
-                    f"sampling {sampling!r} cannot draw among the clients that are available: use"
-                    " full, uniform:B, stratified:B:K, independent or importance:B."
+                    f"sampling {sampling!r} cannot draw among the clients that are there and in"
+                    " time: use full, uniform:B, stratified:B:K, independent or importance:B."
                 )
         if availability.leaves is not None:
             self._stay = self._stay * (1 - availability.leaves)

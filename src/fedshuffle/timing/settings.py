@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from fedshuffle._arrays import IntArray
+from fedshuffle._arrays import IntArray, vector
 from fedshuffle.errors import FedShuffleError
 from fedshuffle.federation import Federation
 from fedshuffle.timing import clock_text
@@ -65,9 +65,13 @@ class Timing:
             )
 
     def check_sizes(self) -> None:
-        """Refuse bandwidths without the bytes of messages, which would seem to take no time."""
+        """Refuse bytes that are no lengths, as a message that never arrives is waited for without
+        end, and bandwidths without bytes, where messages would seem to take no time.
+        """
         if self.clock is None or isinstance(self.schedule, Wait):
             return
+        for way, each in zip(self.sizes._fields, self.sizes, strict=True):
+            vector(np.atleast_1d(each), f"message sizes, {way}", within="[0, inf)")
         if self.clock.has_bandwidths and self.sizes is NO_BYTES:
             raise FedShuffleError(
                 "the clock has bandwidths, but nothing says how long messages are: give"

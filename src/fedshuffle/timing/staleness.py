@@ -6,10 +6,12 @@ loop, b is uniform on 0, ..., K - 1 and independent of M, and
 
 - if times are exponential, M is geometric, :math:`P(M = m) = p q^m`, where p is the client's share
   of the arrivals (:func:`looping_exponential`);
-- if times are fixed and no two have a common multiple, client j is at a uniform place of its task
-  when i starts. So it arrives :math:`\lfloor T_i / T_j \rfloor` times in between, and once more
-  with probability :math:`T_i / T_j - \lfloor T_i / T_j \rfloor`, independently of the others
-  (:func:`looping_fixed`).
+- if times are fixed and no multiples of the rates :math:`1 / T_j` add up to zero, client j is at a
+  uniform place of its task when i starts, wherever the others are. So it arrives
+  :math:`\lfloor T_i / T_j \rfloor` times in between, and once more with probability
+  :math:`T_i / T_j - \lfloor T_i / T_j \rfloor`, independently of the others
+  (:func:`looping_fixed`). Sums of two or three rates are looked for; four or more that add up, but
+  no three of them, are times that somebody made up.
 
 Elsewhere the schedule is simulated (:mod:`fedshuffle.timing.simulation`).
 """
@@ -26,6 +28,7 @@ from fedshuffle.timing.task_times import TaskTimes
 
 _MOST = 500  # clients with fixed times: n^3 operations
 _MULTIPLE = 10_000  # times whose ratio is that of two numbers up to this have a common multiple
+_FACTORS = np.arange(1, 7)  # of two rates that add up with multiples of a third
 _CLOSE = 1e-14  # a ratio of two random times is so close to such a one in one of a million cases
 
 
@@ -46,9 +49,11 @@ def mean_weights(schedule: Asynchronous, times: TaskTimes) -> FloatArray | None:
     if times.law == "exponential":
         shares = rate_shares(schedule, times)
         return looping_exponential(shares, schedule.buffer, schedule.staleness)
-    if times.law == "fixed" and len(times) <= _MOST and not common_multiple(times.mean):
-        return looping_fixed(times.mean, schedule)
-    return None
+    if times.law != "fixed" or len(times) > _MOST:
+        return None
+    if common_multiple(times.mean) or rates_add_up(times.mean):
+        return None
+    return looping_fixed(times.mean, schedule)
 
 
 def looping_exponential(share: FloatArray, buffer: int, exponent: float) -> FloatArray:
@@ -82,7 +87,7 @@ def looping_exponential(share: FloatArray, buffer: int, exponent: float) -> Floa
 
 
 def looping_fixed(times: FloatArray, schedule: Asynchronous) -> FloatArray:
-    """The mean weight if times are fixed and have no common multiple.
+    """The mean weight if times are fixed, and no multiples of rates add up to zero.
 
     >>> looping_fixed(np.array([1.0, np.sqrt(2)]), Asynchronous(staleness=1.0)).round(4).tolist()
     [0.6464, 0.431]
@@ -106,6 +111,23 @@ def common_multiple(times: FloatArray) -> bool:
     (True, False)
     """
     return any(_fractions(times[i + 1 :] / own).any() for i, own in enumerate(times[:-1]))
+
+
+def rates_add_up(times: FloatArray) -> bool:
+    """Whether small multiples of two clients' rates, and any of a third's, add up to zero: then
+    these clients are not at independent places of their tasks.
+
+    >>> rates_add_up(1 / np.array([1.0, 2**0.5, 1 + 2**0.5])), rates_add_up(np.sqrt([1, 2, 3]))
+    (True, False)
+    """
+    for i, own in enumerate(times):
+        multiples = np.outer(own / np.delete(times, i), _FACTORS).ravel()
+        rest = np.abs(multiples - np.round(multiples))  # equal ones have a whole sum or difference
+        order = np.argsort(rest)
+        close = _CLOSE * np.maximum(multiples[order][1:], multiples[order][:-1])
+        if (np.diff(rest[order]) <= close).any():
+            return True
+    return False
 
 
 def _fractions(ratios: FloatArray) -> NDArray[np.bool_]:
