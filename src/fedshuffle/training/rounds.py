@@ -150,11 +150,11 @@ class Run:
                     f" {fault}. Use fedshuffle with schedule 'wait'."
                 )
             if one.restart and (self.chain.keeps_state or not direction.stale_models):
-                memory = "the channel" if direction.stale_models else self.method.name
+                more = "the channel" if direction.stale_models else self.method.name
                 raise FedShuffleError(
-                    f"{one!r} gives parameters new values in every round, and what {memory} keeps"
-                    " from earlier rounds would not fit them. Use fedshuffle or fedprox without"
-                    " error feedback, or fedex instead of flora."
+                    f"{one!r} gives parameters new values in every round, which fits clients that"
+                    f" need nothing but the model, and {more} needs more. Use fedshuffle or fedprox"
+                    " without error feedback, or fedex instead of flora."
                 )
 
     def settings(self, rounds: int) -> dict[str, Any]:
