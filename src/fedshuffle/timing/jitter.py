@@ -75,7 +75,8 @@ class Exponential(Jitter):
 @dataclass(frozen=True)
 class LogNormal(Jitter):
     r"""The logarithm is normal with standard deviation ``sigma``, at most 4:
-    :math:`J = e^{\sigma z - \sigma^2 / 2}`. Beyond, the mean is that of tasks that hardly ever come.
+    :math:`J = e^{\sigma z - \sigma^2 / 2}`. Beyond, the mean is made by tasks that hardly
+    ever come.
 
         >>> LogNormal(1.0).cdf(np.array([1.0])).round(3).tolist()
         [0.691]
