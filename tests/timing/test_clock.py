@@ -110,6 +110,7 @@ def test_table(tmp_path: Path) -> None:
         ("table:none.csv", "cannot read 'none.csv'"),
         ("sundial:1", "unknown clock 'sundial'"),
         ("fixed:1+jitter:lots", "unknown jitter"),
+        ("fixed:1+jitter:lognormal:8", r"sigma .* is 8.0, but must be in \(0, 4\]"),
         ("fixed:1+wind:3", "unknown option of a clock"),
         ("fixed:1+latency:", "latency is '', but must be"),
         ("fixed:1+up:1e6+up:2e6", "up is given twice"),

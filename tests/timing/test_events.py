@@ -101,6 +101,31 @@ def test_looping_clients_all_at_once_are_those_event_by_event(
         np.testing.assert_array_equal(found.staleness[step], events.arrivals(step).staleness)
 
 
+@pytest.mark.parametrize("unit", [0.1, 0.7, 1 / 3])
+@pytest.mark.parametrize("at_a_time", [None, 2])
+def test_the_unit_of_time_does_not_matter(unit: float, at_a_time: int | None) -> None:
+    """Three times 0.1 s end with 0.3 s, though their sum is another number."""
+    work, schedule = LocalWork().on(np.ones(3, dtype=np.int64)), Asynchronous(2, at_a_time)
+    whole, parts = np.array([3.0, 1.0, 2.0]), np.array([3, 1, 2]) * unit
+    events = Events(schedule, 3, 0, lambda task, i: float(parts[i]))
+    of_parts, of_whole = (
+        simulate(schedule, TaskTimes(Tasks(Clock(seconds), work)), 0, 5000)
+        for seconds in (parts, whole)
+    )
+    np.testing.assert_array_equal(of_parts.clients, of_whole.clients)
+    np.testing.assert_array_equal(of_parts.staleness, of_whole.staleness)
+    for step in range(5000):
+        np.testing.assert_array_equal(events.arrivals(step).clients, of_whole.clients[step])
+        np.testing.assert_array_equal(events.arrivals(step).staleness, of_whole.staleness[step])
+
+
+def test_equal_times_are_equal_whatever_rounding_does() -> None:
+    events = Events(Asynchronous(2, 2), 2, 0, lambda task, i: 0.1 * 3 if i == 0 else 0.3)
+    for step in range(100):
+        assert events.arrivals(step).clients.tolist() == [0, 1]
+        assert not events.arrivals(step).staleness.any()
+
+
 @pytest.mark.parametrize("draw", ["idle", "queued"])
 def test_memory_does_not_grow_with_the_population(draw: Literal["idle", "queued"]) -> None:
     tracemalloc.start()

@@ -1,7 +1,7 @@
 r"""Asynchronous schedules, event by event: who arrives when, and from which model it started.
 
 This is bookkeeping: it knows times and numbers of models, no tensors. C tasks are under way. At
-each instant, the server
+each instant (times that differ by rounding alone are one), the server
 
 1. receives the updates that arrive, in the order of the clients' numbers, into a buffer; whenever
    it holds K, it makes a step, from the model of version r to that of version r + 1;
@@ -21,6 +21,7 @@ from bisect import bisect_left, bisect_right
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import NamedTuple
 
 import numpy as np
@@ -33,7 +34,12 @@ Duration = Callable[[int, int], float]
 """The seconds of a task, from its address and its client."""
 
 _REPEAT = 1 << 40  # apart are the addresses of tasks that a client starts from the same model
+ROUNDING = 1e-12
+"""Relative to the time: what ends closer together ends at the same instant, as rounding decides."""
 _BLOCK = 1024  # random numbers that are drawn at a time
+
+
+_client = attrgetter("client")
 
 
 class Task(NamedTuple):
@@ -113,14 +119,15 @@ class Events:
                 heapq.heappush(under_way, Task(free_at[client], client, address))
                 started[client] += 1
                 needed[version] += 1
-            time, freed = under_way[0].ends, 0
-            while under_way and under_way[0].ends == time:
-                task = heapq.heappop(under_way)
-                if free_at[task.client] == time:
+            arrived, until = list[Task](), under_way[0].ends * (1 + ROUNDING)
+            while under_way and under_way[0].ends <= until:
+                arrived.append(heapq.heappop(under_way))
+            time, freed = arrived[-1].ends, len(arrived)
+            for task in sorted(arrived, key=_client):
+                if free_at[task.client] == task.ends:
                     del free_at[task.client]
                 draw.end(task.client)
                 buffer.append(task)
-                freed += 1
                 if len(buffer) == self.schedule.buffer:
                     yield _received(buffer, version, time, needed)
                     started.clear()

@@ -73,8 +73,9 @@ class Exponential(Jitter):
 
 @dataclass(frozen=True)
 class LogNormal(Jitter):
-    r"""The logarithm is normal with standard deviation ``sigma``:
-    :math:`J = e^{\sigma z - \sigma^2 / 2}`.
+    r"""The logarithm is normal with standard deviation ``sigma``, at most 4:
+    :math:`J = e^{\sigma z - \sigma^2 / 2}`. Beyond, the mean is made by tasks that hardly
+    ever come.
 
         >>> LogNormal(1.0).cdf(np.array([1.0])).round(3).tolist()
         [0.691]
@@ -83,7 +84,7 @@ class LogNormal(Jitter):
     sigma: float
 
     def __post_init__(self) -> None:
-        number(self.sigma, "the sigma of a log-normal jitter", within="(0, inf)")
+        number(self.sigma, "the sigma of a log-normal jitter", within="(0, 4]")
 
     def __str__(self) -> str:
         return f"lognormal:{shortest(self.sigma)}"

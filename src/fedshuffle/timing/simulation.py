@@ -6,7 +6,8 @@ from typing import NamedTuple
 import numpy as np
 
 from fedshuffle._arrays import FloatArray, IntArray
-from fedshuffle.timing.events import Events
+from fedshuffle.timing.events import ROUNDING, Events
+from fedshuffle.timing.jitter import NoJitter
 from fedshuffle.timing.schedule import Asynchronous
 from fedshuffle.timing.task_times import TaskTimes
 
@@ -54,10 +55,13 @@ def _looping(buffer: int, times: TaskTimes, seed: int, steps: int) -> SimulatedS
         found = [_tasks(times, seed, client, horizon) for client in range(len(times))]
     clients = np.repeat(np.arange(len(found)), [len(ends) for _, ends in found])
     which, when = (np.concatenate(parts) for parts in zip(*found, strict=True))
-    order = np.lexsort((clients, when))[:needed]
+    order = np.argsort(when, kind="stable")
     clients, which, when = clients[order], which[order], when[order]
+    instant = np.cumsum(np.diff(when, prepend=0.0) > ROUNDING * when)
+    order = np.lexsort((clients, instant))[:needed]
+    clients, which, instant = clients[order], which[order], instant[order]
     # All that arrive at an instant are received before anybody starts again.
-    versions = np.searchsorted(when, when, side="right") // buffer
+    versions = np.searchsorted(instant, instant, side="right") // buffer
     by_client = np.argsort(clients, kind="stable")
     started = np.roll(versions[by_client], 1)
     started[np.flatnonzero(np.diff(clients[by_client], prepend=-1))] = 0
@@ -69,9 +73,16 @@ def _looping(buffer: int, times: TaskTimes, seed: int, steps: int) -> SimulatedS
 def _tasks(times: TaskTimes, seed: int, client: int, horizon: float) -> tuple[IntArray, FloatArray]:
     """The tasks of a client that end before a time: which numbers of steps, and when they end."""
     count = int(1.2 * horizon / times.mean[client]) + 10
+    fixed = isinstance(times.clock.jitter, NoJitter)
     while True:
         which, seconds = times.sample(seed, client, count)
-        ends = np.cumsum(seconds)
+        ends = _sums(seconds) if fixed else np.cumsum(seconds)
         if ends[-1] > horizon:
             return which[ends <= horizon], ends[ends <= horizon]
         count *= 2
+
+
+def _sums(seconds: FloatArray) -> FloatArray:
+    """Sums so far of few different numbers, by how often each came: rounding does not add up."""
+    values, which = np.unique(seconds, return_inverse=True)
+    return np.asarray(np.cumsum(which[:, None] == np.arange(len(values)), axis=0) @ values)
