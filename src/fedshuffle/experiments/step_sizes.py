@@ -40,7 +40,7 @@ from fedshuffle.training.run_folder import RunFolder
 
 DATA_SETS = {"shakespeare": "Shakespeare", "cifar100": "CIFAR-100", "plays": "Plays"}
 DEFAULT_METHODS = {
-    "shakespeare": ("rho = 2", "rho = 2, stratified, Adam"),
+    "shakespeare": ("rho = 2",),
     "cifar100": ("FedShuffle (rho = inf)", "rho = 2"),
     "plays": ("rho = 2", "rho = 2, stratified, Adam"),
 }
