@@ -98,9 +98,9 @@ def test_a_descent_tunes_both_step_sizes(tmp_path: Path) -> None:
     trials = {(t["step_size"], t["server_step_size"]): t for t in curve["tuning"]}
     assert list(trials) == [
         (0.1, 1.0),
-        *((0.032, 1.0), (0.32, 1.0), (0.32, 0.32), (0.032, 3.2)),
-        *((1.0, 1.0), (1.0, 0.32), (0.1, 3.2)),
-        *((3.2, 1.0), (3.2, 0.32), (0.32, 3.2)),
+        *((0.032, 1.0), (0.32, 1.0), (0.1, 0.32), (0.32, 0.32), (0.1, 3.2), (0.032, 3.2)),
+        *((1.0, 1.0), (1.0, 0.32), (0.32, 3.2)),
+        *((3.2, 1.0), (3.2, 0.32), (1.0, 3.2)),
     ]
     for (step, server), trial in trials.items():
         assert trial["diverged"] == (step * server > 3)
@@ -235,7 +235,7 @@ def test_a_search_uses_runs_that_another_one_left(tmp_path: Path) -> None:
     stamps = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("outcome.json")}
     results = tuned(tmp_path, [0.032], **BOTH)
     met = {(t["step_size"], t["server_step_size"]) for t in results["curves"][0]["tuning"]}
-    assert (1.0, 1.0) in met
+    assert (0.32, 3.2) in met
     assert all(path.stat().st_mtime_ns == stamp for path, stamp in stamps.items())
 
 

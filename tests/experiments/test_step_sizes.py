@@ -4,7 +4,6 @@ import csv
 import io
 import json
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -12,6 +11,7 @@ import pytest
 from PIL import Image
 
 from fedshuffle import config
+from fedshuffle.comparison import Comparison, Variant
 from fedshuffle.errors import FedShuffleError
 from fedshuffle.experiments import real, step_sizes
 from fedshuffle.experiments.studies import csv_of, run_lines, tuning_lines
@@ -27,8 +27,8 @@ VALUES = 0.1, 0.2, 0.3
 @pytest.fixture(autouse=True)
 def two_methods(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever the study tunes by default, here these."""
-    methods = {"fedavg-rr": "FedAvg", "fedshuffle-capped:rho=2": "FedShuffle (rho = inf)"}
-    monkeypatch.setattr(step_sizes, "DEFAULT_METHODS", dict.fromkeys(step_sizes.DATA_SETS, methods))
+    names = "FedAvg", "FedShuffle (rho = inf)"
+    monkeypatch.setattr(step_sizes, "DEFAULT_METHODS", dict.fromkeys(step_sizes.DATA_SETS, names))
 
 
 def made(seed: int, last: float, **facts: Any) -> dict[str, Any]:
@@ -127,13 +127,13 @@ def test_csv_has_all_keys_and_six_digits() -> None:
 
 
 def defaults(**changes: Any) -> list[dict[str, Any]]:
-    capped = "fedshuffle-capped:rho=2"
+    capped = "FedShuffle (rho = inf)"
     row = {"data": "plays", "seed": 0, "step_size": 0.32, "server_step_size": 1.0, "share": 0.9}
     row |= {"diverged": False}
     return [
-        {**row, "method": "fedavg-rr", "accuracy": 0.5},
-        {**row, "method": "fedavg-rr", "accuracy": 0.6, "step_size": 0.1},
-        {**row, "method": "fedavg-rr", "accuracy": 0.7},
+        {**row, "method": "FedAvg", "accuracy": 0.5},
+        {**row, "method": "FedAvg", "accuracy": 0.6, "step_size": 0.1},
+        {**row, "method": "FedAvg", "accuracy": 0.7},
         {**row, "method": capped, "accuracy": 0.4, **changes},
         {**row, "method": capped, "accuracy": None, "diverged": True},
         {**row, "data": "cifar100", "method": capped, "accuracy": 0.4},
@@ -261,12 +261,14 @@ def tiny(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     )
     text = text.replace("step_size = 0.2", 'step_size = "drops:0.2"')
     (tmp_path / "config.toml").write_text(text.replace("every = 2", "every = 2\ntraining = 2"))
+    one = Variant("fedavg-rr", named="FedAvg")
+    other = Variant("fedshuffle", named="FedShuffle (rho = inf)", changes=(("sampling", "full"),))
     base = config.load(tmp_path / "config.toml")
-    asked = []
+    made, asked = Comparison(base, methods=(one, other), step_sizes=(0.2,)), []
 
     def load(*words: Any) -> Any:
         asked.append(words)
-        return SimpleNamespace(base=base)
+        return made
 
     monkeypatch.setattr(real, "load", load)
     monkeypatch.setattr(step_sizes, "SEEDS", (0, 1))
@@ -283,14 +285,16 @@ def test_the_default_is_tuned_then_trained(
     ]
     assert len(capsys.readouterr().err.splitlines()) == len(rows)
     assert (tiny / "default.csv").read_text() == csv_of(rows)
-    first = config.load(tiny / "plays" / "fedavg-rr" / "seed0" / "config.toml")
-    tried = (tiny / "plays" / "fedavg-rr" / "tuning.jsonl").read_text().splitlines()
+    first = config.load(tiny / "plays" / "FedAvg" / "seed0" / "config.toml")
+    tried = (tiny / "plays" / "FedAvg" / "tuning.jsonl").read_text().splitlines()
     assert json.loads(tried[0])["step_size"] == step_sizes.FIRST_STEP_SIZE
     assert first.method == "fedavg-rr"
+    other = config.load(tiny / "plays" / "FedShuffle-rho-inf-" / "seed1" / "config.toml")
+    assert (other.method, other.sampling) == ("fedshuffle", "full")  # as in the study
     assert isinstance(first.step_size, config.ScheduleSpec)
     assert first.step_size.name == "drops"
     assert first.step_size.arguments["step_size"] == rows[0]["step_size"]
-    last = (tiny / "plays" / "fedavg-rr" / "seed0" / "metrics.jsonl").read_text().splitlines()[-1]
+    last = (tiny / "plays" / "FedAvg" / "seed0" / "metrics.jsonl").read_text().splitlines()[-1]
     assert json.loads(last)["accuracy"] == rows[0]["accuracy"]
     assert json.loads(last)["training_loss"] == rows[0]["training_loss"]
     assert not any(row["diverged"] for row in rows)

@@ -114,6 +114,35 @@ def test_a_search_that_trades_follows_a_narrow_valley(
     assert loss(found) == min(map(loss, everywhere))
 
 
+@given(
+    product=st.floats(-3.4, 3.4), server=st.floats(-2.4, 2.4), steepness=st.floats(1.0, 100.0),
+    valley=st.booleans(),
+)  # fmt: skip
+def test_a_search_that_does_both_finds_the_best_with_and_without_a_valley(
+    product: float, server: float, steepness: float, valley: bool
+) -> None:
+    axes = Axis((0.1,), 10**6), Axis((1.0,), 10**6)
+
+    def loss(point: Point) -> float:
+        at = [axis.values.index(x) - axis.values.index(axis.middle) for axis, x in zip(axes, point)]
+        return steepness * abs(at[0] + valley * at[1] - product) + abs(at[1] - server)
+
+    lowest = min(loss((s, g)) for s in axes[0].values for g in axes[1].values)
+    both = Lattice(axes, trade=True, alone=True)
+    assert loss(both.best(descend(both, loss))) == lowest
+
+
+def test_a_search_that_only_trades_would_miss_the_best_server_step_size() -> None:
+    axes = Axis((1.0,)), Axis((1.0,))
+
+    def loss(point: Point) -> float:
+        return 10 * abs(math.log10(point[0])) + abs(math.log10(point[1]) - 1)
+
+    trading, both = (Lattice(axes, True, alone) for alone in (False, True))
+    assert trading.best(descend(trading, loss)) == (1.0, 1.0)
+    assert both.best(descend(both, loss)) == (1.0, 10.0)
+
+
 def test_a_search_along_the_axes_would_stop_in_the_valley() -> None:
     axes = Axis((1.0,)), Axis((1.0,))
 

@@ -225,7 +225,7 @@ class Comparison:
             axes.append(Axis(sizes, self.tune.widen) if grows else fixed)
         work = [self._varied(variant, name) or (getattr(config.work, name),) for name in _WORK]
         both = descends and all(isinstance(axis, Axis) for axis in axes)
-        return Lattice((*axes, *map(Choices, work)), trade=both)
+        return Lattice((*axes, *map(Choices, work)), trade=both, alone=both)
 
     def given(self, variant: Variant) -> list[GridPoint]:
         """The points that the file gives; none if it gives only common step sizes."""

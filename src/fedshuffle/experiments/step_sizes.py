@@ -44,13 +44,12 @@ from fedshuffle.reports.rendering import LIGHT, clean
 from fedshuffle.training.run_folder import RunFolder
 
 DATA_SETS = {"shakespeare": "Shakespeare", "cifar100": "CIFAR-100", "plays": "Plays"}
-CAPPED = {"fedshuffle-capped:rho=2": "rho = 2"}
 DEFAULT_METHODS = {
-    "shakespeare": CAPPED,
-    "cifar100": {"fedshuffle": "FedShuffle (rho = inf)", **CAPPED},
-    "plays": CAPPED,
+    "shakespeare": ("rho = 2",),
+    "cifar100": ("FedShuffle (rho = inf)", "rho = 2"),
+    "plays": ("rho = 2", "rho = 2, stratified, Adam"),
 }
-"""What is tuned and trained without a choice of step sizes, and what the study calls it: what
+"""Methods of the study that are also tuned and trained without a choice of step sizes: those that
 docs/how-to/choose-a-method.md advises, and on CIFAR-100, where steps differ little, the cap, too.
 """
 FIRST_STEP_SIZE = 0.1
@@ -73,11 +72,13 @@ def reproduce_default(
     console = Console(stderr=True, highlight=False, soft_wrap=True, quiet=not progress)
     rows = []
     for name in data_sets:
-        base = real.load(f"steps-{name}", "laptop", out / name, data).base
-        inputs = base.inputs()
+        study = real.load(f"steps-{name}", "laptop", out / name, data)
+        variants = {variant.name: variant for variant in study.variants}
+        inputs = study.base.inputs()
         for method in DEFAULT_METHODS[name]:
-            folder = out / name / re.sub("[^a-z0-9]+", "-", method)
-            for row in _tuned_runs(replace(base, method=method), folder, inputs):
+            variant = variants[method]
+            folder = out / name / variant.folder
+            for row in _tuned_runs(study.config(variant), folder, inputs):
                 console.print(f"{name} {method}: {row}", markup=False)
                 rows.append({"data": name, "method": method, **row})
         write_file(out / "default.csv", csv_of(rows))
@@ -161,8 +162,8 @@ def default_table(rows: Sequence[Mapping[str, str]], found: Mapping[str, Results
         study = {row.name: row for row in rows_of(results)}
         finished = [r for r in study.values() if len(r.values("accuracy")) == len(r.curve["runs"])]
         best = max(finished, key=lambda row: np.mean(row.values("accuracy")), default=None)
-        for method, name in DEFAULT_METHODS[data].items():
-            own = [row for row in rows if (row["data"], row["method"]) == (data, method)]
+        for name in DEFAULT_METHODS[data]:
+            own = [row for row in rows if (row["data"], row["method"]) == (data, name)]
             if not own:
                 continue
             reached = [float(row["accuracy"]) for row in own if row["diverged"] == "False"]

@@ -89,10 +89,10 @@ class Lattice:
 
     Args:
         axes: the values of each setting.
-        trade: whether a step along the second axis takes one back along the first; none along the
-            second alone is tried then. If these are the server's and the local step size, it keeps
-            their product, and so about the distance that a round moves: else a search would stop in
-            the narrow valley along which it is constant.
+        trade: whether a step along the second axis takes one back along the first. If these are the
+            server's and the local step size, it keeps their product, and so about the distance that
+            a round moves: else a search would stop in the narrow valley along which it is constant.
+        alone: whether steps along the second axis alone are tried as well where it trades.
         start: the loss before training. If given, losses that differ by at most 1% of the largest
             decrease count as equal.
 
@@ -103,10 +103,13 @@ class Lattice:
     [(1.0, 0.32), (1.0, 3.2)]
     >>> Lattice(lattice.axes, trade=True).untried({(1.0, 1.0): 2.0})
     [(0.1, 1.0), (10.0, 1.0), (10.0, 0.32), (0.1, 3.2)]
+    >>> Lattice(lattice.axes, trade=True, alone=True).untried({(1.0, 1.0): 2.0})
+    [(0.1, 1.0), (10.0, 1.0), (1.0, 0.32), (10.0, 0.32), (1.0, 3.2), (0.1, 3.2)]
     """
 
     axes: Sequence[Axis | Choices]
     trade: bool = False
+    alone: bool = False
     start: float | None = None
 
     @property
@@ -159,10 +162,10 @@ class Lattice:
     def _neighbours(self, point: Point) -> Iterable[Point]:
         for k, axis in enumerate(self.axes):
             for value in axis.neighbours(point[k]):
-                if not (self.trade and k == 1):
+                trades = self.trade and k == 1
+                if self.alone or not trades:
                     yield (*point[:k], value, *point[k + 1 :])
-                    continue
-                for other in self.axes[0].neighbours(point[0]):
+                for other in self.axes[0].neighbours(point[0]) if trades else ():
                     if (other < point[0]) == (value > point[1]):
                         yield (other, value, *point[2:])
 
