@@ -11,7 +11,6 @@ of docs/research/step-sizes.md.
 import csv
 import io
 import json
-import re
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
