@@ -8,7 +8,7 @@ clients are drawn by the server): the largest difference, and in standard errors
 ``quadratic``: where FedAvg and FedShuffle end under FedBuff, on clients that want different points.
 """
 
-import sys
+import argparse
 import time
 import tracemalloc
 from collections.abc import Callable
@@ -135,5 +135,8 @@ if __name__ == "__main__":
         "forms": forms,
         "quadratic": quadratic,
     }
-    for name in sys.argv[1:] or parts:
+    parser = argparse.ArgumentParser(description=str(__doc__).split("\n")[0])
+    parser.add_argument("part", choices=parts, nargs="?", help="one of them; without, all")
+    chosen = parser.parse_args().part
+    for name in [chosen] if chosen else parts:
         parts[name]()

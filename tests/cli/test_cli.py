@@ -165,9 +165,13 @@ def test_mistakes_are_one_line(
     assert not list(tmp_path.iterdir())  # refused before any work
 
 
-def test_installed_command() -> None:
-    command = Path(sys.executable).parent / "fedshuffle"
-    done = subprocess.run([command, "--version"], capture_output=True, text=True, check=True)
+@pytest.mark.parametrize(
+    "command",
+    [[Path(sys.executable).parent / "fedshuffle"], [sys.executable, "-m", "fedshuffle"]],
+    ids=["installed", "module"],
+)
+def test_command(command: list[Any]) -> None:
+    done = subprocess.run([*command, "--version"], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == fedshuffle.__version__
 
 
