@@ -39,34 +39,17 @@ class Simulation:
     """Federated training, round by round: for those who write the loop themselves.
 
     A state never changes: a step gives the next one, so a state can be kept, compared and stepped
-    from again. :func:`fedshuffle.train` is a loop over :meth:`step`, with the same arguments.
+    from again. :func:`fedshuffle.train` is a loop over :meth:`step`. The engine starts with the
+    first round.
 
     Args:
-        model: any module, with its initial parameters; it is not changed.
-        federation: the clients and their examples.
-        loss: ``loss(model, *fields)``, the mean over a minibatch.
-        method: a name or a :class:`~fedshuffle.methods.Method`.
-        sampling: a text or a :class:`~fedshuffle.sampling.Sampling`.
-        work: the local work of a sampled client; by default one epoch with batch size 1.
-        step_size: a number or a function of the round.
-        server_step_size: the factor of the aggregated update, in the same form.
-        transforms: what happens to updates on their way (see :mod:`fedshuffle.transforms`).
-        channel: how updates are compressed, such as ``"topk:0.01+ef"``.
-        down_channel: how the model is compressed on its way to clients, such as ``"qsgd:8"``.
-        privacy: a :class:`~fedshuffle.Privacy`.
-        availability: who is there to be sampled (see :mod:`fedshuffle.availability`).
-        schedule: for whom the server waits, such as ``"deadline:60"`` (see
-            :mod:`fedshuffle.timing`).
-        clock: how long clients take, such as ``"lognormal:0.1:1"``.
-        probabilities: how to estimate inclusion probabilities, such as ``"estimate"`` (see
-            :mod:`fedshuffle.probabilities`); by default they are known.
+        step_size: a number or a function of the round; not the name of a schedule, which needs to
+            know the number of rounds.
+        server_step_size: the same.
         rounds: the number of rounds in all, for privacy by ``epsilon`` and for an availability that
             drifts.
-        seed: determines everything random.
-        engine: the name of an engine; it starts with the first round.
-        device: ``"cpu"``, ``"cuda"`` or ``"mps"``; by default that of the model.
-        record_cohorts: whether records list the clients of the round.
-        record_clients: whether records also hold the metrics of each of them.
+
+    All other arguments are those of :func:`fedshuffle.train`.
 
     >>> from fedshuffle import Federation, losses
     >>> federation = Federation.from_arrays(torch.ones(6, 1), torch.eye(6), sizes=[1, 2, 3])

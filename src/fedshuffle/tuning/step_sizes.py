@@ -136,33 +136,20 @@ def tune(
     really spent. The same arguments give the same result.
 
     Args:
-        model: as for ``train``, like all arguments that are not explained here.
-        federation: the clients and their examples.
-        loss: ``loss(model, *fields)``, the mean over a minibatch.
         rounds: the number of rounds of the full run.
-        method: a name or a :class:`~fedshuffle.methods.Method`.
-        sampling: a text or a :class:`~fedshuffle.sampling.Sampling`.
-        work: the local work of a sampled client.
         step_size: where to start. A schedule is scaled as a whole; in a short run it is a straight
             line from its step size to its end.
         server_step_size: where to start; by default what is usual for the method.
-        transforms: what happens to updates on their way.
-        channel: how updates are compressed.
-        down_channel: how the model is compressed.
         privacy: must be None: short runs on private data would cost privacy, too.
-        availability: who is there to be sampled.
-        schedule: for whom the server waits.
-        clock: how long clients take.
-        probabilities: how to estimate inclusion probabilities; by default they are known.
         seed: that of the full run. Short runs use others, which follow from it.
-        engine: the name of an engine.
-        device: ``"cpu"``, ``"cuda"`` or ``"mps"``.
         share: the largest cost, as a share of the rounds of the full run: with 3, at most three
             times as many rounds.
         clients: evaluate the loss on at most this many clients, drawn once.
         out: a folder for ``tuning.jsonl``, where every finished short run is noted. The same call
             after an interruption repeats none of them.
         progress: whether to show a progress bar on the error stream.
+
+    All other arguments are those of :func:`fedshuffle.train`.
 
     >>> import torch
     >>> from fedshuffle import Federation, losses, train
