@@ -113,10 +113,9 @@ def audit(
     timing = method.timing(timing, workload)
     sampling, workload = scheduled(sampling, timing, workload, federation.ids)
     method.check(workload, method.sampling(sampling))
-    link = channels.channel(channel)
-    chain = [*transforms, *([] if link is None else [link])]
+    chain = channels.with_channel(transforms, channel)
     if isinstance(sampling, Buffers):
-        sampling.check(Chain(tuple(chain)), privacy is not None)
+        sampling.check(Chain(chain), privacy is not None)
     by_round = None if step_size is None else schedules.resolve(step_size, length)
     if by_round is None and rounds is not None and _ends_within(sampling, rounds):
         by_round = 1.0

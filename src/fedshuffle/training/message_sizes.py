@@ -29,8 +29,8 @@ def message_sizes(
     trained = [p for p in model.parameters() if p.requires_grad]
     dtype = trained[0].dtype if trained else torch.float32
     x = torch.ones(sum(p.numel() for p in trained), dtype=dtype)
-    link, direction, up = channels.channel(channel), methods.get(method).direction, x.nbytes
-    for one in Chain((*transforms, *([] if link is None else [link]))).flat:
+    direction, up = methods.get(method).direction, x.nbytes
+    for one in Chain(channels.with_channel(transforms, channel)).flat:
         up = up if one.numbers_sent is None else one.numbers_sent * x.element_size()
         if isinstance(one, Channel):
             drawn = one.compressor.draw(len(x), generator(0, Purpose.TRANSFORM))

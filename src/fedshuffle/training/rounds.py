@@ -98,8 +98,7 @@ class Run:
             self.participation = Participation(len(self.sampling), estimate, self._draw)
         self.step_size = step_size
         self.server_step_size = server_step_size
-        link = channels.channel(channel)
-        given = Chain((*transforms, *([] if link is None else [link]))).flat
+        given = Chain(channels.with_channel(transforms, channel)).flat
         self.down_link = channels.down_link(down_channel)
         if isinstance(self.sampling, Buffers):
             private, link_down = privacy is not None, self.down_link is not None

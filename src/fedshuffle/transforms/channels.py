@@ -6,11 +6,12 @@ sends updates as they are.
 """
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from fedshuffle._arrays import expect
 from fedshuffle.errors import FedShuffleError, check_known
+from fedshuffle.transforms.base import Transform
 from fedshuffle.transforms.compression import (
     EF21,
     Channel,
@@ -61,6 +62,14 @@ def channel(text: str | Channel | None) -> Channel | None:
             f"channel {text!r} has too much after {kind!r}: write '{name}+{kind}'."
         )
     return ErrorFeedback(made) if kind == "ef" else EF21(made)
+
+
+def with_channel(
+    transforms: Sequence[Transform], text: str | Channel | None
+) -> tuple[Transform, ...]:
+    """The transforms of a run, and the channel after them, if there is one."""
+    last = channel(text)
+    return (*transforms, *([] if last is None else [last]))
 
 
 def is_channel(text: str) -> bool:

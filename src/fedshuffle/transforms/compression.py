@@ -30,7 +30,7 @@ References: Seide et al. 2014 and Karimireddy et al. 2019 (error feedback), Rich
 
 import abc
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from fedshuffle._arrays import expect, number
 from fedshuffle.errors import FedShuffleError
@@ -42,12 +42,16 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
+@dataclass(frozen=True)
 class Channel(Transform):
     """Compresses updates. ``str`` gives the text that names it."""
 
     compressor: Compressor
-    shared_memory: bool = False
+    shared_memory: ClassVar[bool] = False
     """Whether the server needs the client's state to decode, and keeps it too."""
+
+    def __post_init__(self) -> None:
+        expect(self.compressor, Compressor, "the compressor")
 
     def client(self, updates: "Tensor", state: "Tensor | None", context: ClientContext) -> Message:
         d = updates.shape[1]
@@ -103,11 +107,6 @@ class Compressed(Channel):
     ('biased', 'unbiased')
     """
 
-    compressor: Compressor
-
-    def __post_init__(self) -> None:
-        expect(self.compressor, Compressor, "the compressor")
-
     def __str__(self) -> str:
         return str(self.compressor)
 
@@ -140,12 +139,8 @@ class ErrorFeedback(Channel):
     'topk:0.01+ef'
     """
 
-    compressor: Compressor
     keeps_state = True
     mean = "restored"
-
-    def __post_init__(self) -> None:
-        expect(self.compressor, Compressor, "the compressor")
 
     def __str__(self) -> str:
         return f"{self.compressor}+ef"
@@ -170,13 +165,9 @@ class EF21(Channel):
     True
     """
 
-    compressor: Compressor
     keeps_state = True
     shared_memory = True
     mean = "restored"
-
-    def __post_init__(self) -> None:
-        expect(self.compressor, Compressor, "the compressor")
 
     def __str__(self) -> str:
         return f"{self.compressor}+ef21"
@@ -204,14 +195,13 @@ class Diana(Channel):
     ('qsgd:4+diana', 'qsgd:4+diana:0.5')
     """
 
-    compressor: Compressor
     alpha: float | None = None
     keeps_state = True
     shared_memory = True
     mean = "unbiased"
 
     def __post_init__(self) -> None:
-        expect(self.compressor, Compressor, "the compressor")
+        super().__post_init__()
         if self.alpha is not None:
             alpha = number(self.alpha, "alpha of diana", within="(0, 1]")
             object.__setattr__(self, "alpha", alpha)
