@@ -13,7 +13,6 @@ last. Metrics reach the disk before the checkpoint of their round, so that a kil
 metrics than checkpoints, never fewer. ``docs/how-to/resume.md`` says what happens to damaged files.
 """
 
-import hashlib
 import json
 import math
 import os
@@ -28,17 +27,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load, save
 from torch import Tensor
 
 from fedshuffle import _files, fingerprint
 from fedshuffle._arrays import count, jsonable
 from fedshuffle.errors import FedShuffleError, error_context, one_line, visible
 from fedshuffle.state import State
+from fedshuffle.training import checkpoint
+from fedshuffle.training.checkpoint import round_of
 from fedshuffle.training.client_state import ClientState, ClientStateStore
 
-_FORMAT = 2
-"""The layout of checkpoints; others are not read."""
 _OUTPUTS = ("metrics.jsonl", "model.safetensors", "clients.csv", "clients.rows", "tensorboard")
 """What a run overwrites; a run killed before it started may leave an empty file."""
 _DIGESTS = {
@@ -110,7 +108,7 @@ class RunFolder:
             )
         paths = [self.path / name for name in _OUTPUTS]
         paths = [path for path in paths if path.is_dir() or (path.exists() and path.stat().st_size)]
-        paths += [path for path in self._checkpoints.glob("*") if _round_of(path) > 0]
+        paths += [path for path in self._checkpoints.glob("*") if round_of(path) > 0]
         for path in paths:
             raise FedShuffleError(
                 f"{str(self.path)!r} has no run.json, but {path.name}, which a run would overwrite."
@@ -166,7 +164,7 @@ class RunFolder:
         with self._writing():
             _files.atomic_write(self._metrics, "".join(kept).encode())
             for path in list(self._checkpoints.glob("*")):
-                if _round_of(path) > state.round:  # or it would be kept, and new ones be dropped
+                if round_of(path) > state.round:  # or it would be kept, and new ones be dropped
                     path.replace(path.with_name(path.name + ".damaged"))
         return state
 
@@ -191,7 +189,7 @@ class RunFolder:
     def check_rounds(self, rounds: int) -> None:
         """Refuse fewer rounds than are done."""
         recorded = [record["round"] for record in self._records()]
-        if rounds < (done := max([0, *recorded, *map(_round_of, self._saved())])):
+        if rounds < (done := max([0, *recorded, *map(round_of, self._saved())])):
             raise FedShuffleError(
                 f"rounds is {rounds}, but the run in {str(self.path)!r} has done {done} already."
                 f" Give at least {done}, or start a new run in another folder."
@@ -241,13 +239,13 @@ class RunFolder:
                 os.fsync(file.fileno())  # metrics are on disk before their checkpoint
             if self._store is not None:
                 self._store.sync()
-            _write(self._checkpoints, self._id, state, clients)
+            checkpoint.write(self._checkpoints, self._id, state, clients)
         for old in self._saved()[: -self.keep]:
             with suppress(OSError):  # costs space, nothing else
                 old.unlink()
                 old.with_suffix(".safetensors").unlink()
         if self._store is not None:
-            kept = set(map(_round_of, self._saved()))
+            kept = set(map(round_of, self._saved()))
             self._store.pins = {k: slots for k, slots in self._store.pins.items() if k in kept}
 
     # Reading --------------------------------------------------------------------------------------
@@ -259,7 +257,7 @@ class RunFolder:
             run = self._id if self.begun else ""
             for path in self._saved() if run else ():
                 with suppress(FedShuffleError):  # it cannot be resumed from
-                    state, clients = _read(path, run, "cpu")
+                    state, clients = checkpoint.read(path, run, "cpu")
                     if clients:
                         self._store.pin(state.round, clients["slots"].numpy())
         return self._store
@@ -287,14 +285,14 @@ class RunFolder:
     def _saved(self) -> list[Path]:
         """The ``.json`` files of all checkpoints, valid or not, by round."""
         paths = self._checkpoints.glob("*.json")
-        return sorted((path for path in paths if _round_of(path) >= 0), key=_round_of)
+        return sorted((path for path in paths if round_of(path) >= 0), key=round_of)
 
     def _states(self, device: torch.device | str) -> Iterator[State]:
         """The states of all valid checkpoints, the newest first."""
         run = self._id
         for path in reversed(self._saved()):
             try:
-                state, clients = _read(path, run, device)
+                state, clients = checkpoint.read(path, run, device)
             except FedShuffleError as error:
                 warnings.warn(f"{path.name} is damaged ({error}) and skipped.", stacklevel=3)
                 continue
@@ -342,61 +340,3 @@ class RunFolder:
 
 def _line(record: Mapping[str, Any]) -> str:
     return json.dumps(jsonable(record), allow_nan=False) + "\n"
-
-
-def _round_of(path: Path) -> int:
-    """The round of a checkpoint's file; -1 for any other file."""
-    ours = path.suffix in (".json", ".safetensors") and path.stem.isdecimal()
-    return int(path.stem) if ours and path.stem == f"{int(path.stem):08d}" else -1
-
-
-def _write(folder: Path, run: str, state: State, clients: Mapping[str, Tensor]) -> None:
-    """Write a checkpoint, each file completely or not at all."""
-    parts = {
-        "direction": state.method_state,
-        "server": state.optimiser_state,
-        "transforms": state.transform_state,
-        "replies": state.replies,
-        "in_flight": {str(version): x for version, x in state.in_flight.items()},
-        "clients": clients,
-    }
-    tensors = {f"{part}.{name}": t for part, named in parts.items() for name, t in named.items()}
-    tensors["x"] = state.x
-    data = save({name: t.detach().cpu().contiguous().clone() for name, t in tensors.items()})
-    facts = {"format": _FORMAT, "round": state.round, "run": run, "time": state.time}
-    text = json.dumps({**facts, "sha256": _checksum(facts, data)})
-    name = folder / f"{state.round:08d}"
-    _files.atomic_write(name.with_suffix(".safetensors"), data)
-    _files.atomic_write(name.with_suffix(".json"), text.encode())
-
-
-def _read(path: Path, run: str, device: torch.device | str) -> tuple[State, dict[str, Tensor]]:
-    """The state of a checkpoint, on a device, and the index of the clients' rows, if any."""
-    with error_context(
-        lambda error: one_line(error) if type(error) is ValueError else f"{error!r:.80}", Exception
-    ):
-        facts = json.loads(path.read_text(encoding="utf-8"))
-        data = path.with_suffix(".safetensors").read_bytes()
-        if facts.pop("sha256") != _checksum(facts, data):
-            raise ValueError("its checksum does not fit")
-        for name, value in {"format": _FORMAT, "run": run, "round": _round_of(path)}.items():
-            if facts[name] != value:
-                raise ValueError(f"its {name} is {facts[name]!r}, not {value!r}")
-        tensors = load(data)
-        x = tensors.pop("x").to(device)
-    names = "direction", "server", "transforms", "replies", "in_flight", "clients"
-    parts: dict[str, dict[str, Tensor]] = {name: {} for name in names}
-    for key, tensor in tensors.items():
-        part, _, name = key.partition(".")
-        parts[part][name] = tensor if part == "clients" else tensor.to(device)
-    time = facts.get("time", 0.0)  # earlier versions had no clock
-    state = State(x, parts["direction"], parts["server"], _round_of(path), time=time)
-    state = replace(state, transform_state=parts["transforms"], replies=parts["replies"])
-    models = {int(version): model for version, model in parts["in_flight"].items()}
-    state = replace(state, in_flight=models)
-    return state, parts["clients"]
-
-
-def _checksum(facts: Mapping[str, Any], data: bytes) -> str:
-    text = json.dumps(facts, sort_keys=True)
-    return hashlib.sha256(text.encode() + b"\n" + data).hexdigest()
