@@ -6,11 +6,8 @@ from fedshuffle._lazy import attach
 from fedshuffle.theory.constants import (
     EstimatedConstants,
     ExactConstants,
-    MethodConstants,
     ProblemConstants,
     Validity,
-    method_constants,
-    smallest_s,
 )
 from fedshuffle.theory.exact import quadratic_constants
 from fedshuffle.theory.method_advice import (
@@ -22,6 +19,7 @@ from fedshuffle.theory.method_advice import (
     sampling_advice,
     step_advice,
 )
+from fedshuffle.theory.method_constants import MethodConstants, method_constants, smallest_s
 from fedshuffle.theory.mvr import MVRRate
 from fedshuffle.theory.rates import (
     Bound,

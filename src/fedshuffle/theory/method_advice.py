@@ -25,10 +25,10 @@ from fedshuffle.sampling import (
     resolve,
 )
 from fedshuffle.sampling.base import MAX_COHORTS
-from fedshuffle.theory.constants import (
+from fedshuffle.theory.constants import ProblemConstants
+from fedshuffle.theory.method_constants import (
     MAX_MATRIX_CLIENTS,
     MethodConstants,
-    ProblemConstants,
     listed_cohorts,
     method_constants,
     smallest_s,

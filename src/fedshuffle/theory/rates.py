@@ -18,7 +18,8 @@ from fedshuffle import schedules
 from fedshuffle._arrays import FloatArray, count, expect, number
 from fedshuffle.errors import FedShuffleError, check_known, unknown
 from fedshuffle.schedules import Schedule
-from fedshuffle.theory.constants import MethodConstants, ProblemConstants
+from fedshuffle.theory.constants import ProblemConstants
+from fedshuffle.theory.method_constants import MethodConstants
 
 Bound = Literal["theorem", "proof"]
 """Whether a bound is the theorem's, or the tighter one of its proof."""
