@@ -220,6 +220,16 @@ def column(values: Tensor, like: Tensor) -> Tensor:
     return values.view(-1, *[1] * (like.ndim - 1))
 
 
+def scaled_rows(tables: Tables, by: Tensor) -> Tables:
+    """Every row times its number."""
+    return [table * column(by, table) for table in tables]
+
+
+def flat_rows(table: Tensor) -> Tensor:
+    """Every row as a vector."""
+    return table.reshape(len(table), -1)
+
+
 class _Objective(nn.Module):
     """Model and loss as one module, so that functional_call can swap the parameters."""
 

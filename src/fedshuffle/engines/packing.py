@@ -1,13 +1,49 @@
-"""The minibatches of clients that train side by side, as rows of examples for every step."""
+"""What clients do side by side: the groups that train together, with their minibatches as rows of
+examples for every step, and the pieces of their full gradients.
+"""
 
 import itertools
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
+from typing import NamedTuple
 
 import numpy as np
 
 from fedshuffle._arrays import FloatArray, IntArray
+from fedshuffle.engines.problem import Problem
+from fedshuffle.kernel import ClientTask, FullGradient
 from fedshuffle.local_work import Minibatches
+from fedshuffle.randomness import Address
+
+_MAX_EXAMPLES = 1 << 20  # about the most examples that a group of clients visits
+
+
+class OwnedTask(NamedTuple):
+    """A task, the place of its request among all, and its own place there."""
+
+    request: int
+    row: int
+    task: ClientTask
+
+
+def groups(requests: Iterable[Sequence[ClientTask]], width: int) -> Iterator[list[OwnedTask]]:
+    """The tasks of all requests in groups of at most ``width`` that train together: similar lengths
+    side by side; and apart from others those that need no gradient at y, or have another optimiser.
+    """
+    every = [OwnedTask(k, r, task) for k, own in enumerate(requests) for r, task in enumerate(own)]
+    kinds: dict[Hashable, list[OwnedTask]] = defaultdict(list)
+    for one in sorted(every, key=lambda one: -one.task.minibatches.steps):
+        kinds[one.task.optimiser, bool(one.task.coefficients.alpha)].append(one)
+    for tasks in kinds.values():
+        group, examples = list[OwnedTask](), 0
+        for one in tasks:
+            if len(group) == width or (group and examples > _MAX_EXAMPLES):
+                yield group
+                group, examples = [], 0
+            group.append(one)
+            examples += one.task.minibatches.steps * one.task.minibatches.batch_size
+        yield group
+
 
 Step = tuple[slice | list[int], IntArray, FloatArray]
 """Which clients take a step together, the rows of their minibatches, and each row's share in the
@@ -76,3 +112,33 @@ class PackedMinibatches:
 def _ranges(lengths: IntArray) -> IntArray:
     """``0, 1, ..`` for every length, one after another."""
     return np.arange(lengths.sum()) - np.repeat(np.cumsum(lengths) - lengths, lengths)
+
+
+class GradientPiece(NamedTuple):
+    """Add the mean gradient of these rows at this point to these answers, with these weights."""
+
+    rows: IntArray
+    address: Address
+    point: int
+    answers: slice
+    weights: FloatArray
+
+
+def gradient_pieces(
+    problem: Problem, requests: Sequence[FullGradient]
+) -> dict[int, list[GradientPiece]]:
+    """Every piece of every client's data, once for each of the points, by length."""
+    found: dict[int, list[GradientPiece]] = defaultdict(list)
+    point = answer = 0
+    for request in requests:
+        count = len(request.points)
+        end = answer + count * request.weights.shape[1]
+        for client, weights in zip(request.clients.tolist(), request.weights, strict=True):
+            pieces = problem.pieces(client, None, request.address(client)) if weights.any() else ()
+            for rows, share, drawn in pieces:
+                for j in range(count):
+                    places = slice(answer + j, end, count)
+                    one = GradientPiece(rows, drawn, point + j, places, weights * share)
+                    found[len(rows)].append(one)
+        point, answer = point + count, end
+    return found

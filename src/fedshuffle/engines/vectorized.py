@@ -6,11 +6,9 @@ result is that of the reference engine.
 
 import math
 from collections import defaultdict
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
-from itertools import chain
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -19,9 +17,25 @@ from torch import Tensor
 from fedshuffle._arrays import FloatArray, IntArray
 from fedshuffle.engines import base
 from fedshuffle.engines.cpu_tuning import flushed_denormals, keep_freed_memory, threads_for
-from fedshuffle.engines.gradients import Batch, Descend, Tables, by_hand, by_vmap, column, fault
+from fedshuffle.engines.gradients import (
+    Batch,
+    Descend,
+    Tables,
+    by_hand,
+    by_vmap,
+    column,
+    fault,
+    flat_rows,
+    scaled_rows,
+)
 from fedshuffle.engines.local_losses import GroupLosses
-from fedshuffle.engines.packing import PackedMinibatches
+from fedshuffle.engines.packing import (
+    GradientPiece,
+    OwnedTask,
+    PackedMinibatches,
+    gradient_pieces,
+    groups,
+)
 from fedshuffle.engines.problem import GRADIENT_ROWS, Problem
 from fedshuffle.engines.row_optimiser import RowOptimiser
 from fedshuffle.errors import FedShuffleError
@@ -30,7 +44,6 @@ from fedshuffle.randomness import Address, ReusableGenerator
 from fedshuffle.transforms import NO_TRANSFORMS
 
 _MAX_NUMBERS = 1 << 22  # parameters of a group, so that memory does not grow with cohorts
-_MAX_EXAMPLES = 1 << 20  # about the most examples that a group of clients visits
 
 
 class VectorizedEngine(base.OneWorker):
@@ -75,7 +88,7 @@ class VectorizedEngine(base.OneWorker):
         many = tuple(torch.stack([field] * len(points)) for field in batch)
         shares = points.new_full((len(points), len(batch[0])), 1 / len(batch[0]))
         descend(self._tables(points), many, shares, found, None)
-        return torch.cat([_flat(table) for table in found], dim=1)
+        return torch.cat([flat_rows(table) for table in found], dim=1)
 
     def _tables(self, models: Tensor) -> Tables:
         parts = torch.split(models, [shape.numel() for shape in self._shapes], dim=1)
@@ -95,18 +108,7 @@ class VectorizedEngine(base.OneWorker):
             for k, request in enumerate(requests)
             if request.chain
         }
-        tasks = [
-            _Owned(k, row, task)
-            for k, request in enumerate(requests)
-            for row, task in enumerate(request.tasks)
-        ]
-        # Similar lengths side by side; and apart from others those that need no gradient at y, or
-        # have another optimiser.
-        tasks.sort(key=lambda one: -one.task.minibatches.steps)
-        alike: dict[Hashable, list[_Owned]] = defaultdict(list)
-        for one in tasks:
-            alike[one.task.optimiser, bool(one.task.coefficients.alpha)].append(one)
-        for group in chain.from_iterable(map(self._groups, alike.values())):
+        for group in groups([request.tasks for request in requests], self.width):
             found = self._train_group(group, starts, sums, first, gathered)
             metrics[:, [place[one.request] + one.row for one in group]] = found
         answers = []
@@ -114,10 +116,8 @@ class VectorizedEngine(base.OneWorker):
             loss, norm = metrics[:, place[k] : place[k + 1]]
             own = {"train_loss": loss, "update_norm": norm}
             if k in gathered:
-                answer = gathered[k].answer()
-                answers.append(replace(answer, metrics={**answer.metrics, **own}))
-            else:
-                answers.append(Answer(total, metrics=own))
+                gathered[k].observe(slice(None), **own)
+            answers.append(gathered[k].answer() if k in gathered else Answer(total, metrics=own))
         return answers
 
     def own_gradients(self, x: Tensor, tasks: Sequence[ClientTask]) -> Tensor:
@@ -128,21 +128,9 @@ class VectorizedEngine(base.OneWorker):
             rows = self.full_gradients([request])[0].sums[:, 0]
         return rows.addcmul_(x.new_tensor([[task.weight_decay] for task in tasks]), x)
 
-    def _groups(self, tasks: "Iterable[_Owned]") -> "Iterator[list[_Owned]]":
-        group: list[_Owned] = []
-        examples = 0
-        for one in tasks:
-            if len(group) == self.width or (group and examples > _MAX_EXAMPLES):
-                yield group
-                group, examples = [], 0
-            group.append(one)
-            examples += one.task.minibatches.steps * one.task.minibatches.batch_size
-        if group:
-            yield group
-
     def _train_group(
         self,
-        group: "list[_Owned]",
+        group: list[OwnedTask],
         starts: Tables,
         sums: Tables,
         first: IntArray,
@@ -164,7 +152,7 @@ class VectorizedEngine(base.OneWorker):
                     weights[first[one.request] : first[one.request + 1], row] = one.task.weights
             dense, norms = starts[0].new_tensor(weights), list[Tensor]()
             for table, end, begin in zip(sums, y, x, strict=True):
-                update = _flat(end.sub_(begin))
+                update = flat_rows(end.sub_(begin))
                 norms.append(base.norms(update))
                 if len(gathered) < len(starts[0]):
                     table.addmm_(dense, update)
@@ -175,11 +163,13 @@ class VectorizedEngine(base.OneWorker):
             for k, answer in gathered.items():
                 mine = [row for row, one in enumerate(group) if one.request == k]
                 if mine:
-                    updates = torch.cat([_flat(table[mine]) for table in y], dim=1)
+                    updates = torch.cat([flat_rows(table[mine]) for table in y], dim=1)
                     answer.add([group[row].row for row in mine], updates, norm[mine])
             return np.stack([losses, base.numbers(norm)])
 
-    def _local(self, x: Tables, group: "list[_Owned]", starts: Tables) -> tuple[Tables, FloatArray]:
+    def _local(
+        self, x: Tables, group: list[OwnedTask], starts: Tables
+    ) -> tuple[Tables, FloatArray]:
         """The models of a group of clients after their local steps, with a row per client:
         y <- y - gamma D (alpha g(y) - beta g(x) + v + mu (y - x)), or as their local optimiser
         steps along that; and their mean losses.
@@ -195,9 +185,9 @@ class VectorizedEngine(base.OneWorker):
         shrink, anchor = gamma * (mu + alpha * decay), gamma * (mu + beta * decay)
         along, against = like.new_tensor(-gamma * alpha), like.new_tensor(gamma * beta)
         keep, less = like.new_tensor(1 - shrink) if shrink.any() else None, like.new_tensor(-shrink)
-        constant = [_scaled(x, like.new_tensor(anchor))] if anchor.any() else []
+        constant = [scaled_rows(x, like.new_tensor(anchor))] if anchor.any() else []
         if (v := self._rows(self._constants(group, starts), 0.0)) is not None:
-            constant.append(_scaled(v, like.new_tensor(-gamma)))
+            constant.append(scaled_rows(v, like.new_tensor(-gamma)))
         scale = self._rows([c.scale for c in coefficients], 1.0)
         clips = any(task.clip < math.inf for task in tasks)
         clip = like.new_tensor([task.clip for task in tasks]) if clips else None
@@ -214,7 +204,7 @@ class VectorizedEngine(base.OneWorker):
             limit = None if clip is None else clip[rows]
             into, kept = here, None if keep is None else keep[rows]
             if scale is not None or optimiser is not None:  # the whole direction first
-                into, kept = _scaled(here, less[rows]), None
+                into, kept = scaled_rows(here, less[rows]), None
             again = batch
             if at_y and at_x and not self._by_hand:  # a model may change its inputs
                 again = tuple(field.clone() for field in batch)
@@ -282,7 +272,7 @@ class VectorizedEngine(base.OneWorker):
             batches = zip(*(batch for _, batch in alike), strict=True)
             yield [k for k, _ in alike], tuple(torch.stack(field) for field in batches)
 
-    def _constants(self, group: "list[_Owned]", starts: Tables) -> list[Tensor | None]:
+    def _constants(self, group: list[OwnedTask], starts: Tables) -> list[Tensor | None]:
         """The vector v of each client, less its own full gradient if that is asked for."""
         vectors = [one.task.coefficients.v for one in group]
         own = [row for row, one in enumerate(group) if one.task.coefficients.own_gradient]
@@ -324,11 +314,11 @@ class VectorizedEngine(base.OneWorker):
             return self._descend(at, batch, shares * by.unsqueeze(1), into, keep)
         gradient = [torch.zeros_like(table) for table in at]
         observed = self._descend(at, batch, shares, gradient, None)
-        norms = torch.stack([_flat(table).norm(dim=1) for table in gradient]).norm(dim=0)
+        norms = torch.stack([flat_rows(table).norm(dim=1) for table in gradient]).norm(dim=0)
         shorter = (clip / norms.clamp_min(1e-30)).clamp_max(1.0)  # a zero gradient stays zero
         if keep is not None:
             torch._foreach_mul_(into, [column(keep, table) for table in into])
-        torch._foreach_add_(into, _scaled(gradient, shorter * by))
+        torch._foreach_add_(into, scaled_rows(gradient, shorter * by))
         return observed
 
     def _packed(self, tasks: Sequence[ClientTask]) -> PackedMinibatches:
@@ -353,7 +343,7 @@ class VectorizedEngine(base.OneWorker):
         shapes = [(request.weights.shape[1], len(request.points)) for request in requests]
         answers = points.new_zeros(sum(map(math.prod, shapes)), points.shape[1])
         tables = self._tables(points)
-        for length, pieces in self._pieces(requests).items():
+        for length, pieces in gradient_pieces(self.problem, requests).items():
             width = max(1, min(self.width, 64 * GRADIENT_ROWS // length))
             for begin in range(0, len(pieces), width):
                 for some, batch in self._examples(pieces[begin : begin + width]):
@@ -366,7 +356,7 @@ class VectorizedEngine(base.OneWorker):
                     weights = np.zeros((len(answers), len(at)))
                     for k, piece in enumerate(some):
                         weights[piece.answers, k] = piece.weights
-                    flat = torch.cat([_flat(table) for table in found], dim=1)
+                    flat = torch.cat([flat_rows(table) for table in found], dim=1)
                     answers.addmm_(flat.new_tensor(weights), flat)
         parts = torch.split(answers, [math.prod(shape) for shape in shapes])
         return [
@@ -374,7 +364,9 @@ class VectorizedEngine(base.OneWorker):
             for request, part, shape in zip(requests, parts, shapes, strict=True)
         ]
 
-    def _examples(self, pieces: "Sequence[_Piece]") -> "Iterator[tuple[Sequence[_Piece], Batch]]":
+    def _examples(
+        self, pieces: Sequence[GradientPiece]
+    ) -> Iterator[tuple[Sequence[GradientPiece], Batch]]:
         """Pieces of one length with their examples; those of one shape together."""
         rows = np.stack([piece.rows for piece in pieces])
         if self.problem.federation.transform is None:
@@ -385,53 +377,8 @@ class VectorizedEngine(base.OneWorker):
         for some, batch in self._transformed(rows, addresses, named, "full gradient"):
             yield [pieces[k] for k in some], batch
 
-    def _pieces(self, requests: Sequence[FullGradient]) -> "dict[int, list[_Piece]]":
-        """Every piece of every client's data, once for each of the points, by length."""
-        found: dict[int, list[_Piece]] = defaultdict(list)
-        point = answer = 0
-        for request in requests:
-            count = len(request.points)
-            end = answer + count * request.weights.shape[1]
-            for client, weights in zip(request.clients.tolist(), request.weights, strict=True):
-                address = request.address(client)
-                pieces = self.problem.pieces(client, None, address) if weights.any() else ()
-                for rows, share, drawn in pieces:
-                    for j in range(count):
-                        places = slice(answer + j, end, count)
-                        one = _Piece(rows, drawn, point + j, places, weights * share)
-                        found[len(rows)].append(one)
-            point, answer = point + count, end
-        return found
-
-
-class _Owned(NamedTuple):
-    """A task, the place of its request among all, and its own place there."""
-
-    request: int
-    row: int
-    task: ClientTask
-
-
-class _Piece(NamedTuple):
-    """Add the mean gradient of these rows at this point to these answers, with these weights."""
-
-    rows: IntArray
-    address: Address
-    point: int
-    answers: slice
-    weights: FloatArray
-
 
 def _each_client(request: FullGradient) -> FullGradient:
     """The same request for the gradient of each client, before any transform."""
     weights = np.eye(len(request.clients))
     return replace(request, chain=NO_TRANSFORMS, weights=weights, weight_decay=0.0)
-
-
-def _flat(table: Tensor) -> Tensor:
-    """Every row of a table as a vector."""
-    return table.reshape(len(table), -1)
-
-
-def _scaled(tables: Tables, by: Tensor) -> Tables:
-    return [table * column(by, table) for table in tables]
