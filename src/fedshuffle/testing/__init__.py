@@ -16,7 +16,12 @@ from fedshuffle.errors import check_known
 from fedshuffle.federation import Federation
 from fedshuffle.methods import Method
 from fedshuffle.sampling import AmongAvailable, Listed, Sampling, Uniform, resolve
-from fedshuffle.testing import method_checks, sampling_checks, transform_checks
+from fedshuffle.testing import (
+    method_checks,
+    sampling_checks,
+    transform_checks,
+    unbiasedness_checks,
+)
 from fedshuffle.testing.problems import SIZES, ConformanceError, DoesNotApplyError
 from fedshuffle.transforms import Transform
 
@@ -53,8 +58,8 @@ CHECKS: dict[str, Check] = {
     "workers": Check(method_checks.workers),
     "descent": Check(method_checks.descent),
     "resume": Check(method_checks.resume),
-    "expectation": Check(method_checks.expectation, every_sampling=True),
-    "fixed point": Check(method_checks.fixed_point, every_sampling=True),
+    "expectation": Check(unbiasedness_checks.expectation, every_sampling=True),
+    "fixed point": Check(unbiasedness_checks.fixed_point, every_sampling=True),
     "engines": Check(method_checks.agreement),
     "gradients": Check(method_checks.gradients),
     "messages": Check(method_checks.messages),
