@@ -12,6 +12,8 @@ and sums over cohorts are coefficients of :math:`\prod_j (1 - \pi_j + \pi_j a_j 
 as in :mod:`fedshuffle.auditing.quadrature`, for all nodes x of a Gauss rule at once.
 """
 
+from typing import Any
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -67,7 +69,7 @@ class AvailableDraw:
         if self.count[~np.isneginf(log_a)].sum() < self.size:
             return total
         radius = self._saddle(odds[:-1])
-        heads = _expit(odds[:-1] + radius[:, None])
+        heads = expit(odds[:-1] + radius[:, None])
         log_scale = self._log_scale(slice(0, -1), log_a, radius) - self.size * radius
         variance = float((heads * (1 - heads) @ self.count).max())
         numbers = np.array([self.size])
@@ -85,7 +87,7 @@ class AvailableDraw:
         cv: FloatArray | None,
     ) -> tuple[float, float, FloatArray, FloatArray]:
         """The part of the cohorts of fewer than ``size`` clients: all who are there."""
-        heads = _expit(odds)
+        heads = expit(odds)
         mean, variance = float(heads @ self.count), float(heads * (1 - heads) @ self.count)
         reach = 10 * np.sqrt(variance) + _REACH
         low, high = max(0, int(mean - reach)), min(self.size - 1, int(mean + reach) + 1)
@@ -111,7 +113,7 @@ class AvailableDraw:
         """
         radius = self._log_radius
         for _ in range(100):
-            heads = _expit(odds + radius[:, None])
+            heads = expit(odds + radius[:, None])
             slope = np.maximum((heads * (1 - heads)) @ self.count, 1e-3)
             step = np.clip((self.size - heads @ self.count) / slope, -3, 3)
             radius = np.clip(radius + step, -700, 700)
@@ -173,5 +175,6 @@ def _nodes(size: int, q: FloatArray, count: IntArray) -> tuple[FloatArray, Float
     return x.ravel(), (half * weights).ravel()
 
 
-def _expit(x: FloatArray) -> FloatArray:
+def expit(x: Any) -> Any:
+    """``1 / (1 + e^-x)`` without overflow."""
     return np.exp(-np.logaddexp(0.0, -x))

@@ -23,7 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedshuffle._arrays import FloatArray, IntArray
-from fedshuffle.auditing.available_quadrature import AvailableDraw
+from fedshuffle.auditing.available_quadrature import AvailableDraw, expit
 from fedshuffle.sampling import (
     AmongAvailable,
     ApproximateIndependent,
@@ -282,7 +282,7 @@ class _DrawFunction:
             coins, scale = _Coins(np.ones(len(count)), count, certain=True), np.exp(count @ log_a)
         else:
             log_radius = self._saddle(log_a[possible], count[possible])
-            coins = _Coins(_expit(log_a + log_radius), count)
+            coins = _Coins(expit(log_a + log_radius), count)
             scale = np.exp(self._log_scale(log_a, log_radius)) / self.at_start
 
         heads = here * coins.chance
@@ -313,7 +313,7 @@ class _DrawFunction:
         low, high = -float(log_a.max()) - 40.0, -float(log_a[last]) + 80.0
 
         def excess(log_radius: float) -> float:
-            return float(count @ _expit(log_a + log_radius)) - self.size
+            return float(count @ expit(log_a + log_radius)) - self.size
 
         if not excess(low) < 0 < excess(high):  # all who can take part must
             return high
@@ -323,7 +323,7 @@ class _DrawFunction:
         """``log prod (1 + a r) r^-k`` less its value at a = 1, without taking large differences."""
         shift, start = log_a + log_radius - self.start, self.start
         with np.errstate(over="ignore"):
-            close = np.log1p(_expit(start) * np.expm1(shift))
+            close = np.log1p(expit(start) * np.expm1(shift))
         far = np.logaddexp(0.0, start + shift) - np.logaddexp(0.0, start)
         change = np.where(shift < 30, close, far)
         return float(self.count @ change) - self.size * (log_radius - start)
@@ -363,8 +363,3 @@ class _Coins:
     def mean(self, values: NDArray[Any]) -> Any:
         """The mean over the whole circle: the lower half mirrors the upper one."""
         return values.real.sum(axis=-1) / self.points
-
-
-def _expit(x: Any) -> Any:
-    """``1 / (1 + e^-x)`` without overflow."""
-    return np.exp(-np.logaddexp(0.0, -x))
