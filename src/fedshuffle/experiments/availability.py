@@ -25,7 +25,6 @@ from fedshuffle import comparison
 from fedshuffle._files import results_folder, write_file
 from fedshuffle.auditing import audit
 from fedshuffle.comparison.results import Results
-from fedshuffle.errors import FedShuffleError
 from fedshuffle.experiments import day_and_night, studies
 from fedshuffle.experiments.day_and_night import CLIENTS, DAY, POPULATIONS, night
 from fedshuffle.experiments.pages import fill, markdown_table, write_picture
@@ -205,15 +204,7 @@ def _draw_accuracy(axes: Axes, group: str, shares: Sequence[float]) -> None:
 
 def write(study: Path, docs: Path) -> None:
     """Write all that the docs show of the study in a folder."""
-    if not (study / FILES[0]).exists():
-        raise FedShuffleError(
-            f"{str(study)!r} holds no results of the study: run fedshuffle reproduce availability"
-            f" --out {study} first."
-        )
-    for name in FILES:
-        write_file(docs / "research" / name, (study / name).read_text(encoding="utf-8"))
-    with (study / FILES[0]).open(newline="", encoding="utf-8") as file:
-        lines = list(csv.DictReader(file))
+    lines, _ = studies.published(study, docs, "availability", FILES)
     write_picture(draw(lines), docs / "images" / "availability.png")
     page = docs / "research" / "availability.md"
     fill(page, {name: table(lines, name) for name in POPULATIONS})

@@ -11,21 +11,18 @@ and DIANA restores it. The problem has ten clients with eight quadratic losses e
 """
 
 from collections.abc import Mapping, Sequence
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from matplotlib.axes import Axes
-from rich.progress import MofNCompleteColumn, TimeRemainingColumn
 from scipy.stats import gmean
 
 from fedshuffle._arrays import count
 from fedshuffle._files import results_folder
-from fedshuffle._terminal import progress_bar
-from fedshuffle.engines import VectorizedEngine
 from fedshuffle.experiments.claims import Claim, publish
-from fedshuffle.experiments.toy_problems import equal, trajectory
+from fedshuffle.experiments.toy_problems import equal, squared_distances
 from fedshuffle.training.rounds import Run
 from fedshuffle.transforms import channel
 
@@ -83,16 +80,11 @@ def compute(rounds: int, progress: bool = False) -> Results:
     )
     problem = equal()
     runs = [run(order, text, seed) for order, text in curves for seed in SEEDS]
-    models = trajectory(VectorizedEngine(problem.problem), runs, rounds)
-    optimum = problem.constants.x_star
-    text = f"{len(runs)} runs in R^{len(optimum)}"
-    with progress_bar(progress, MofNCompleteColumn(), "rounds", TimeRemainingColumn()) as bars:
-        after = bars.track(islice(models, 1, None), rounds, description=text)
-        columns = [((x.numpy() - optimum) ** 2).sum(axis=1) for x in after]
-    table = np.stack(columns, axis=-1).reshape(len(curves), len(SEEDS), rounds)
+    optimum = torch.from_numpy(problem.constants.x_star)
+    table = squared_distances(problem.problem, runs, rounds, optimum, progress)
     found = {
         curve: {"mean": rows.mean(axis=0).tolist(), "std": rows.std(axis=0).tolist()}
-        for curve, rows in zip(curves, table, strict=True)
+        for curve, rows in zip(curves, table.reshape(len(curves), len(SEEDS), rounds), strict=True)
     }
     return {
         panel: {label(o, text): found[o, text] for text in texts for o in METHODS}

@@ -9,23 +9,19 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import islice
 from pathlib import Path
 from typing import TypeVar
 
 import numpy as np
 from matplotlib.axes import Axes
-from rich.progress import MofNCompleteColumn, TimeRemainingColumn
 from scipy.stats import gmean
 
 from fedshuffle import methods
 from fedshuffle._arrays import FloatArray, count
 from fedshuffle._files import results_folder
-from fedshuffle._terminal import progress_bar
 from fedshuffle.auditing import Audit, audit, contributions
-from fedshuffle.engines import VectorizedEngine
 from fedshuffle.experiments.claims import Claim, publish
-from fedshuffle.experiments.toy_problems import toy, trajectory
+from fedshuffle.experiments.toy_problems import squared_distances, toy
 from fedshuffle.local_work import LocalWork, MissLast
 from fedshuffle.methods import MVR, Method
 from fedshuffle.training.rounds import Run
@@ -140,13 +136,9 @@ def distances(
     for sizes in dict.fromkeys(clients.values()):
         same = [key for key in runs if clients[key] == sizes]
         together = [run for key in same for run in runs[key]]
-        models = trajectory(VectorizedEngine(toy(sizes).problem), together, rounds)
-        text = f"{len(together)} runs in R^{sum(sizes)}"
-        with progress_bar(progress, MofNCompleteColumn(), "rounds", TimeRemainingColumn()) as bars:
-            after = bars.track(islice(models, 1, None), rounds, description=text)
-            columns = [(x - 1 / sum(sizes)).square().sum(1).numpy() for x in after]
-        table = np.stack(columns, axis=-1).reshape(len(same), -1, rounds)
-        found |= dict(zip(same, table, strict=True))
+        optimum, problem = 1 / sum(sizes), toy(sizes).problem
+        table = squared_distances(problem, together, rounds, optimum, progress)
+        found |= dict(zip(same, table.reshape(len(same), -1, rounds), strict=True))
     return found
 
 

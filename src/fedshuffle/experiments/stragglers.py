@@ -9,7 +9,6 @@ comparison of its own, of as many rounds as fit in about the same simulated time
 in ``stragglers.toml``. The second command writes what the docs show: CSV files, tables, a picture.
 """
 
-import csv
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -27,7 +26,6 @@ from fedshuffle import comparison
 from fedshuffle._arrays import FloatArray
 from fedshuffle._files import results_folder, write_file
 from fedshuffle.comparison.results import Results, effective_weights
-from fedshuffle.errors import FedShuffleError
 from fedshuffle.evaluation import SetMetric
 from fedshuffle.experiments import digits
 from fedshuffle.experiments.pages import fill, markdown_table, write_picture
@@ -35,6 +33,7 @@ from fedshuffle.experiments.studies import (
     Line,
     csv_of,
     mean_and_deviation,
+    published,
     rows_of,
     run_part,
     tuning_lines,
@@ -269,17 +268,7 @@ def _draw_curve(axes: Axes, lines: Sequence[Line], metric: str, look: tuple[str,
 
 def write(study: Path, docs: Path) -> None:
     """Write all that the docs show of the study in a folder."""
-    if not (study / FILES[0]).exists():
-        raise FedShuffleError(
-            f"{str(study)!r} holds no results of the study: run fedshuffle reproduce stragglers"
-            f" --out {study} first."
-        )
-    for name in FILES:
-        write_file(docs / "research" / name, (study / name).read_text(encoding="utf-8"))
-    runs, curves = (
-        list(csv.DictReader((study / name).read_text(encoding="utf-8").splitlines()))
-        for name in FILES[:2]
-    )
+    runs, curves, _ = published(study, docs, "stragglers", FILES)
     write_picture(draw(curves), docs / "images" / "stragglers.png")
     fill(docs / "research" / "stragglers.md", {"table": table(runs, curves)})
 

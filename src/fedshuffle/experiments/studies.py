@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from fedshuffle._files import write_file
 from fedshuffle.comparison import Comparison
 from fedshuffle.comparison.results import Curve, Results, effective_weights
 from fedshuffle.errors import FedShuffleError
@@ -119,3 +120,16 @@ def csv_of(rows: Iterable[Mapping[str, Any]]) -> str:
     for row in found:
         writer.writerow({k: f"{v:.6g}" if isinstance(v, float) else v for k, v in row.items()})
     return written.getvalue()
+
+
+def published(study: Path, docs: Path, experiment: str, names: Sequence[str]) -> list[list[Line]]:
+    """Copy the CSV files of a study to the docs; the lines of each, as texts."""
+    if not (study / names[0]).exists():
+        raise FedShuffleError(
+            f"{str(study)!r} holds no results of the study: run fedshuffle reproduce {experiment}"
+            f" --out {study} first."
+        )
+    texts = [(study / name).read_text(encoding="utf-8") for name in names]
+    for name, text in zip(names, texts, strict=True):
+        write_file(docs / "research" / name, text)
+    return [list(csv.DictReader(io.StringIO(text))) for text in texts]

@@ -7,14 +7,17 @@ that optima, constants of the theory and effective objectives are known exactly.
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 
 import numpy as np
 import torch
+from rich.progress import MofNCompleteColumn, TimeRemainingColumn
 from torch import Tensor, nn
 
 from fedshuffle import losses
 from fedshuffle._arrays import FloatArray
-from fedshuffle.engines import Engine, Problem
+from fedshuffle._terminal import progress_bar
+from fedshuffle.engines import Engine, Problem, VectorizedEngine
 from fedshuffle.federation import Federation
 from fedshuffle.randomness import Purpose, generator
 from fedshuffle.testing.problems import Point
@@ -70,6 +73,17 @@ def trajectory(engine: Engine, runs: Sequence[Run], rounds: int) -> Iterator[Ten
     yield engine.problem.start.expand(len(runs), -1)
     for states in simulate(engine, runs, rounds):
         yield torch.stack([state.x for state in states])
+
+
+def squared_distances(
+    problem: Problem, runs: Sequence[Run], rounds: int, optimum: Tensor | float, progress: bool
+) -> FloatArray:
+    """``|x - optimum|^2`` for each run (a row) after each round."""
+    models = trajectory(VectorizedEngine(problem), runs, rounds)
+    text = f"{len(runs)} runs in R^{len(problem.start)}"
+    with progress_bar(progress, MofNCompleteColumn(), "rounds", TimeRemainingColumn()) as bars:
+        after = bars.track(islice(models, 1, None), rounds, description=text)
+        return np.stack([(x - optimum).square().sum(1).numpy() for x in after], axis=-1)
 
 
 # The problems of the experiments ----------------------------------------------------------------
