@@ -14,11 +14,11 @@ _WIDE = 1000.0  # a logarithmic axis between ends of this ratio shows powers of 
 DASHES = ("-", "--", ":", "-.")
 
 
-def axes_to_draw(ax: "Axes | None", size: tuple[float, float] = (7.0, 4.0)) -> "Axes":
+def axes_to_draw(ax: "Axes | None") -> "Axes":
     """These axes, or those of a new figure that a notebook shows; two spines and a light grid."""
     if ax is None:
         pyplot = optional_import("matplotlib.pyplot", "a picture", "report")
-        new: Axes = pyplot.subplots(figsize=size, layout="constrained")[1]
+        new: Axes = pyplot.subplots(figsize=(7.0, 4.0), layout="constrained")[1]
         ax = new
     ax.spines[["top", "right"]].set_visible(False)
     ax.spines[["left", "bottom"]].set_color(AXIS)

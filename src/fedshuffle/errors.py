@@ -198,16 +198,14 @@ def missing_package(
     return MissingPackageError(f"{needs}. Install {them} with pip install {wanted}{instead}.")
 
 
-def missing_known(
-    error: ImportError, purpose: str, instead: str = ""
-) -> MissingPackageError | None:
+def missing_known(error: ImportError, purpose: str) -> MissingPackageError | None:
     """The error for a failed import of a package that fedshuffle uses; None for other packages."""
     module = (error.name or "").partition(".")[0]
     known = {*_REQUIRED, *(module for modules in EXTRAS.values() for module in modules)}
     if module not in known:
         return None
     cause = one_line(error) if module != error.name and _is_installed(module) else ""
-    return missing_package(module, purpose, instead=instead, cause=cause)
+    return missing_package(module, purpose, cause=cause)
 
 
 def optional_import(module: str, purpose: str, extra: str, instead: str = "") -> Any:

@@ -157,7 +157,6 @@ def audit(
 
     result: auditing.Audit | auditing.PrivacyAudit
     server = flower if flower is not None else function
-    private = ["noise_multiplier", "neighbours"]
     if clip is None and (privacy or clipping is not None):
         raise FedShuffleError("give --clip and the norm to which updates are cut.")
     if clipping is not None:
@@ -168,40 +167,8 @@ def audit(
         report = auditing.clipping_report(clipping, federation, number(clip, "--clip"))
         emit(as_json, report.to_dict(), partial(print_clipping, console, report))
         return
-    if rates is not None:
-        if clock is not None:
-            raise FedShuffleError("give --clock or --rates, not both.")
-        clock = f"rates:{rates}"
-    if not privacy:
-        refuse_unused(context, [*private, "clip"], "an audit without --privacy")
-    elif server is None:
-        raise FedShuffleError("--privacy probes a server: give --flower or --callable.")
-    else:
-        unused = ["weights", "epochs", "steps", "batch_size", "optimiser", "step_sizes", "draws"]
-        refuse_unused(context, unused, "--privacy")
-    if sum(one is not None for one in (flower, function, log)) > 1:
-        raise FedShuffleError("give one of --flower, --callable and --log.")
-    rules = ["method", "momentum", "rounds", "channel", "step_size", "probabilities"]
-    rules += ["schedule", "clock", "rates", "message_bytes"]
-    if log is not None:
-        inputs = ["sizes", "data", "config", "sampling", "availability"]
-        inputs += ["epochs", "steps", "batch_size", "optimiser"]
-        refuse_unused(context, [*rules, *inputs, "step_sizes", "seed", "draws"], "--log")
-    elif server is not None:
-        refuse_unused(context, rules, "--flower, --callable")
-    else:
-        refuse_unused(context, ["step_sizes", "confidence"], "--method")
-    if availability is None and config is None:
-        refuse_unused(context, ["step_size"], "an audit without --availability")
-    if config is None and schedule in (None, "wait"):
-        unused = ["clock", "rates", "message_bytes"]
-        refuse_unused(context, unused, "schedule 'wait', as the server waits for all")
-    if config is not None:
-        unused = ["sizes", "data", "weights", "epochs", "steps", "batch_size", "optimiser"]
-        refuse_unused(context, unused, "--config")
-    common: Any = int(steps) if steps is not None and steps.isdecimal() else steps
-    if isinstance(common, int):
-        refuse_unused(context, ["epochs"], f"--steps {common}")
+    _check_options(context)
+    clock = clock if rates is None else f"rates:{rates}"
     objective = None if weights is None else _numbers(weights, "--weights")
     if log is not None:
         result, _ = auditing.read_log(log, weights=objective, confidence=confidence)
@@ -235,6 +202,7 @@ def audit(
                 drawn = imports.sampling(sampling, federation, here)
                 drawn = among_available(drawn, availability, federation, rounds or ROUNDS, here)
                 passes = None if epochs is None else loader.epochs(epochs, "--epochs")
+                common: Any = int(steps) if steps is not None and steps.isdecimal() else steps
                 work = LocalWork(passes, common, batch_size, optimiser=optimiser)
                 on_the_way = {"schedule": schedule, "clock": resolve_clock(clock, federation)}
             if server is None:
@@ -259,6 +227,43 @@ def audit(
     emit(as_json, result.to_dict(), show)
     if check and right is False:
         raise typer.Exit(1)
+
+
+def _check_options(context: typer.Context) -> None:
+    """Refuse options that exclude each other, and those that change nothing under the others."""
+    given = context.params
+    flower, function, log = (given[name] is not None for name in ("flower", "function", "log"))
+    work = ["epochs", "steps", "batch_size", "optimiser"]
+    if given["rates"] is not None and given["clock"] is not None:
+        raise FedShuffleError("give --clock or --rates, not both.")
+    if not given["privacy"]:
+        unused = ["noise_multiplier", "neighbours", "clip"]
+        refuse_unused(context, unused, "an audit without --privacy")
+    elif not (flower or function):
+        raise FedShuffleError("--privacy probes a server: give --flower or --callable.")
+    else:
+        refuse_unused(context, ["weights", *work, "step_sizes", "draws"], "--privacy")
+    if flower + function + log > 1:
+        raise FedShuffleError("give one of --flower, --callable and --log.")
+    rules = ["method", "momentum", "rounds", "channel", "step_size", "probabilities"]
+    rules += ["schedule", "clock", "rates", "message_bytes"]
+    if log:
+        inputs = ["sizes", "data", "config", "sampling", "availability", *work]
+        refuse_unused(context, [*rules, *inputs, "step_sizes", "seed", "draws"], "--log")
+    elif flower or function:
+        refuse_unused(context, rules, "--flower, --callable")
+    else:
+        refuse_unused(context, ["step_sizes", "confidence"], "--method")
+    if given["config"] is not None:
+        refuse_unused(context, ["sizes", "data", "weights", *work], "--config")
+    else:
+        if given["availability"] is None:
+            refuse_unused(context, ["step_size"], "an audit without --availability")
+        if given["schedule"] in (None, "wait"):
+            unused = ["clock", "rates", "message_bytes"]
+            refuse_unused(context, unused, "schedule 'wait', as the server waits for all")
+    if (given["steps"] or "").isdecimal():
+        refuse_unused(context, ["epochs"], f"--steps {given['steps']}")
 
 
 def _clients_of_run(

@@ -12,11 +12,7 @@ from rich.markup import escape
 from typer import Argument, Option
 
 from fedshuffle._terminal import plain_table
-from fedshuffle.cli.shared import (
-    AsJson,
-    console,
-    emit,
-)
+from fedshuffle.cli.shared import AsJson, console, emit
 from fedshuffle.errors import FedShuffleError
 
 if TYPE_CHECKING:

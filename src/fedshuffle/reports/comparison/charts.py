@@ -50,9 +50,9 @@ def _ticks(scale: Scale) -> list[float]:
     return [float(tick) for tick in ticks if ends[0] <= tick <= ends[1]]
 
 
-def _padded(values: Sequence[float], share: float = 0.08) -> tuple[float, float]:
+def _padded(values: Sequence[float]) -> tuple[float, float]:
     low, high = min(values), max(values)
-    room = share * (high - low) or 0.05 * abs(low) or 0.5
+    room = 0.08 * (high - low) or 0.05 * abs(low) or 0.5
     return low - room, high + room
 
 
