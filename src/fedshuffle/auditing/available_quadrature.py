@@ -1,8 +1,8 @@
 r"""The generating function of b clients drawn uniformly among those who are there.
 
-Give every client a clock, uniform on (0, 1), and take the first b of those who are there. If the
-last of them rings at x, each client of the cohort was there and rang before x, and all others did
-not. So with :math:`\pi_j = q_j x`
+Give every client a number, uniform on (0, 1), and take the b smallest of those who are there. If
+the largest of these is x, each client of the cohort is there with a number below x, and all others
+are not. So with :math:`\pi_j = q_j x`
 
 .. math:: P(S) = \int_0^1 \frac{b}{x} \prod_{j \in S} \pi_j \prod_{j \notin S} (1 - \pi_j)\, dx
           \quad (|S| = b), \qquad
@@ -160,7 +160,7 @@ class _Heads:
 
 
 def _nodes(size: int, q: FloatArray, count: IntArray) -> tuple[FloatArray, FloatArray]:
-    """Nodes and weights for x: the times at which the last clock may ring, whoever is taken."""
+    """Nodes and weights for x, where the largest number may be, whoever is taken."""
     order, mean = np.argsort(-q), float(q @ count)
     taken = np.minimum(np.cumsum(count[order]), size)
     most = float(q[order] @ np.diff(taken, prepend=0))  # of the clients that are there most often

@@ -159,7 +159,7 @@ def _print_run(result: "Result", found: dict[str, Any], address: str | None) -> 
         lines.append(f"  {name} " + ("is not finite" if value is None else f"{value:.4g}"))
     if (clients := result.clients) is not None and len(clients) > 1:
         metric, few = clients.ranking_metric, clients.worst(3)
-        shown = ", ".join(f"{c} {v:.4g}" for c, v in zip(few.clients, few.metrics[metric]))
+        shown = ", ".join(f"{c} ({v:.4g})" for c, v in zip(few.clients, few.metrics[metric]))
         lines.append(f"Clients with the worst {metric}: {shown}. All are in {out / 'clients.csv'}.")
         lines += [f"  {note}" for note in clients.notes]
     lines += [
@@ -174,7 +174,7 @@ def _print_run(result: "Result", found: dict[str, Any], address: str | None) -> 
 
 def new(
     kind: Annotated[str, Argument(click_type=_STARTERS, help="What to write.")],
-    folder: Annotated[Path, Argument(metavar="DIR", help="A new folder; it names a Flower app.")],
+    folder: Annotated[Path, Argument(metavar="DIR", help="A new folder, whose name a Flower app gets.")],
 ) -> None:
     """Write starter files, ready to try: a run with a config, or a Flower app."""
     from fedshuffle import templates
