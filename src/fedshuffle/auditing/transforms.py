@@ -44,17 +44,13 @@ def transform_effects(
     findings: list[Finding] = []
     notes: list[str] = []
     keeps: bool | None = True
-    for one in Chain(tuple(transforms)).transforms:
+    for one in Chain(tuple(transforms)).flat:
         name = visible(f"{one!r:.80}")
-        if isinstance(one, Chain):
-            more, further, kept = transform_effects(subject, one.transforms)
-            findings, notes = [*findings, *more], [*notes, *further]
-        else:
-            kept = {"biased": False, "model-dependent": None}.get(one.mean, True)
-            causes = {"biased transform": kept is False, "model-dependent": kept is None}
-            longest = _longest(subject) if kept is None else ""
-            findings += findings_of(causes, transform=name, longest=longest)
-            notes += [_NOTES[one.mean].format(name)] if one.mean in _NOTES else []
+        kept = {"biased": False, "model-dependent": None}.get(one.mean, True)
+        causes = {"biased transform": kept is False, "model-dependent": kept is None}
+        longest = _longest(subject) if kept is None else ""
+        findings += findings_of(causes, transform=name, longest=longest)
+        notes += [_NOTES[one.mean].format(name)] if one.mean in _NOTES else []
         keeps = kept if keeps is True or kept is False else keeps
     return findings, notes, keeps
 

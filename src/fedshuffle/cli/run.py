@@ -174,7 +174,9 @@ def _print_run(result: "Result", found: dict[str, Any], address: str | None) -> 
 
 def new(
     kind: Annotated[str, Argument(click_type=_STARTERS, help="What to write.")],
-    folder: Annotated[Path, Argument(metavar="DIR", help="A new folder, whose name a Flower app gets.")],
+    folder: Annotated[
+        Path, Argument(metavar="DIR", help="A new folder; a Flower app gets its name.")
+    ],
 ) -> None:
     """Write starter files, ready to try: a run with a config, or a Flower app."""
     from fedshuffle import templates

@@ -16,6 +16,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import NullLocator
 
 from fedshuffle._arrays import FloatArray, IntArray
+from fedshuffle._figures import AXIS, GRID, INK
 from fedshuffle._files import write_file
 from fedshuffle.methods import Method, colour, label
 
@@ -50,7 +51,7 @@ class Theme:
         }
 
 
-LIGHT = Theme(page="#ffffff", ink="#222222", axis="#8a8f98", grid="#e6e8eb", greys="Greys")
+LIGHT = Theme(page="#ffffff", ink=INK, axis=AXIS, grid=GRID, greys="Greys")
 DARK = Theme(page="#16191d", ink="#e4e7eb", axis="#6d7681", grid="#2d333b", greys="Greys_r")
 
 

@@ -4,6 +4,7 @@ import dataclasses
 import itertools
 import math
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, get_args
 
 import numpy as np
@@ -35,50 +36,21 @@ from fedshuffle.tuning.short_runs import ShortRuns, Trial
 METHODS = ("fedavg-rr", "fednova-rr", "fedshuffle")
 """The methods to advise on for every run, besides FedShuffleMVR."""
 
+_theory = partial(page, "explanation/theory")
 SOURCES = {
-    "step_size_search": (
-        page("explanation/theory", "what-can-be-measured"),
-        "short runs, no theorem",
-    ),
-    "problem": (
-        page("explanation/theory", "the-constants-of-a-problem"),
-        "assumptions on the losses",
-    ),
-    "steps.constants": (
-        page("explanation/theory", "the-constants"),
-        "general theorem, definitions",
-    ),
-    "steps.theorem": (page("explanation/theory", "the-step-size-limit"), "general theorem"),
-    "steps.proof": (
-        page("explanation/theory", "the-step-size-limit"),
-        "general theorem, lemmas of proof",
-    ),
-    "steps.tuned": (
-        page("explanation/theory", "over-many-rounds"),
-        "general theorem, recursion of proof",
-    ),
-    "steps.target": (
-        page("explanation/theory", "rounds-to-a-target"),
-        "general theorem, recursion of proof",
-    ),
-    "step_ratios": (
-        page("explanation/theory", "how-much-larger-are-fedshuffles-steps"),
-        "steps.proof",
-    ),
-    "mvr.theorem": (page("explanation/theory", "fedshufflemvr"), "theorem on FedShuffleMVR"),
-    "mvr.proof": (
-        page("explanation/theory", "fedshufflemvr"),
-        "theorem on FedShuffleMVR, its proof redone",
-    ),
-    "largest_proven": (
-        page("explanation/theory", "the-step-size-limit"),
-        "steps.proof, or mvr.proof for MVR",
-    ),
-    "sampling": (page("explanation/theory", "which-sampling"), "sampling variance lemma"),
-    "sampling.rounds": (
-        page("explanation/theory", "when-a-larger-cohort-stops-paying"),
-        "steps.target over M",
-    ),
+    "step_size_search": (_theory("what-can-be-measured"), "short runs, no theorem"),
+    "problem": (_theory("the-constants-of-a-problem"), "assumptions on the losses"),
+    "steps.constants": (_theory("the-constants"), "general theorem, definitions"),
+    "steps.theorem": (_theory("the-step-size-limit"), "general theorem"),
+    "steps.proof": (_theory("the-step-size-limit"), "general theorem, lemmas of proof"),
+    "steps.tuned": (_theory("over-many-rounds"), "general theorem, recursion of proof"),
+    "steps.target": (_theory("rounds-to-a-target"), "general theorem, recursion of proof"),
+    "step_ratios": (_theory("how-much-larger-are-fedshuffles-steps"), "steps.proof"),
+    "mvr.theorem": (_theory("fedshufflemvr"), "theorem on FedShuffleMVR"),
+    "mvr.proof": (_theory("fedshufflemvr"), "theorem on FedShuffleMVR, its proof redone"),
+    "largest_proven": (_theory("the-step-size-limit"), "steps.proof, or mvr.proof for MVR"),
+    "sampling": (_theory("which-sampling"), "sampling variance lemma"),
+    "sampling.rounds": (_theory("when-a-larger-cohort-stops-paying"), "steps.target over M"),
     "total_variation": (page("explanation/audit"), "general theorem, definition of w-hat"),
     "privacy": (page("how-to/privacy"), "accounting, no theorem on convergence"),
 }
