@@ -16,12 +16,7 @@ import numpy as np
 from fedshuffle._arrays import FloatArray, IntArray
 from fedshuffle.errors import FedShuffleError, error_context, optional_import, user_error
 
-__all__ = [
-    "Aggregator",
-    "FlowerAggregator",
-    "FunctionAggregator",
-    "Replies",
-]
+__all__ = ["Aggregator", "FlowerAggregator", "FunctionAggregator", "Replies"]
 
 _ASKED = 4  # a strategy that asks for the nodes more often in a round waits for more of them
 _STEP_SIZE = "lr"  # the key by which Flower's apps send the clients' step size

@@ -198,7 +198,7 @@ def _print_store(name: str, facts: dict[str, Any]) -> None:
         console.print(f"[dim]columns left out: {_listed(origin['left_out'])}[/]")
     console.print(
         f"\nexamples per client: min {sizes['min']:,}, median {sizes['median']:,g},"
-        f" mean {sizes['mean']:,.1f}, max {sizes['max']:,}",
+        f" mean {sizes['mean']:,.1f}, max {sizes['max']:,}"
     )
     bars = plain_table("examples", "clients", "", align="rr")
     most = max(bar["clients"] for bar in facts["histogram"])

@@ -10,16 +10,7 @@ import typer
 from typer import Argument, Option
 
 from fedshuffle.cli.compare import run_comparison
-from fedshuffle.cli.shared import (
-    AsJson,
-    DataFolder,
-    Jobs,
-    Out,
-    alone,
-    console,
-    emit,
-    refuse_unused,
-)
+from fedshuffle.cli.shared import AsJson, DataFolder, Jobs, Out, alone, console, emit, refuse_unused
 from fedshuffle.errors import require, require_training, unknown
 
 _UNUSED = {

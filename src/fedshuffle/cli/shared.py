@@ -30,8 +30,7 @@ Settings = Annotated[
     typer.Option("--set", help="Another value for a key, such as work.batch_size=16."),
 ]
 DataFolder = Annotated[
-    Path | None,
-    typer.Option(help="Folder of data sets; by default FEDSHUFFLE_DATA, or a cache."),
+    Path | None, typer.Option(help="Folder of data sets; by default FEDSHUFFLE_DATA, or a cache.")
 ]
 
 AVAILABILITIES = (

@@ -25,13 +25,7 @@ from fedshuffle.config.schema import (
 )
 from fedshuffle.errors import FedShuffleError, error_context, nearest_name, unknown
 from fedshuffle.local_optimisers import LocalOptimiser
-from fedshuffle.local_work import (
-    AtMost,
-    EpochRange,
-    Interruption,
-    MissLast,
-    RandomStop,
-)
+from fedshuffle.local_work import AtMost, EpochRange, Interruption, MissLast, RandomStop
 
 
 def load(path: Path | str, overrides: Mapping[str, Any] | None = None) -> Config:

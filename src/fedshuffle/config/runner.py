@@ -26,14 +26,7 @@ from fedshuffle import _files, devices, engines, fingerprint, losses, schedules,
 from fedshuffle import sampling as samplings
 from fedshuffle._arrays import expect
 from fedshuffle.config import imports, loader, writer
-from fedshuffle.config.schema import (
-    Config,
-    DataSpec,
-    ImportSpec,
-    StorePath,
-    at,
-    step_size_by_round,
-)
+from fedshuffle.config.schema import Config, DataSpec, ImportSpec, StorePath, at, step_size_by_round
 from fedshuffle.engines import Loss
 from fedshuffle.errors import FedShuffleError, unknown
 from fedshuffle.federation import Federation

@@ -73,11 +73,7 @@ METHODS = (
         work={"order": "replacement"},
         reference="Robbins and Monro 1951",
     ),
-    _pooled(
-        "pooled-rr",
-        "all data in one place, reshuffled",
-        reference="Mishchenko et al. 2020",
-    ),
+    _pooled("pooled-rr", "all data in one place, reshuffled", reference="Mishchenko et al. 2020"),
     _method(
         "distributed-gd",
         "full gradients of the cohort, w/p",

@@ -18,13 +18,7 @@ from functools import partial
 from fedshuffle._arrays import FloatArray, number
 from fedshuffle.kernel import StepCoefficients
 from fedshuffle.methods import fedshuffle
-from fedshuffle.methods.directions import (
-    CohortMoments,
-    Direction,
-    LocalPlan,
-    RoundContext,
-    Steps,
-)
+from fedshuffle.methods.directions import CohortMoments, Direction, LocalPlan, RoundContext, Steps
 from fedshuffle.methods.method import Family, Method
 from fedshuffle.transforms import Chain, ErrorFeedback, TopK
 
@@ -69,9 +63,6 @@ _ALL, _TENTH = GradientExchange(), GradientExchange(keep=0.1)
 METHODS = (
     _method("fedlin", "own gradient replaced by the cohort's", fedshuffle.RULE, _ALL),
     _method(
-        "fedlin-sparse",
-        "sends a tenth of the gradient, with error memory",
-        fedshuffle.RULE,
-        _TENTH,
+        "fedlin-sparse", "sends a tenth of the gradient, with error memory", fedshuffle.RULE, _TENTH
     ),
 )

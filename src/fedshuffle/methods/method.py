@@ -15,12 +15,7 @@ from fedshuffle.local_work import WHOLE_CLIENT, LocalWork, Workload
 from fedshuffle.methods.averaging import Cohort, FedShuffleGen, InclusionProbability
 from fedshuffle.methods.directions import MVR, Direction, GlobalMomentum, Plain
 from fedshuffle.methods.options import replaced
-from fedshuffle.methods.round import (
-    MethodRound,
-    RoundSettings,
-    empty_round,
-    needs_every_update,
-)
+from fedshuffle.methods.round import MethodRound, RoundSettings, empty_round, needs_every_update
 from fedshuffle.methods.servers import Average, ServerOptimiser
 from fedshuffle.probabilities import Estimate
 from fedshuffle.probabilities import resolve as resolve_estimate

@@ -32,12 +32,7 @@ from fedshuffle.methods.checks import (
     end_round,
     shown,
 )
-from fedshuffle.methods.directions import (
-    LocalPlan,
-    Reported,
-    RoundContext,
-    Steps,
-)
+from fedshuffle.methods.directions import LocalPlan, Reported, RoundContext, Steps
 from fedshuffle.state import State
 from fedshuffle.transforms import NO_TRANSFORMS, Chain, ServerContext
 

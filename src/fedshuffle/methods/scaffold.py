@@ -40,13 +40,7 @@ from fedshuffle.methods.averaging import (
     objective_weight,
     steps_of_the_longest,
 )
-from fedshuffle.methods.directions import (
-    CohortMoments,
-    Direction,
-    LocalPlan,
-    RoundContext,
-    Steps,
-)
+from fedshuffle.methods.directions import CohortMoments, Direction, LocalPlan, RoundContext, Steps
 from fedshuffle.methods.method import Family, Method
 from fedshuffle.transforms import ClientContext, Message, Transform
 

@@ -16,12 +16,7 @@ from fedshuffle.errors import check_known
 from fedshuffle.federation import Federation
 from fedshuffle.methods import Method
 from fedshuffle.sampling import AmongAvailable, Listed, Sampling, Uniform, resolve
-from fedshuffle.testing import (
-    method_checks,
-    sampling_checks,
-    transform_checks,
-    unbiasedness_checks,
-)
+from fedshuffle.testing import method_checks, sampling_checks, transform_checks, unbiasedness_checks
 from fedshuffle.testing.problems import SIZES, ConformanceError, DoesNotApplyError
 from fedshuffle.transforms import Transform
 

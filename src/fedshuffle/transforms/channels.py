@@ -12,13 +12,7 @@ from typing import Any
 from fedshuffle._arrays import expect
 from fedshuffle.errors import FedShuffleError, check_known
 from fedshuffle.transforms.base import Transform
-from fedshuffle.transforms.compression import (
-    EF21,
-    Channel,
-    Compressed,
-    Diana,
-    ErrorFeedback,
-)
+from fedshuffle.transforms.compression import EF21, Channel, Compressed, Diana, ErrorFeedback
 from fedshuffle.transforms.compressor import Compressor
 from fedshuffle.transforms.down_link import DownLink
 from fedshuffle.transforms.quantization import QSGD, Float16, Sign

@@ -13,12 +13,7 @@ from rich.text import Text
 
 from fedshuffle._terminal import Console
 from fedshuffle.comparison.results import Results
-from fedshuffle.reports.comparison.model import (
-    Compared,
-    group_title,
-    is_share,
-    momentum_title,
-)
+from fedshuffle.reports.comparison.model import Compared, group_title, is_share, momentum_title
 from fedshuffle.reports.comparison.searches import SIZES
 from fedshuffle.reports.comparison.warnings import headlines, line_warnings, marks, notes
 
