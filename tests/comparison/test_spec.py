@@ -292,18 +292,21 @@ def test_load_experiments(tmp_path: Path, experiment: str, scale: str) -> None:
 
 STEPS = {"steps-shakespeare": 2, "steps-cifar100": 1, "steps-plays": 2}
 """The experiments that tune both step sizes, and their methods at smoke scale."""
+HELD_OUT = {"steps-synthetic": 1, "steps-synthetic-network": 1}
+"""The same, on data that are generated; together they are steps-held-out."""
 
 
 @pytest.mark.parametrize("scale", ["laptop", "smoke"])
-@pytest.mark.parametrize("experiment", STEPS)
+@pytest.mark.parametrize("experiment", STEPS | HELD_OUT)
 def test_load_experiments_that_tune_both_step_sizes(
     tmp_path: Path, experiment: str, scale: str
 ) -> None:
-    compared = real.load(experiment, scale, tmp_path / "out", tmp_path)
+    data = None if experiment in HELD_OUT else tmp_path
+    compared = real.load(experiment, scale, tmp_path / "out", data)
     assert compared.tune.search == "descent"
-    assert compared.base.data.arguments["folder"] == str(tmp_path)  # type: ignore[union-attr]
+    assert compared.base.data.arguments.get("folder") == (data and str(data))  # type: ignore[union-attr]
     names = [variant.name for variant in compared.variants]
-    assert len(names) == len(set(names)) >= STEPS[experiment]
+    assert len(names) == len(set(names)) >= (STEPS | HELD_OUT)[experiment]
     for variant in compared.variants:
         (start,), given = compared.grid(variant), compared.given(variant)
         assert start in given
@@ -356,3 +359,14 @@ def test_an_experiment_at_smoke_scale(
     for curve in results["curves"] if experiment in STEPS else []:
         sizes = {(trial["step_size"], trial["server_step_size"]) for trial in curve["tuning"]}
         assert all(len(set(axis)) > 1 for axis in zip(*sizes, strict=True))
+
+
+@pytest.mark.slow
+def test_held_out_data_at_smoke_scale(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    words = ["reproduce", "steps-held-out", "--scale", "smoke", "--out", str(tmp_path), "--json"]
+    assert command(monkeypatch, *words) == 0
+    rows = json.loads(capsys.readouterr().out)
+    assert {row["data"] for row in rows} == {name.removeprefix("steps-") for name in HELD_OUT}
+    assert not any(row["diverged"] for row in rows)

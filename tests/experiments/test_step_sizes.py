@@ -28,7 +28,8 @@ VALUES = 0.1, 0.2, 0.3
 def two_methods(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever the study tunes by default, here these."""
     names = "FedAvg", "FedShuffle (rho = inf)"
-    monkeypatch.setattr(step_sizes, "DEFAULT_METHODS", dict.fromkeys(step_sizes.DATA_SETS, names))
+    data = step_sizes.DATA_SETS | step_sizes.HELD_OUT
+    monkeypatch.setattr(step_sizes, "DEFAULT_METHODS", dict.fromkeys(data, names))
 
 
 def made(seed: int, last: float, **facts: Any) -> dict[str, Any]:
@@ -174,6 +175,9 @@ stays
 
 <!-- generated: default -->
 <!-- end -->
+
+<!-- generated: held-out-default -->
+<!-- end -->
 After
 """
 
@@ -216,6 +220,31 @@ def test_write_what_the_docs_show(folders: tuple[Path, Path]) -> None:
     before = page
     step_sizes.write(*folders)  # again, over what was written
     assert (research / "step-sizes.md").read_text(encoding="utf-8") == before
+
+
+def test_held_out_data_have_files_and_a_table_of_their_own(folders: tuple[Path, Path]) -> None:
+    made, docs = folders
+    folder, rows = made / "held-out", [{**row, "data": "synthetic"} for row in defaults()]
+    for name in ("synthetic", "synthetic-network", "default"):
+        (folder / name).mkdir(parents=True)
+        (folder / name / "results.json").write_text(json.dumps(study()))
+    (folder / "default" / "default.csv").write_text(csv_of(rows))
+    step_sizes.write(made, docs)
+    research = docs / "research"
+    lines = (research / "step-sizes-held-out.csv").read_text().splitlines()
+    assert [line.split(",")[0] for line in lines[1:]] == [
+        name for name in ("synthetic", "synthetic-network") for _ in run_lines(name, study())
+    ]
+    assert (research / "step-sizes-held-out-default.csv").read_text() == csv_of(rows)
+    assert (research / "step-sizes-held-out-tuning.csv").exists()
+    page = (research / "step-sizes.md").read_text(encoding="utf-8")
+    _, table = page.split("<!-- generated: held-out-default -->\n")
+    (_, *found) = cells(table.split("\n<!-- end -->")[0])
+    assert [row[:2] for row in found] == [
+        ["linear", "FedAvg"],
+        ["linear", "FedShuffle (rho = inf)"],
+    ]
+    assert found[0][5] == "+10.00"  # 60 against 50, the mean of the run that did not diverge
 
 
 def test_a_page_keeps_what_was_not_run(folders: tuple[Path, Path]) -> None:
@@ -306,6 +335,25 @@ def test_the_default_is_tuned_then_trained(
     monkeypatch.setattr(Simulation, "__init__", never)
     assert step_sizes.reproduce_default(tiny, data_sets=["plays"], progress=False) == rows
     assert capsys.readouterr().err == ""
+
+
+def test_held_out_data_are_compared_then_tuned(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    compared = []
+
+    def run_part(part: Comparison, out: Path, name: str, *options: Any) -> None:
+        compared.append((name, *options))
+
+    monkeypatch.setattr(step_sizes, "run_part", run_part)
+    monkeypatch.setattr(step_sizes, "DEFAULT_METHODS", {})  # so all methods
+    monkeypatch.setattr(step_sizes, "SEEDS", (0,))
+    rows = step_sizes.reproduce_held_out(tiny, "smoke", 1, progress=False)
+    names = list(step_sizes.HELD_OUT)
+    assert compared == [(name, "steps-held-out --scale smoke", 1, False) for name in names]
+    methods = "FedAvg", "FedShuffle (rho = inf)"
+    assert [(row["data"], row["method"]) for row in rows] == [
+        (name, method) for name in names for method in methods
+    ]
+    assert (tiny / "default" / "default.csv").exists()
 
 
 def test_an_interrupted_default_goes_on_where_it_was(

@@ -479,6 +479,7 @@ def test_a_private_run_is_refused() -> None:
         ({"share": math.nan}, "share"),
         ({"share": math.inf}, "share"),
         ({"share": -1}, "share"),
+        ({"share": "much"}, "share is 'much', but must be a number"),
         ({"rounds": 0}, "rounds"),
         ({"clients": 0}, "clients"),
         ({"step_size": -1}, "step size"),

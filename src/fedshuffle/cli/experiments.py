@@ -23,6 +23,7 @@ _UNUSED = {
     "steps-cifar100": ["rounds"],
     "steps-plays": ["rounds"],
     "steps-default": ["rounds", "scale", "jobs"],
+    "steps-held-out": ["rounds", "data"],
     "availability": ["rounds", "data"],
     "stragglers": ["rounds", "data"],
 }
@@ -36,7 +37,8 @@ def reproduce(
         Argument(
             help="quadratic (the toy figures), compression, theory, shakespeare, cifar100;"
             " steps-shakespeare, steps-cifar100, steps-plays (both step sizes tuned), steps-default"
-            " (what fedshuffle tune finds on the same data); availability (clients that come and"
+            " (what fedshuffle tune finds on the same data), steps-held-out (both, on generated"
+            " data); availability (clients that come and"
             " go); stragglers (accuracy against time)."
         ),
     ],
@@ -62,11 +64,16 @@ def reproduce(
         words += ["--data", str(data)] if data else []
         run_comparison(real.load(experiment, scale, out, data), out, jobs, words, as_json)
         return
-    if experiment == "steps-default":
+    if experiment in ("steps-default", "steps-held-out"):
         from fedshuffle.experiments import step_sizes
         from fedshuffle.experiments.studies import csv_of
 
-        rows = step_sizes.reproduce_default(out, data, progress=not as_json)
+        shown = not as_json
+        with alone(as_json):
+            if experiment == "steps-default":
+                rows = step_sizes.reproduce_default(out, data, progress=shown)
+            else:
+                rows = step_sizes.reproduce_held_out(out, scale, jobs, shown)
         emit(as_json, rows, partial(print, csv_of(rows), end=""))
         return
     if experiment in ("availability", "stragglers"):

@@ -1,15 +1,16 @@
 """Experiments on real data, each one comparison in a file beside this module.
 
 ``shakespeare.toml`` and ``cifar100.toml`` are the paper's; ``steps-shakespeare.toml``,
-``steps-cifar100.toml`` and ``steps-plays.toml`` tune both step sizes of a family of methods. Here
-is what they name: data, models, and two methods in reshuffled order, in which the paper runs all
-methods on real data.
+``steps-cifar100.toml`` and ``steps-plays.toml`` tune both step sizes of a family of methods, and so
+does ``steps-synthetic.toml`` on generated data. Here is what they name: data, models, and two
+methods in reshuffled order, in which the paper runs all methods on real data.
 """
 
 import functools
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from torch import nn
 
@@ -23,14 +24,27 @@ from fedshuffle.models import ResNet
 FEDAVG_MIN = replace(methods.get("fedavg-min"), work={"steps": "min"})
 FEDAVG_MEAN = replace(methods.get("fedavg-mean"), work={"steps": "mean"})
 
+_VARIATIONS: dict[str, tuple[str, dict[str, Any]]] = {
+    "steps-synthetic-network": (
+        "steps-synthetic",
+        {
+            "model": {"use": "fedshuffle.experiments.synthetic:network", "hidden": 32},
+            "compare.title": "Two tuned step sizes, generated clients, network",
+        },
+    )
+}
+"""Experiments that are another one with some changes."""
+
 
 def load(experiment: str, scale: str, out: Path, data: Path | None = None) -> comparison.Comparison:
     """One of the experiments at the scale ``paper``, ``laptop`` or ``smoke``, to be run
     into ``out``; with data sets from ``data``, if not from FEDSHUFFLE_DATA or the cache.
     """
+    file, changes = _VARIATIONS.get(experiment, (experiment, {}))
     keys = ("data.folder", "evaluation.data.folder")
     places = dict.fromkeys(keys, str(data.resolve())) if data else {}
-    found = comparison.load(Path(__file__).with_name(f"{experiment}.toml"), places, scale)
+    path = Path(__file__).with_name(f"{file}.toml")
+    found = comparison.load(path, changes | places, scale)
     # Nothing is imported from where the file lies, and the results can be moved about.
     return replace(found, base=replace(found.base, folder=results_folder(out)))
 

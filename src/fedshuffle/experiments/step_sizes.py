@@ -2,6 +2,7 @@
 
     fedshuffle reproduce steps-shakespeare --out DIR/shakespeare    likewise cifar100 and plays
     fedshuffle reproduce steps-default --out DIR/default
+    fedshuffle reproduce steps-held-out --out DIR/held-out
     python -m fedshuffle.experiments.step_sizes DIR docs
 
 The last command writes the CSV files in docs/research, docs/images/step-sizes.png, and the tables
@@ -12,7 +13,7 @@ import csv
 import io
 import json
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -36,6 +37,7 @@ from fedshuffle.experiments.studies import (
     mean_and_deviation,
     rows_of,
     run_lines,
+    run_part,
     tuning_lines,
 )
 from fedshuffle.reports.comparison.model import Compared, Line
@@ -43,6 +45,8 @@ from fedshuffle.reports.rendering import LIGHT, clean
 from fedshuffle.training.run_folder import RunFolder
 
 DATA_SETS = {"shakespeare": "Shakespeare", "cifar100": "CIFAR-100", "plays": "Plays"}
+HELD_OUT = {"synthetic": "linear", "synthetic-network": "network"}
+"""Models on generated data, which were not seen when `tune` was designed."""
 DEFAULT_METHODS = {
     "shakespeare": ("rho = 2",),
     "cifar100": ("FedShuffle (rho = inf)", "rho = 2"),
@@ -50,6 +54,7 @@ DEFAULT_METHODS = {
 }
 """Methods of the study that are also tuned and trained without a choice of step sizes: those that
 docs/how-to/choose-a-method.md advises, and on CIFAR-100, where steps differ little, the cap, too.
+On other data it is all methods.
 """
 FIRST_STEP_SIZE = 0.1
 """That of a config that says nothing."""
@@ -64,17 +69,18 @@ SHOWN = ("FedAvg", "rho = 2", "rho = 2, stratified, Adam", "FedShuffle (rho = in
 def reproduce_default(
     out: Path,
     data: Path | None = None,
-    data_sets: Sequence[str] = tuple(DATA_SETS),
+    data_sets: Iterable[str] = DATA_SETS,
+    scale: str = "laptop",
     progress: bool = True,
 ) -> list[dict[str, Any]]:
     """Tune, then train, from step sizes that know nothing of the data; finished runs are kept."""
     console = Console(stderr=True, highlight=False, soft_wrap=True, quiet=not progress)
     rows = []
     for name in data_sets:
-        study = real.load(f"steps-{name}", "laptop", out / name, data)
+        study = real.load(f"steps-{name}", scale, out / name, data)
         variants = {variant.name: variant for variant in study.variants}
         inputs = study.base.inputs()
-        for method in DEFAULT_METHODS[name]:
+        for method in DEFAULT_METHODS.get(name, variants):
             variant = variants[method]
             folder = out / name / variant.folder
             for row in _tuned_runs(study.config(variant), folder, inputs):
@@ -82,6 +88,16 @@ def reproduce_default(
                 rows.append({"data": name, "method": method, **row})
         write_file(out / "default.csv", csv_of(rows))
     return rows
+
+
+def reproduce_held_out(
+    out: Path, scale: str = "laptop", jobs: int | None = None, progress: bool = True
+) -> list[dict[str, Any]]:
+    """The study on data that `tune` was not designed on, and then what it reaches there."""
+    for name in HELD_OUT:
+        part, command = real.load(f"steps-{name}", scale, out / name), "steps-held-out"
+        run_part(part, out, name, f"{command} --scale {scale}", jobs, progress)
+    return reproduce_default(out / "default", None, HELD_OUT, scale, progress)
 
 
 def _tuned_runs(config: Config, folder: Path, inputs: Any) -> list[dict[str, Any]]:
@@ -156,12 +172,12 @@ def _cell(row: Row, metric: str) -> str:
 def default_table(rows: Sequence[Mapping[str, str]], found: Mapping[str, Results]) -> str:
     """What tuning reaches beside the study, for each data set and method."""
     head = ["data", "method", "found by `tune`", "accuracy", "in the study", "difference"]
-    lines = [[*head, "best method of the study"]]
+    lines, titles = [[*head, "best method of the study"]], DATA_SETS | HELD_OUT
     for data, results in found.items():
         study = {row.name: row for row in rows_of(results)}
         finished = [r for r in study.values() if len(r.values("accuracy")) == len(r.curve["runs"])]
         best = max(finished, key=lambda row: np.mean(row.values("accuracy")), default=None)
-        for name in DEFAULT_METHODS[data]:
+        for name in DEFAULT_METHODS.get(data, study):
             own = [row for row in rows if (row["data"], row["method"]) == (data, name)]
             if not own:
                 continue
@@ -172,7 +188,7 @@ def default_table(rows: Sequence[Mapping[str, str]], found: Mapping[str, Results
             note = f" ({lost} diverged)" if reached and lost else ""
             both = reached and wanted
             cells = [
-                DATA_SETS[data],
+                titles[data],
                 name,
                 "; ".join(dict.fromkeys(pairs)),
                 f"{mean_and_deviation(reached, 100, 2)}{note}" if reached else "diverged",
@@ -222,29 +238,46 @@ def _curve(axes: Any, line: Line, x: str, k: int) -> None:
 
 def write(study: Path, docs: Path) -> None:
     """Write all that the docs show of the study in a folder."""
-    found: dict[str, Results] = {}
-    for name in DATA_SETS:
-        file = study / name / "results.json"
-        if file.exists():
-            found[name] = json.loads(file.read_text(encoding="utf-8"))
-    if not found:
+    found, held_out = _results(study, DATA_SETS), _results(study / "held-out", HELD_OUT)
+    if not found and not held_out:
         raise FedShuffleError(
             f"{str(study)!r} holds no results of the study: run fedshuffle reproduce"
             f" steps-shakespeare --out {study / 'shakespeare'} first."
         )
     research, blocks = docs / "research", {name: table(results) for name, results in found.items()}
     for name, results in found.items():
-        write_file(research / f"step-sizes-{name}.csv", csv_of(run_lines(name, results)))
-        write_file(research / f"step-sizes-{name}-tuning.csv", csv_of(tuning_lines(name, results)))
+        _write_lines(research, name, {name: results})
         curves = (study / name / "curves.csv").read_text(encoding="utf-8")
         write_file(research / f"step-sizes-{name}-curves.csv", curves)
-    default = study / "default" / "default.csv"
-    if default.exists():
-        text = default.read_text(encoding="utf-8")
-        write_file(research / "step-sizes-default.csv", text)
-        blocks["default"] = default_table(list(csv.DictReader(io.StringIO(text))), found)
-    write_picture(draw(found), docs / "images" / "step-sizes.png")
+    if found:
+        write_picture(draw(found), docs / "images" / "step-sizes.png")
+    if held_out:
+        _write_lines(research, "held-out", held_out)
+    tuned = {"default": (study, found), "held-out-default": (study / "held-out", held_out)}
+    for name, (folder, beside) in tuned.items():
+        file = folder / "default" / "default.csv"
+        if file.exists():
+            text = file.read_text(encoding="utf-8")
+            write_file(research / f"step-sizes-{name}.csv", text)
+            blocks[name] = default_table(list(csv.DictReader(io.StringIO(text))), beside)
     fill(research / "step-sizes.md", blocks)
+
+
+def _results(study: Path, names: Iterable[str]) -> dict[str, Results]:
+    """The results of the comparisons that are there, by name."""
+    files = {name: study / name / "results.json" for name in names}
+    return {
+        name: json.loads(file.read_text(encoding="utf-8"))
+        for name, file in files.items()
+        if file.exists()
+    }
+
+
+def _write_lines(research: Path, name: str, found: Mapping[str, Results]) -> None:
+    """Write the runs of some comparisons, and the short ones that chose their step sizes."""
+    for end, lines in {"": run_lines, "-tuning": tuning_lines}.items():
+        rows = [line for data, results in found.items() for line in lines(data, results)]
+        write_file(research / f"step-sizes-{name}{end}.csv", csv_of(rows))
 
 
 if __name__ == "__main__":

@@ -161,7 +161,7 @@ def tune(
     >>> result = train(model, data, loss=losses.squared_error, rounds=100, **found.settings)
     """
     rounds, clients = count(rounds, "rounds"), count(clients, "clients")
-    check(share, privacy)
+    share = check(share, privacy)
     method = methods.get(method)
     if server_step_size is None:
         server_step_size = method.server.usual_step_size
@@ -216,15 +216,15 @@ def tune(
     )
 
 
-def check(share: float, privacy: Privacy | None) -> None:
-    """Refuse what cannot be tuned, before data are loaded."""
-    number(share, "share", "(0, inf)")
+def check(share: float, privacy: Privacy | None) -> float:
+    """The share; what cannot be tuned is refused, before data are loaded."""
     if privacy is not None:
         raise FedShuffleError(
             "step sizes cannot be tuned for a private run: short runs on private data cost privacy,"
             " which no budget would count. Tune without privacy on public data of the same kind,"
             " and give the step sizes that were found."
         )
+    return number(share, "share", "(0, inf)")
 
 
 def _like(given: Schedule | str, schedule: Schedule, to: float) -> Schedule | str:
@@ -236,7 +236,7 @@ def _like(given: Schedule | str, schedule: Schedule, to: float) -> Schedule | st
 
 
 def _settings(simulation: Simulation, facts: Mapping[str, Any]) -> str:
-    """A digest of all that the loss of a short run depends on, but for its step sizes."""
+    """A digest of all that the search depends on."""
     start = fingerprint.tensor(simulation.problem.start)
     settings = {**simulation.settings(facts["rounds"]), "start_sha256": start, **facts}
     return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()
