@@ -212,7 +212,10 @@ def test_the_repaired_schedule_ends_where_the_objective_is_smallest(known: bool)
         ({"schedule": "fedasync:C=9"}, r"C is 9, but there are 4 clients.*C=4"),
         ({"method": "scaffold"}, r"does not go with scaffold.*use fedshuffle"),
         ({"method": "mime"}, "does not go with mime"),
-        ({"method": methods.get("fedshuffle").with_momentum(methods.MVR(0.1))}, "with momentum mvr:0.1,"),
+        (
+            {"method": methods.get("fedshuffle").with_momentum(methods.MVR(0.1))},
+            "with momentum mvr:0.1,",
+        ),
         ({"sampling": "uniform:2"}, r"does not go with sampling.*leave the sampling out"),
         ({"availability": "independent:0.5"}, "does not go with availability: leave it out"),
         ({"channel": "topk:0.1+ef"}, "remember a client's earlier updates"),
