@@ -3,8 +3,9 @@
     python benchmarks/async_servers.py nvflare          # print one; or appfl, or flsim
     python benchmarks/async_servers.py nvflare --write  # put it in docs/research/async-servers.md
 
-Install one framework at a time, each in an environment of its own: their requirements conflict. The
-aggregators need torch, numpy, omegaconf, and little else: ``pip install --no-deps`` suffices.
+Install one framework at a time with ``pip install --no-deps``, each in an environment of its own:
+their requirements conflict. Besides, APPFL needs omegaconf, FLSim hydra-core, and both need opacus
+and opt-einsum.
 """
 
 import argparse
