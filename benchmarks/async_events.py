@@ -1,8 +1,11 @@
 """Asynchronous schedules: how fast their events are, and how true their closed forms.
 
-    python benchmarks/async_events.py [events | forms | quadratic]
+    python benchmarks/async_events.py [events | run | forms | quadratic]
 
 ``events``: events per second of CPU time, without training, and the peak memory of 1,000 more.
+``run``: the same with a model of two parameters: updates per second of CPU time, of whole server
+steps, and without the local training in them.
+``runs``: updates per second of CPU time when a model of two parameters is trained.
 ``forms``: rate shares and mean staleness weights against a million simulated updates (a fifth where
 clients are drawn by the server): the largest difference, and in standard errors.
 ``quadratic``: where FedAvg and FedShuffle end under FedBuff, on clients that want different points.
@@ -20,7 +23,8 @@ import torch
 
 from fedshuffle import Federation, LocalWork, audit
 from fedshuffle._arrays import FloatArray
-from fedshuffle.engines import Problem, make
+from fedshuffle.engines import Engine, Problem, make
+from fedshuffle.kernel import Answer, LocalTraining, Request
 from fedshuffle.timing import Clock, Exponential, Jitter, LogNormal, NoJitter, Tasks, TaskTimes
 from fedshuffle.timing import parse_schedule as parse
 from fedshuffle.timing.events import Events
@@ -28,7 +32,7 @@ from fedshuffle.timing.rates import rate_shares
 from fedshuffle.timing.schedule import Asynchronous
 from fedshuffle.timing.simulation import simulate
 from fedshuffle.timing.staleness import mean_weights
-from fedshuffle.training.rounds import Run
+from fedshuffle.training.rounds import Run, drive
 from fedshuffle.training.rounds import simulate as train
 
 EVENTS, BATCHES = 100_000, 50
@@ -129,9 +133,41 @@ def quadratic() -> None:
             )
 
 
+def runs() -> None:
+    rows = torch.zeros(10_000, 2, dtype=torch.float64)
+    clients = Federation.from_arrays(rows, sizes=[1] * len(rows))
+    engine = make("sequential", Problem(Point(), distance, clients))
+    for text in SCHEDULES:
+        run = Run(clients, "fedshuffle", schedule=text, clock="lognormal:1:1+jitter:lognormal:0.5")
+        print(f"{len(rows)} clients, {text}: {whole_run(engine, run, 10_000)}", flush=True)
+
+
+def whole_run(engine: Engine, run: Run, updates: int) -> str:
+    """How many updates per second a run makes, with local training and besides it."""
+    training = 0.0
+
+    def answer(request: Request) -> Answer:
+        nonlocal training
+        assert isinstance(request, LocalTraining)
+        begin = time.process_time()
+        (found,) = engine.local_training([request])
+        training += time.process_time() - begin
+        return found
+
+    state = drive(run.round(run.start(engine.problem.start)), answer)  # and the rates, once
+    steps = updates // len(run.cohort(0).clients)
+    begin, training = time.process_time(), 0.0
+    for _ in range(steps):
+        state = drive(run.round(state), answer)
+    seconds = time.process_time() - begin
+    besides = updates / (seconds - training)
+    return f"{updates / seconds:,.0f} updates/s, {besides:,.0f} without local training"
+
+
 if __name__ == "__main__":
     parts: dict[str, Callable[[], None]] = {
         "events": events,
+        "runs": runs,
         "forms": forms,
         "quadratic": quadratic,
     }

@@ -3,8 +3,9 @@
     python benchmarks/async_servers.py nvflare          # print one; or appfl, or flsim
     python benchmarks/async_servers.py nvflare --write  # put it in docs/research/async-servers.md
 
-Install one framework at a time, each in an environment of its own: their requirements conflict. The
-aggregators need torch, numpy, omegaconf, and little else: ``pip install --no-deps`` suffices.
+Install one framework at a time with ``pip install --no-deps``, each in an environment of its own:
+their requirements conflict. Besides, APPFL needs omegaconf, FLSim hydra-core, and both need opacus
+and opt-einsum.
 """
 
 import argparse
@@ -18,12 +19,19 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
+from torch import Tensor
 
-from fedshuffle import Federation, FedShuffleError
+from fedshuffle import Federation, FedShuffleError, LocalWork, engines, losses, schedules
 from fedshuffle._arrays import FloatArray
 from fedshuffle.auditing.async_adapters import appfl_server, flsim_server, nvflare_server
 from fedshuffle.auditing.async_servers import MakeServer, audit_async_server, staleness_weights
+from fedshuffle.engines import Problem
+from fedshuffle.experiments import digits, stragglers
 from fedshuffle.experiments.pages import fill
+from fedshuffle.kernel import ClientTask, LocalTraining, StepCoefficients
+from fedshuffle.timing import Asynchronous, Clock, LogNormal
+from fedshuffle.training.rounds import Run, simulate
 
 PAGE = Path(__file__).parent.parent / "docs" / "research" / "async-servers.md"
 RATES = [4.0, 2.0, 1.0, 0.5]
@@ -151,6 +159,53 @@ def _models_after_arrivals(make: MakeServer) -> list[FloatArray]:
     return models
 
 
+def flsim_training(steps: int = 255, every: int = 85) -> str:
+    """Our FedBuff, and FLSim's with our clients, in the study of stragglers; all clients loop."""
+    buffer, exponent, step_size, server_step_size = 10, 0.5, 3.2, 2.0
+    clients, tests = stragglers.clients(), stragglers.clients("test")
+    problem = Problem(digits.model(), losses.cross_entropy, clients)
+    run = Run(
+        clients,
+        "fedavg-rr",
+        work=LocalWork(batch_size=8),
+        step_size=schedules.resolve(f"cosine:{step_size}", steps),
+        server_step_size=server_step_size,
+        schedule=Asynchronous(buffer, staleness=exponent),
+        clock=Clock(stragglers.seconds(), jitter=LogNormal(0.7), latency=1.0),
+    )
+    assert run.asynchronous is not None
+    engine = engines.make("reference", problem)
+    lr = server_step_size / buffer * 2**-exponent
+    planned = run.workload.possible_steps[0][:, 0].tolist()
+    trainer = flsim_trainer(clients.sizes.tolist(), buffer=buffer, exponent=exponent, lr=lr)
+    server, models = trainer(len(problem.start)), [problem.start] * len(clients)
+    for client in range(len(clients)):
+        server.download(client)
+
+    def accuracy(x: Tensor) -> str:
+        images, labels = tests.fields
+        return f"{(problem.copy(x)(images).argmax(1) == labels).double().mean():.4f}"
+
+    head = ["server step", "accuracy, ours", "FLSim", "largest parameter", "largest difference"]
+    lines = [_line(head), _line(["---"] * len(head))]
+    for step, (state,) in enumerate(simulate(engine, [run], steps)):
+        found = run.asynchronous.arrivals(step)
+        updates = (part.tolist() for part in (found.clients, found.versions, found.addresses))
+        for i, begun, address in zip(*updates, strict=True):
+            batches = run.workload.minibatches(i, planned[i], run.seed, address)
+            size = schedules.value(run.step_size, begun, "step size")
+            task = ClientTask(batches, size, StepCoefficients(), [1.0])
+            (answer,) = engine.local_training([LocalTraining(models[i], [task], 1)])
+            server.upload(i, answer.sums[0].double().numpy())
+            models[i] = torch.from_numpy(np.array(server.download(i))).float()
+        if (step + 1) % every == 0:
+            last = models[i]
+            largest, apart = state.x.abs().max(), (state.x - last).abs().max()
+            shown = [accuracy(state.x), accuracy(last), f"{largest:.2f}", f"{apart:.0e}"]
+            lines.append(_line([str(step + 1), *shown]))
+    return "\n".join(lines)
+
+
 def table(package: str, servers: dict[str, MakeServer], uploads: int) -> str:
     """One line per server."""
     head = ["server", "weight at staleness 0, 1, 2, 3", "clients count", "±", "and"]
@@ -245,7 +300,7 @@ def main() -> None:
     if given.framework == "nvflare":
         made["nvflare lost"] = nvflare_lost(given.uploads)
     if given.framework == "flsim":
-        made["flsim arrivals"] = flsim_arrivals()
+        made |= {"flsim arrivals": flsim_arrivals(), "flsim training": flsim_training()}
     if given.write:
         fill(PAGE, made)
     else:

@@ -86,6 +86,9 @@ def test_texts() -> None:
     assert (classes.seconds == 1).sum() == 1200
     few = parse_clock("classes:0.5x1,0.25x2,0.25x3", Federation.from_sizes([1] * 4))
     assert sorted(few.seconds) == [1, 1, 2, 3]
+    written_by_python = parse_clock("fixed:1e-05+down:1e+07,2e+07+latency:1e+00", PAIR)
+    assert written_by_python.down.tolist() == [1e7, 2e7]
+    assert parse_clock("fixed:2e+02+up:1", PAIR).seconds.tolist() == [200, 200]
     rates = parse_clock("rates:4,0.5", PAIR)
     assert rates.mean(np.arange(2), np.array([1, 9])).tolist() == [0.25, 2]
 
@@ -107,6 +110,9 @@ def test_table(tmp_path: Path) -> None:
         ("rates:0", "rates: client 0 has 0"),
         ("lognormal:0.1", "write 'lognormal:MEDIAN:SIGMA'"),
         ("classes:0.5x1", "sum to 0.5"),
+        ("classes:0x1,1x2", "share of a device class is '0', but must be"),
+        ("classes:-1x1,2x2", "share of a device class is '-1', but must be"),
+        ("fixed:1+5", "write 'fixed:SECONDS'"),
         ("table:none.csv", "cannot read 'none.csv'"),
         ("sundial:1", "unknown clock 'sundial'"),
         ("fixed:1+jitter:lots", "unknown jitter"),
@@ -142,6 +148,7 @@ def test_bad_tables(table: str, message: str, tmp_path: Path) -> None:
         "deadline:60",
         "deadline:0.5+partial",
         "deadline:1000000.25",
+        "deadline:1e+06+partial",
         "over:8of10",
         "fedasync",
         "fedasync:a=0.5",
@@ -160,8 +167,11 @@ def test_schedules_are_written_as_they_are_read(text: str) -> None:
     ("text", "message"),
     [
         ("fedbuff:C=3", "write fedbuff:K=10"),
-        ("fedbuff:K=1.5", "write fedbuff:K=10"),
-        ("fedasync:b=1", "write fedasync"),
+        ("fedbuff:K=1.5", "buffer K is 1.5, but must be a whole number"),
+        ("fedbuff:K=nan", "buffer K is nan, but must be a whole number"),
+        ("fedbuff:K=inf", "buffer K is inf, but must be a whole number"),
+        ("fedasync:C=2.5", "concurrency C is 2.5, but must be a whole number"),
+        ("fedasync:b=1", "unknown option 'b'. Known: C, K, a"),
         ("fedbuff:K=2,K=3", "K is given twice"),
         ("fedasync:a=-1", "staleness exponent a is -1"),
         ("queued", "give the concurrency"),

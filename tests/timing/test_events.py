@@ -149,21 +149,3 @@ def test_more_tasks_than_clients_need_queues() -> None:
     with pytest.raises(FedShuffleError, match=r"C is 5, but there are 3 clients.*'queued:C=5'"):
         Events(Asynchronous(1, 5), 3, 0, seconds).arrivals(0)
     assert len(Events(Asynchronous(7, 2), 3, 0, seconds).arrivals(0).clients) == 7
-
-
-def test_arrivals_count_as_in_flsim() -> None:
-    """Its AsyncTrainer, driven by benchmarks/async_servers.py, printed these weights of the same
-    arrivals (docs/research/async-servers.md); it multiplies all by 2**a.
-    """
-    times = {0: [1.0, 2.0, 3.0], 1: [2.0, 6.0], 2: [4.0], 3: [5.0], 4: [7.0]}
-
-    def duration(task: int, client: int) -> float:
-        return times[client].pop(0) if times[client] else 100.0
-
-    schedule = Asynchronous(buffer=2, staleness=0.5)
-    events = Events(schedule, 5, seed=0, duration=duration)
-    found = [events.arrivals(step) for step in range(4)]
-    assert [i for arrivals in found for i in arrivals.clients] == [0, 1, 0, 2, 3, 0, 4, 1]
-    weights = np.concatenate([schedule.weight(arrivals.staleness) for arrivals in found])
-    printed = [1.4142, 1.4142, 1.0, 1.0, 0.8165, 1.0, 0.7071, 0.8165]
-    np.testing.assert_allclose(2**0.5 * weights, printed, atol=5e-5)

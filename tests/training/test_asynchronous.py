@@ -22,7 +22,7 @@ from fedshuffle.local_work import EpochRange, MissLast
 from fedshuffle.sampling import Buffers
 from fedshuffle.timing import Asynchronous, Clock, Exponential, LogNormal
 from fedshuffle.training.rounds import Run, simulate
-from tests.problems import copies, quadratic, targets
+from tests.problems import copies, quadratic, targets, unit_vectors
 
 torch.manual_seed(0)
 CLIENTS = Federation.from_arrays(torch.randn(16, 4), torch.randn(16, 1), sizes=[3, 5, 2, 6])
@@ -145,6 +145,44 @@ def test_updates_start_from_the_models_and_step_sizes_of_their_time() -> None:
     assert min(started) < step - 2  # somebody was stale
 
 
+@pytest.mark.parametrize(
+    ("schedule", "server_step_size", "models"),
+    [
+        (
+            "fedbuff:K=2,a=0.5",
+            2 * 2**0.5,  # K, as FLSim sums, and 2**a, as its weights are relative to staleness 1
+            [
+                [1.4142, 1.4142, 0, 0, 0],
+                [2.4142, 1.4142, 1, 0, 0],
+                [3.4142, 1.4142, 1, 0.8165, 0],
+                [3.4142, 2.2307, 1, 0.8165, 0.7071],
+            ],
+        ),
+        ("fedbuff:K=2", 2, [[3, 2, 1, 1, 1]]),  # its reduction SUM
+        ("fedbuff:K=2", 1, [[1.5, 1, 0.5, 0.5, 0.5]]),  # AVERAGE
+    ],
+)
+def test_models_are_those_of_flsim(
+    schedule: str, server_step_size: float, models: list[list[float]]
+) -> None:
+    """Its AsyncTrainer, driven by benchmarks/async_servers.py, printed these models for clients
+    that upload in this order (docs/research/async-servers.md).
+    """
+    problem = unit_vectors([1] * 5)
+    run = Run(
+        problem.federation,
+        "fedavg",
+        step_size=1.0,
+        server_step_size=server_step_size,
+        schedule=schedule,
+        clock=Clock([1, 1.8, 2.2, 2.5, 3.3], per="task"),
+    )
+    assert [i for step in range(4) for i in run.cohort(step).clients] == [0, 1, 0, 2, 3, 0, 4, 1]
+    engine = make("reference", problem)
+    found = torch.stack([state.x for (state,) in simulate(engine, [run], 4)])
+    np.testing.assert_allclose(found[-len(models) :], models, atol=5e-5)
+
+
 @pytest.mark.parametrize("known", [False, True])
 def test_the_repaired_schedule_ends_where_the_objective_is_smallest(known: bool) -> None:
     """And FedAvg where the audit says. Staleness has a formula if no times have a multiple."""
@@ -174,7 +212,10 @@ def test_the_repaired_schedule_ends_where_the_objective_is_smallest(known: bool)
         ({"schedule": "fedasync:C=9"}, r"C is 9, but there are 4 clients.*C=4"),
         ({"method": "scaffold"}, r"does not go with scaffold.*use fedshuffle"),
         ({"method": "mime"}, "does not go with mime"),
-        ({"method": methods.get("fedshuffle").with_momentum(methods.MVR())}, "does not go with"),
+        (
+            {"method": methods.get("fedshuffle").with_momentum(methods.MVR(0.1))},
+            "with momentum mvr:0.1,",
+        ),
         ({"sampling": "uniform:2"}, r"does not go with sampling.*leave the sampling out"),
         ({"availability": "independent:0.5"}, "does not go with availability: leave it out"),
         ({"channel": "topk:0.1+ef"}, "remember a client's earlier updates"),

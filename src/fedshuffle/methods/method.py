@@ -280,9 +280,10 @@ class Method:
                 " another method, such as fedavgm."
             )
         if isinstance(sampling, Buffers) and not self.direction.stale_models:
+            what = self.name if self.momentum == "none" else f"momentum {self.momentum}"
             raise FedShuffleError(
-                f"asynchronous schedule {str(sampling.schedule)!r} does not go with {self.name},"
-                " whose clients need more than the model that they start from: use fedshuffle,"
+                f"asynchronous schedule {str(sampling.schedule)!r} does not go with {what}, whose"
+                " clients need more than the model that they start from: use fedshuffle,"
                 " fedprox+fedshuffle or fedadam+fedshuffle."
             )
         if not sampling.two_phase:

@@ -225,7 +225,7 @@ def _first(schedule: OverSelection, sampling: Sampling, tasks: Tasks) -> OverSel
             f" sampling {sampling!r} has no say: leave out the sampling and the availability, or"
             " use a deadline."
         )
-    count(schedule.ask, "the number of clients to ask", most=len(sampling))
+    count(schedule.ask, f"the number of clients that {schedule} asks", most=len(sampling))
     return OverSelected(schedule, tasks)
 
 

@@ -1,6 +1,7 @@
 """Clocks written as text, and tables of measured devices."""
 
 import csv
+import re
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -93,7 +94,7 @@ def resolve(
 
 def _read(text: str) -> tuple[str, str, dict[str, str]]:
     """The kind that a text names, its argument, and the options after it."""
-    main, *rest = text.strip().split("+")
+    main, *rest = re.split(r"\+(?!\d)", text.strip())  # not in 1e+07
     name, _, argument = main.partition(":")
     check_known("clock", name, _MAKERS)
     if not argument:
@@ -141,9 +142,11 @@ def _lognormal(argument: str, population: _Population) -> Clock:
 
 def _classes(argument: str, population: _Population) -> Clock:
     pairs = [word.split("x") for word in argument.split(",")]
-    shares = np.array([float(share) for share, _ in pairs])
+    shares = np.array(
+        [number(share, "the share of a device class", "(0, 1]") for share, _ in pairs]
+    )
     seconds = [number(value, "seconds of a device class", within="(0, inf)") for _, value in pairs]
-    if not (shares > 0).all() or abs(shares.sum() - 1) > 1e-6:
+    if abs(shares.sum() - 1) > 1e-6:
         raise FedShuffleError(f"the shares of device classes sum to {shares.sum():g}, not to 1.")
     # Of every class its share of the clients, up to rounding; who is in it is random.
     ends = np.round(np.cumsum(shares) * population.clients).astype(np.int64)

@@ -77,8 +77,8 @@ class Arrivals:
 class Events:
     """The server steps of an asynchronous schedule: a pure function of (seed, step).
 
-    Steps are made one after another; asking for an earlier one begins again. Memory grows with
-    the number of tasks under way, not with the number of clients.
+    Steps are made one after another; asking for one before the last two begins again. Memory grows
+    with the number of tasks under way, not with the number of clients.
 
         >>> times = [1.0, 3.0]  # two clients that loop
         >>> events = Events(Asynchronous(), 2, seed=0, duration=lambda task, i: times[i])
@@ -92,16 +92,16 @@ class Events:
         self._restart()
 
     def _restart(self) -> None:
-        self._done, self._steps = 0, self._run()
+        self._done, self._steps, self._last = 0, self._run(), deque[Arrivals](maxlen=2)
 
     def arrivals(self, step: int) -> Arrivals:
         """The buffer of a server step, numbered from 0."""
-        if step < self._done - 1:
+        if step < self._done - len(self._last):
             self._restart()
         while self._done <= step:
-            self._last = next(self._steps)
+            self._last.append(next(self._steps))
             self._done += 1
-        return self._last
+        return self._last[step - self._done]
 
     def _run(self) -> Iterator[Arrivals]:
         draw, freed = drawing(self.schedule, self._n, self._seed)

@@ -3,10 +3,9 @@
 A schedule is an object or the text that names one, which :func:`parse` reads.
 """
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 
@@ -14,6 +13,7 @@ from fedshuffle._arrays import FloatArray, IntArray, count, number, shortest
 from fedshuffle.errors import FedShuffleError, check_known, unknown
 
 _DRAWS = ("idle", "queued", "shuffled")
+_OPTIONS = {"K": "buffer", "C": "concurrency", "a": "staleness"}
 
 
 @dataclass(frozen=True)
@@ -204,10 +204,8 @@ def _wait(argument: str) -> Wait:
 
 
 def _deadline(argument: str) -> Deadline:
-    seconds, plus, option = argument.partition("+")
-    if plus and option != "partial":
-        raise ValueError(option)
-    return Deadline(float(seconds), bool(plus))
+    seconds = argument.removesuffix("+partial")
+    return Deadline(float(seconds), partial=seconds != argument)
 
 
 def _over(argument: str) -> OverSelection:
@@ -215,25 +213,21 @@ def _over(argument: str) -> OverSelection:
     return OverSelection(int(keep), int(ask))
 
 
-def _asynchronous(draw: str, buffer: int | None) -> Callable[[str], Asynchronous]:
-    """A maker; a buffer of None must be given."""
-
+def _asynchronous(
+    draw: Literal["idle", "queued", "shuffled"], needs_buffer: bool = False
+) -> Callable[[str], Asynchronous]:
     def make(argument: str) -> Asynchronous:
-        values: dict[str, float] = {}
+        values: dict[str, Any] = {}
         for word in argument.split(",") if argument else ():
-            key, value = word.split("=")
-            if key.strip() in values:
-                raise FedShuffleError(f"{key.strip()} is given twice: leave out one of them.")
-            values[key.strip()] = float(value)
-        if buffer is not None:
-            values.setdefault("K", float(buffer))
-        size, concurrency = values.pop("K", math.nan), values.pop("C", None)
-        staleness = values.pop("a", 0.0)
-        whole = [size, *([] if concurrency is None else [concurrency])]
-        if values or not all(value.is_integer() for value in whole):
+            key, value = (part.strip() for part in word.split("="))
+            check_known("option", key, _OPTIONS)
+            if _OPTIONS[key] in values:
+                raise FedShuffleError(f"{key} is given twice: leave out one of them.")
+            given = float(value)
+            values[_OPTIONS[key]] = int(given) if given.is_integer() else given
+        if needs_buffer and "buffer" not in values:
             raise ValueError(argument)
-        at_a_time = None if concurrency is None else int(concurrency)
-        return Asynchronous(int(size), at_a_time, staleness, draw)  # type: ignore[arg-type]
+        return Asynchronous(**values, draw=draw)
 
     return make
 
@@ -242,8 +236,8 @@ _MAKERS: dict[str, Callable[[str], TrainingSchedule]] = {
     "wait": _wait,
     "deadline": _deadline,
     "over": _over,
-    "fedasync": _asynchronous("idle", 1),
-    "fedbuff": _asynchronous("idle", None),
-    "queued": _asynchronous("queued", 1),
-    "shuffled": _asynchronous("shuffled", 1),
+    "fedasync": _asynchronous("idle"),
+    "fedbuff": _asynchronous("idle", needs_buffer=True),
+    "queued": _asynchronous("queued"),
+    "shuffled": _asynchronous("shuffled"),
 }

@@ -26,10 +26,11 @@ class AsynchronousRounds:
 
     def __init__(self, buffers: Buffers, method: Method, workload: Workload, seed: int) -> None:
         self._buffers, self._workload, self._seed = buffers, workload, seed
-        self._divided = isinstance(method.averaging.normaliser, InclusionProbability)
-        known = None if method.averaging.estimate else buffers.staleness_weights
-        exponent = buffers.schedule.staleness
-        self._known, self._so_far = known, _MeanSoFar(self, len(buffers)) if exponent else None
+        rule, n = method.averaging, len(buffers)
+        means: FloatArray | None = np.ones(n)  # nothing to divide by
+        if buffers.schedule.staleness and isinstance(rule.normaliser, InclusionProbability):
+            means = None if rule.estimate else buffers.staleness_weights
+        self._means = _MeanSoFar(self, n) if means is None else means
 
     def arrivals(self, round: int) -> Arrivals:
         """The buffer of a server step."""
@@ -59,13 +60,10 @@ class AsynchronousRounds:
 
     def factors(self, round: int) -> FloatArray:
         """What each update counts besides the weight that the method gives it."""
-        found = self.arrivals(round)
-        weights = self.weights(found)
-        if not self._divided or self._so_far is None:
-            return weights
-        if self._known is not None:
-            return weights / self._known[found.clients]
-        return weights / self._so_far.before(round, found)
+        found, means = self.arrivals(round), self._means
+        if isinstance(means, _MeanSoFar):
+            return self.weights(found) / means.before(round, found.clients)
+        return np.asarray(self.weights(found) / means[found.clients])
 
     def after(self, state: State, after: State) -> State:
         """The next state: with the time, and the models that updates still to come started from."""
@@ -91,27 +89,22 @@ class _MeanSoFar:
 
     def __init__(self, rounds: AsynchronousRounds, clients: int) -> None:
         self._rounds, self._n = rounds, clients
-        self._newest: tuple[int, Arrivals] | None = None
         self._restart()
 
     def _restart(self) -> None:
         self._round, self._sum, self._count = 0, np.zeros(self._n), np.zeros(self._n)
         self._total, self._updates = 0.0, 0
 
-    def before(self, round: int, arrivals: Arrivals) -> FloatArray:
-        """The means of the clients that arrive for a step, over the steps before."""
+    def before(self, round: int, clients: IntArray) -> FloatArray:
+        """The means of these clients over the steps before one."""
         if round < self._round:
             self._restart()
-        while self._round < round:
-            known = self._newest is not None and self._newest[0] == self._round
-            found = (
-                self._newest[1] if known and self._newest else self._rounds.arrivals(self._round)
-            )
+        for step in range(self._round, round):
+            found = self._rounds.arrivals(step)
             weights = self._rounds.weights(found)
             np.add.at(self._sum, found.clients, weights)
             np.add.at(self._count, found.clients, 1)
             self._total, self._updates = self._total + weights.sum(), self._updates + len(weights)
-            self._round += 1
-        self._newest, clients = (round, arrivals), arrivals.clients
+        self._round = round
         mean = self._total / self._updates if self._updates else 1.0
         return np.asarray((mean + self._sum[clients]) / (1 + self._count[clients]))
