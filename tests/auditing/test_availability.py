@@ -387,6 +387,64 @@ def test_clients_dropped_knowingly_are_a_finding() -> None:
     assert "Client 1 is never there" in found.findings[-1].what
 
 
+@pytest.mark.parametrize(
+    ("there", "estimate", "cutoff"),
+    [([0.9, 0.0, 0.4], None, 0), ([0.9, 0.5, 0.2], "estimate:fedau:3", 3)],
+    ids=["dropped", "estimated"],
+)
+@pytest.mark.parametrize("name", ["mime", "mime-lite", "fedshuffle-mvr", "scaffold"])
+def test_momentum_holds_the_gradients_of_those_who_came(
+    name: str, there: list[float], estimate: str | None, cutoff: int
+) -> None:
+    """Not those of a client that never did, and by estimated probabilities if they are divided by.
+
+    Gradients are e_i: a client steps along a times its own gradient, or the cohort's, and 1 - a
+    times a momentum that has settled in the mean; along the mean of what clients ever sent with
+    control variates.
+    """
+    q, w, tau = np.array(there), CLIENTS.weights, CLIENTS.sizes
+    cohorts: dict[tuple[int, ...], float] = {}
+    for came, chance in brute.independent(q):
+        ways = list(itertools.combinations(came, min(2, len(came))))
+        for cohort in ways:
+            cohorts[cohort] = cohorts.get(cohort, 0.0) + chance / len(ways)
+    p = np.array(
+        [sum(chance for cohort, chance in cohorts.items() if i in cohort) for i in (0, 1, 2)]
+    )
+    divide = p / (1 - (1 - p) ** cutoff) if cutoff else np.where(p > 0, p, 1.0)
+    steps, a = 3.0 if name == "fedshuffle-mvr" else tau, 0.1  # FedShuffle's sizes undo the steps
+    settled = w * p / divide / (1 - cohorts[()])  # the momentum stays if nobody comes
+    moved = np.zeros(3)
+    for cohort, chance in cohorts.items():
+        heard = np.isin(np.arange(3), cohort) * w / divide
+        own = heard * steps
+        total = own.sum()
+        moved += (
+            chance
+            * {
+                "scaffold": total * w * (p > 0),
+                "mime": a * total * heard + (1 - a) * total * settled,
+                "mime-lite": a * own + (1 - a) * total * settled,
+                "fedshuffle-mvr": a * own + (1 - a) * total * (a * heard + (1 - a) * settled),
+            }[name]
+        )
+    text = f"independent:{','.join(map(str, there))}" + "+drop" * (0 in there)
+    found = audit(CLIENTS, name, "uniform:2", availability=text, probabilities=estimate)
+    np.testing.assert_allclose(found.effective_weights, moved / moved.sum(), rtol=0, atol=1e-9)
+    assert found.consistent is (name == "scaffold" and 0 not in there)
+
+
+def test_a_moving_rate_that_weighs_twice_is_simulated() -> None:
+    """It never settles, so what divides by it twice, or remembers it, has no formula."""
+    settings: Any = {"availability": "independent:0.9,0.5,0.2", "draws": 640}
+    settings["probabilities"] = "estimate:ewma:0.3"
+    for name in ("fedlin", "mime-lite", "fedshuffle-mvr"):
+        assert "simulated" in audit(CLIENTS, name, **settings).how
+    assert audit(CLIENTS, "fedshuffle", **settings).how == "closed form"
+    settings["probabilities"] = "estimate:fedau:3"
+    assert audit(CLIENTS, "fedlin", **settings).how == "closed form"
+
+
 def test_client_reshuffling_is_consistent_and_its_fedavg_like_uniform() -> None:
     clients = Federation.from_sizes([1, 2, 3, 4])
     assert audit(clients, "fedshuffle", "reshuffled:2").consistent is True

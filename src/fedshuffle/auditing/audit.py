@@ -199,7 +199,10 @@ def _weights(
     by_past = correlated and subject.method.direction.needs_independent_rounds
     by_past |= subject.method.direction.remembers and _depends_on_when(subject)
     counted, direction = _as_counted(subject), subject.method.direction
-    by_past |= counted.successive and (direction.needs_joint or direction.needs_estimate)
+    estimate, joint = counted.method.averaging.estimate, direction.needs_joint
+    joint |= direction.needs_estimate or direction.needs_independent_rounds
+    settled = estimate is None or (estimate.settles and not counted.successive)
+    by_past |= joint and not settled
     if formula is not methods.Direction.effective_weights and not by_data and not by_past:
         with suppress(NoFormulaError):
             if counted.successive:

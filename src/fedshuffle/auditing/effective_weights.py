@@ -92,13 +92,16 @@ def _effective(subject: Subject, moments: _Moments) -> FloatArray:
     direction, w = subject.method.direction, subject.federation.weights
     unknown = np.isnan(subject.nonempty)
     nonempty = 1.0 if unknown else subject.nonempty
-    weights = direction.effective_weights(CohortMoments(w, nonempty, *moments))
+    inclusion = subject.sampling.inclusion
+    heard, gradient = np.where(inclusion > 0, w, 0.0), w * inclusion / subject.probability
+    weights = direction.effective_weights(CohortMoments(heard, gradient, nonempty, *moments))
     if weights is None:
         raise NoFormulaError
     if subject.sampling.two_phase or unknown:
         # Momentum is not updated in rounds in which no client is selected from the pool, and how
         # often that happens depends on the data.
-        other = direction.effective_weights(CohortMoments(w, nonempty / 2, *moments))
+        less = CohortMoments(heard, gradient, nonempty / 2, *moments)
+        other = direction.effective_weights(less)
         if other is None or not np.allclose(weights * other.sum(), other * weights.sum()):
             raise NoFormulaError
     if np.shape(weights) != w.shape or not np.isfinite(weights).all():

@@ -54,7 +54,7 @@ class NonLocalMVR(Direction):
 
     def effective_weights(self, moments: CohortMoments) -> FloatArray:
         assert moments.joint is not None
-        return self.a * moments.joint + (1 - self.a) * moments.total * moments.weights
+        return self.a * moments.joint + (1 - self.a) * moments.total * moments.cohort_gradient
 
 
 _STYLES = {

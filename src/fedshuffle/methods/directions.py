@@ -115,7 +115,9 @@ class CohortMoments:
     """
 
     weights: FloatArray
-    """The objective's w."""
+    """The objective's w, but 0 for a client that never takes part."""
+    cohort_gradient: FloatArray
+    """``E[1{i in S} w_i / p_i]``, which is w unless a client never takes part or p is estimated."""
     anybody: float
     """The probability that the cohort is not empty."""
     contribution: FloatArray
@@ -237,7 +239,7 @@ class MVR(Direction):
     def effective_weights(self, moments: CohortMoments) -> FloatArray:
         """At one point, the direction is ``a g_i + (1-a) m`` with m from this cohort and others."""
         assert moments.joint is not None
-        along = self.a * moments.joint + (1 - self.a) * moments.total * moments.weights
+        along = self.a * moments.joint + (1 - self.a) * moments.total * moments.cohort_gradient
         return self.a * moments.contribution + (1 - self.a) * along
 
 

@@ -104,7 +104,7 @@ class Mimic(Direction):
         """The new gradient is the cohort's (Mime) or the client's own (MimeLite), m of others."""
         new = moments.joint if self.corrected else moments.contribution
         assert new is not None
-        return self.share * new + (1 - self.share) * moments.total * moments.weights
+        return self.share * new + (1 - self.share) * moments.total * moments.cohort_gradient
 
 
 _STYLES = {

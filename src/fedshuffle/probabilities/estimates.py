@@ -27,6 +27,9 @@ class Estimate(abc.ABC):
         [0.625]
     """
 
+    settles: bool = False
+    """Whether the estimate tends to a number, if rounds are independent; else it varies forever."""
+
     @abc.abstractmethod
     def updated(self, score: FloatArray, gap: IntArray) -> FloatArray:
         """The scores of clients after a round in which they take part."""
@@ -70,6 +73,7 @@ class TruncatedIntervals(Estimate):
     """
 
     cutoff: int = 50
+    settles = True
 
     def __post_init__(self) -> None:
         count(self.cutoff, "the cutoff of intervals")
@@ -160,6 +164,7 @@ class BetaRate(Estimate):
 
     a: float = 1.0
     b: float | None = None
+    settles = True
 
     def __post_init__(self) -> None:
         number(self.a, "the a of the Beta prior", within="(0, inf)")
