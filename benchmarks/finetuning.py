@@ -5,6 +5,7 @@ beyond the model is compared with the adapters and with what a bare loop of torc
 step: its activations. Every measurement is a process of its own.
 
     python benchmarks/finetuning.py
+    python benchmarks/finetuning.py --fedex    # FedEx-LoRA, where the base is not frozen
     python benchmarks/finetuning.py --layers 2 --width 128 --vocabulary 1000   # a quick look
 """
 
@@ -24,6 +25,7 @@ import torch
 import transformers
 
 from fedshuffle import Federation, LocalWork, Simulation, losses
+from fedshuffle.finetuning import fedex
 
 CLIENTS, EXAMPLES = 4, 2  # one step of two sequences each
 MB = 2**20
@@ -86,9 +88,9 @@ def rounds(options: argparse.Namespace) -> dict[str, float]:
     model = adapted(options)
     federation = Federation.from_arrays(*text(options), sizes=[EXAMPLES] * CLIENTS)
     before, seconds = peak(), []
-    with Simulation(
-        model, federation, loss=losses.causal_lm, work=LocalWork(batch_size=EXAMPLES)
-    ) as sim:
+    settings: dict[str, Any] = {"transforms": [fedex(model)] if options.fedex else []}
+    settings |= {"loss": losses.causal_lm, "work": LocalWork(batch_size=EXAMPLES)}
+    with Simulation(model, federation, **settings) as sim:
         state = sim.init()
         for _ in range(options.rounds):
             state, record = sim.step(state)
@@ -99,9 +101,8 @@ def rounds(options: argparse.Namespace) -> dict[str, float]:
 
 
 def _facts(model: Any, before: float, seconds: float) -> dict[str, float]:
-    sizes = [(p.nbytes / MB, p.requires_grad) for p in model.parameters()]
-    adapters = sum(size for size, trained in sizes if trained)
-    whole = sum(size for size, _ in sizes)
+    sizes = {name: p.nbytes / MB for name, p in model.named_parameters()}
+    adapters, whole = sum(sizes[name] for name in sizes if "lora_" in name), sum(sizes.values())
     return {"model": whole, "adapters": adapters, "beyond": peak() - before, "seconds": seconds}
 
 
@@ -114,6 +115,7 @@ def main() -> None:
     parser.add_argument("--time", type=int, default=64)
     parser.add_argument("--rank", type=int, default=1)
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--fedex", action="store_true")
     parser.add_argument("--part", choices=["bare", "rounds"])
     options = parser.parse_args()
     if options.part:

@@ -19,6 +19,7 @@ from fedshuffle import (
     losses,
     train,
 )
+from fedshuffle.data import padded
 from fedshuffle.engines import Problem, ReferenceEngine, make
 from fedshuffle.engines import problem as problems
 from fedshuffle.engines.example_transform import transformed
@@ -294,6 +295,50 @@ def test_a_transform_may_make_other_fields() -> None:
         work = LocalWork(batch_size=2)
         result = train(Point(2), federation, loss=loss, rounds=1, work=work, engine=engine)
         torch.testing.assert_close(result.model.x.data, torch.tensor([0.01, 0.07]).double())
+
+
+class Words(nn.Module):
+    """Logits from the mean over the words of a row; 0 is padding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(5, 2)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        there = (tokens != 0).double().unsqueeze(-1)
+        logits: Tensor = (self.table(tokens) * there).sum(1) / there.sum(1)
+        return logits
+
+
+def test_text_is_tokenised_and_padded_per_minibatch() -> None:
+    """Stored as bytes; the same as tokens that were made and padded for all examples before."""
+    numbers = {"so": 1, "it": 2, "is": 3, "no": 4}
+    texts = ["so it is", "no", "it is so it is", "no no", "is it so"]
+    labels, widths = np.array([0, 1, 0, 1, 0]), set[int]()
+
+    def tokens(some: list[str]) -> Tensor:
+        return torch.from_numpy(padded([[numbers[word] for word in t.split()] for t in some]))
+
+    def tokenised(codes: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        assert codes.dtype == torch.uint8
+        found = tokens([bytes(row).decode().rstrip("\0") for row in codes.tolist()])
+        widths.add(found.shape[1])
+        return found, labels
+
+    codes = padded([list(text.encode()) for text in texts]).astype("uint8")
+    raw = Federation.from_arrays(codes, labels, sizes=[1, 4], transform=tokenised)
+    ready = Federation.from_arrays(tokens(texts), labels, sizes=[1, 4])
+
+    def fit(federation: Federation, engine: str) -> Tensor:
+        torch.manual_seed(0)
+        settings: Any = {"loss": losses.cross_entropy, "rounds": 2, "work": LocalWork(batch_size=2)}
+        result = train(Words().double(), federation, engine=engine, **settings)
+        return parameters_to_vector(result.model.parameters()).detach()
+
+    wanted = fit(ready, "reference")
+    for engine in ("reference", "sequential", "vectorized", "sequential:2"):
+        torch.testing.assert_close(fit(raw, engine), wanted, rtol=0, atol=1e-12, msg=engine)
+    assert len(widths) > 1
 
 
 @pytest.mark.parametrize("engine", ["reference", "sequential", "vectorized", "sequential:2"])

@@ -33,7 +33,15 @@ ENGINES = [
     *("reference", "sequential", "vectorized", "sequential:2"),
     pytest.param("sequential:2:processes", marks=pytest.mark.slow),
 ]
+MOMENTUM = methods.get("fedshuffle").with_momentum(GlobalMomentum(0.5))
 Variant = Callable[[nn.Module], Any]
+
+
+class Decaying(torch.optim.SGD):
+    """Weight decay for one group of parameters: none that its defaults tell."""
+
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__([{"params": params, "weight_decay": 0.1}], lr)
 
 
 def lora(inputs: int = 3, outputs: int = 4, rank: int = 2, seed: int = 0) -> LoRALinear:
@@ -249,6 +257,7 @@ def test_a_run_is_resumed_with_its_base(variant: Variant, tmp_path: Path) -> Non
         ({"method": "fedawe", "sampling": "uniform:2"}, "keeps a model at every client"),
         ({"method": "mifa"}, "counts updates of earlier rounds"),
         ({"method": "fedvarp+fedshuffle"}, "counts updates of earlier rounds"),
+        ({"method": MOMENTUM}, "has a momentum of such updates"),
         ({"down_channel": "qsgd:8"}, "compresses the model on its way to clients"),
     ],
 )
@@ -323,12 +332,11 @@ def test_flora_starts_every_round_with_new_adapters() -> None:
 def test_what_cannot_be_averaged_exactly_is_refused() -> None:
     with pytest.raises(FedShuffleError, match=r"ffa needs a model with LoRA .*get_peft_model"):
         ffa(nn.Linear(2, 2))
-    momentum = methods.get("fedshuffle").with_momentum(GlobalMomentum(0.5))
     once = LocalWork(steps=1, optimiser="adamw")  # so little decay that no client would show it
     for options, says in (
         ({"work": LocalWork(weight_decay=0.1)}, "without weight decay"),
         ({"work": once, "step_size": 1e-4}, r"'adamw' is 0\.01 by default"),
-        ({"method": momentum}, "clients changed the base weights"),
+        ({"work": LocalWork(optimiser=Decaying)}, "clients changed the base weights"),
     ):
         model = lora()
         with pytest.raises(FedShuffleError, match=says):

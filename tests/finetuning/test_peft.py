@@ -297,6 +297,33 @@ def test_ffa_trains_b_alone() -> None:
     assert result.history[0]["bytes_up"] == 3 * 4 * sum(v.numel() for v in start.values())
 
 
+def test_ffa_trains_the_factor_of_an_embedding_that_begins_with_zero() -> None:
+    """There A begins with zero: frozen, it would keep the layer as it is for ever."""
+    import peft
+
+    def adapted() -> Any:
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Embedding(5, 4), nn.Flatten(), nn.Linear(4, 3)).double()
+        return ffa(peft.get_peft_model(net, peft.LoraConfig(r=2, target_modules=["0"])))
+
+    def table(model: Any) -> Tensor:
+        layer = model.get_submodule("base_model.model.0")
+        found: Tensor = layer.base_layer.weight + layer.get_delta_weight("default")
+        return found.detach()
+
+    tokens, labels = torch.arange(9) % 5, torch.arange(9) % 3
+    settings: Any = {"loss": losses.cross_entropy, "rounds": 1, "step_size": 0.5}
+    settings["work"] = LocalWork(steps=2, batch_size=WHOLE_CLIENT)
+    together = Federation.from_arrays(tokens[:, None], labels, sizes=SIZES)
+    found = table(train(adapted(), together, **settings).model)
+    wanted = torch.zeros_like(found)
+    for client, weight in enumerate(together.weights.tolist()):
+        alone = train(adapted(), together.subset([client]), **settings)
+        wanted += weight * table(alone.model)
+    torch.testing.assert_close(found, wanted, rtol=0, atol=1e-12)
+    assert float((found - table(adapted())).abs().max()) > 0.01
+
+
 def test_a_base_in_half_precision_is_fine_and_mixed_adapters_are_named() -> None:
     model = lora()
     model.get_base_model().to(torch.bfloat16)
@@ -353,7 +380,7 @@ def test_layers_that_do_not_multiply_by_their_weight_are_refused(target: Any) ->
 
     square = nn.Sequential(nn.Embedding(8, 8), nn.Linear(8, 8))
     model = peft.get_peft_model(square, peft.LoraConfig(**{"r": 2, "target_modules": []} | target))
-    with pytest.raises(FedShuffleError, match=r"layer '.*' is not linear"):
+    with pytest.raises(FedShuffleError, match=r"layer '.*' is no linear layer"):
         fedex(model)
 
 

@@ -19,6 +19,8 @@ class Adapter(NamedTuple):
     a: nn.Parameter
     b: nn.Parameter
     scale: float
+    random: nn.Parameter
+    """The factor that begins at random; the other begins with zero."""
 
 
 def adapters(model: nn.Module, purpose: str) -> list[Adapter]:
@@ -44,10 +46,11 @@ def _find(model: nn.Module, purpose: str) -> Iterator[Adapter]:
                     f"layer {name!r} has an adapter of another kind ({kind}), which is not linear"
                     f" in B. {purpose} needs plain LoRA: leave options such as use_dora out."
                 )
-            a, b = layer.lora_A[key], layer.lora_B[key]
-            yield Adapter(name, layer, a.weight, b.weight, float(layer.scaling[key]))
+            a, b = layer.lora_A[key].weight, layer.lora_B[key].weight
+            yield Adapter(name, layer, a, b, float(layer.scaling[key]), random=a)
         for key, a in getattr(layer, "lora_embedding_A", {}).items():
-            yield Adapter(name, layer, a, layer.lora_embedding_B[key], float(layer.scaling[key]))
+            b = layer.lora_embedding_B[key]
+            yield Adapter(name, layer, a, b, float(layer.scaling[key]), random=b)
 
 
 def ffa(model: nn.Module) -> nn.Module:
@@ -58,7 +61,8 @@ def ffa(model: nn.Module) -> nn.Module:
 
     .. math:: \sum_i a_i \, (B_i A - B A) = \Big(\sum_i a_i (B_i - B)\Big) A.
 
-    It also halves what clients send. Sun et al. 2024, *Improving LoRA in Privacy-preserving
+    It also halves what clients send. In embeddings B is frozen, since there peft begins with an A
+    of zero. Sun et al. 2024, *Improving LoRA in Privacy-preserving
     Federated Learning*, arXiv:2403.12313.
 
     >>> from fedshuffle.finetuning import LoRALinear
@@ -67,5 +71,5 @@ def ffa(model: nn.Module) -> nn.Module:
     ['lora_B.default.weight']
     """
     for adapter in adapters(model, "ffa"):
-        adapter.a.requires_grad_(False)
+        adapter.random.requires_grad_(False)
     return model

@@ -105,7 +105,7 @@ class FedEx(Transform):
             if torch.linalg.vector_norm(change, math.inf) > rounding * largest:
                 raise FedShuffleError(
                     "clients changed the base weights, which only the server corrects: as by a"
-                    " momentum of the method. Leave it out."
+                    " momentum of the method, or a weight decay of the optimiser. Leave it out."
                 )
             change.zero_()
         for pair in self.pairs:
@@ -200,9 +200,10 @@ def check_prepared(model: nn.Module, transforms: Sequence[Transform]) -> None:
 
 
 def _prepared(model: nn.Module, restart: bool) -> FedEx:
+    purpose = "flora" if restart else "fedex"
     trained = [
         one
-        for one in adapters(model, "flora" if restart else "fedex")
+        for one in adapters(model, purpose)
         if one.b.requires_grad and (one.a.requires_grad or restart)
     ]
     if not trained:
@@ -212,7 +213,7 @@ def _prepared(model: nn.Module, restart: bool) -> FedEx:
         )
     names = Counter(id(p) for _, p in model.named_parameters(remove_duplicate=False))
     for adapter in trained:
-        _check(adapter, shared=names[id(_weight(adapter))] > 1)
+        _check(adapter, purpose, shared=names[id(_weight(adapter))] > 1)
     for adapter in trained:
         _weight(adapter).requires_grad_(True)
         if not isinstance(adapter.layer.base_layer, FixedWeight):
@@ -244,14 +245,14 @@ def _weight(adapter: Adapter) -> Any:
     return None if isinstance(layer, nn.Embedding) else getattr(layer, "weight", None)
 
 
-def _check(adapter: Adapter, shared: bool) -> None:
+def _check(adapter: Adapter, purpose: str, shared: bool) -> None:
     """Refuse a layer whose base weight cannot be corrected."""
     weight, fault = _weight(adapter), ""
     a, b = tuple(adapter.a.shape), tuple(adapter.b.shape)
     flipped = getattr(adapter.layer, "fan_in_fan_out", False)
     shape = None if weight is None or hasattr(adapter.layer, "parameter_name") else weight.shape
     if len(a) != 2 or shape != ((a[1], b[0]) if flipped else (b[0], a[1])):
-        fault = "is not linear: leave it out of target_modules"
+        fault = "is no linear layer: leave it out of target_modules"
     elif shared:
         fault = "shares its weight with another layer: leave it out of target_modules"
     elif weight.dtype != adapter.a.dtype:
@@ -262,7 +263,7 @@ def _check(adapter: Adapter, shared: bool) -> None:
     elif not adapter.a.requires_grad:
         fault = "has a frozen A, and flora draws a new one in every round: train it as well"
     if fault:
-        raise FedShuffleError(f"fedex: layer {adapter.name!r} {fault}.")
+        raise FedShuffleError(f"{purpose}: layer {adapter.name!r} {fault}.")
 
 
 class FixedWeight(nn.Module):

@@ -137,6 +137,7 @@ class Run:
             f"has the server optimiser {self.method.server}": self.method.server != Average(),
             "keeps a model at every client": direction.own_models,
             "counts updates of earlier rounds": direction.remembers,
+            "has a momentum of such updates": direction.needs_estimate,
             "compresses the model on its way to clients": self.down_link is not None,
             "has an asynchronous schedule": isinstance(self.sampling, Buffers),
         }
