@@ -12,7 +12,7 @@ staleness weights included. FedBuff divides by K instead, so clients count by th
 
 import logging
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal, final
@@ -35,7 +35,7 @@ from fedshuffle.timing import Asynchronous, resolve_schedule
 _log = logging.getLogger("flwr.fedshuffle")
 Evaluate = Callable[[int, ArrayRecord], MetricRecord | None]
 _MOST_FAILURES = 3
-"""Failed tasks in a row, per client, that end the run."""
+"""The run ends if every client fails so often, and none succeeds in between."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -107,7 +107,9 @@ class ConsistentFedBuff:
         """What each client last said of itself."""
         self._joined: dict[int, int] = {}  # before which server step, by node
         self._contributed: defaultdict[int, float] = defaultdict(float)
-        self._sent = self._failures = 0
+        self._failures: Counter[int] = Counter()  # by node, since the last task that succeeded
+        self._connected: list[int] = []
+        self._sent = 0
         self._told = False
 
     def start(
@@ -141,8 +143,9 @@ class ConsistentFedBuff:
                 " ask clients to evaluate: leave it out, and evaluate on the server (evaluate_fn)."
             )
         _log.info(f"{self.schedule}, {self.objective} of all clients seen so far count alike")
-        self._joined, self._failures = {}, 0
+        self._joined = {}
         self._contributed.clear()
+        self._failures.clear()
         result, outbox, version = Result(arrays=initial_arrays), Outbox[_Task](grid), 0
         buffer: list[tuple[_Task, TrainReply]] = []
         _evaluate(evaluate_fn, result, version)
@@ -177,12 +180,14 @@ class ConsistentFedBuff:
 
     def _free(self, outbox: Outbox[_Task], version: int) -> list[int]:
         """The nodes that are sent off now: idle ones, as many as may train at a time."""
-        connected = sorted(outbox.grid.get_node_ids())
+        self._connected = connected = sorted(outbox.grid.get_node_ids())
         if new := [node for node in connected if node not in self._joined]:
             _log.info(f"nodes {new} join: the objective is now also theirs")
             self._joined |= dict.fromkeys(new, version)
         busy = {task.node for task in outbox.waiting.values()}
         idle = [node for node in connected if node not in busy]
+        # Those that failed are asked again once another succeeds, or if nobody else can train.
+        idle = [node for node in idle if not self._failures[node]] or ([] if busy else idle)
         places = (self.schedule.concurrency or len(self._joined)) - len(outbox.waiting)
         if places >= len(idle):
             return idle
@@ -204,16 +209,17 @@ class ConsistentFedBuff:
         if isinstance(reply, str):
             self._failed(task, reply)
             return None
-        self._failures = 0
+        self._failures.clear()
         self.reports[task.node] = Report(reply.examples, reply.steps)
         return reply
 
     def _failed(self, task: _Task, why: str) -> None:
-        self._failures += 1
+        self._failures[task.node] += 1
         _log.warning(f"server step {task.version}: node {task.node} failed: {why}")
-        if self._failures >= _MOST_FAILURES * len(self._joined):
+        if min((self._failures[k] for k in self._connected), default=0) >= _MOST_FAILURES:
             raise FedShuffleError(
-                f"{self._failures} tasks in a row failed, the last at node {task.node}: {why}"
+                f"{self._failures.total()} tasks in a row failed, the last at node {task.node}:"
+                f" {why}"
             )
 
     def _step(
@@ -227,7 +233,7 @@ class ConsistentFedBuff:
         nodes = [task.node for task in tasks]
         for node, weight in zip(nodes, fresh.tolist(), strict=True):
             self._contributed[node] += weight
-        weights = self.server_step_size * self._weights(nodes, replies, fresh, version)
+        weights, per_length = self._weights(nodes, replies, fresh, version)
         given, starts = [reply.arrays for reply in replies], [task.arrays for task in tasks]
         metrics = {
             "clients-known": len(self._joined),
@@ -235,21 +241,21 @@ class ConsistentFedBuff:
             "max-staleness": int(staleness.max()),
         }
         _log.info(f"server step {version + 1}: nodes {nodes}, staleness {staleness.tolist()}")
-        return move(x, given, weights, starts), MetricRecord(metrics)
+        return move(x, given, weights, per_length, starts), MetricRecord(metrics)
 
     def _weights(
         self, nodes: list[int], replies: Sequence[TrainReply], fresh: FloatArray, version: int
-    ) -> FloatArray:
-        weight, reports = np.ones(len(nodes)), [*self.reports.values()]
+    ) -> tuple[FloatArray, FloatArray]:
+        """How much each update counts, and what corrects for the length of its steps."""
+        weight, reports = fresh / len(self._joined), [*self.reports.values()]
         if self.objective == "examples":
             examples = np.array([reply.examples for reply in replies])
-            weight = examples / np.mean([report.examples for report in reports])
+            weight = weight * examples / np.mean([report.examples for report in reports])
         mean = mean_length(reports, self.objective, self.local_steps, self.optimiser)
         # What came now is counted: it makes the estimate exact for clients that come regularly.
         rates = [self._contributed[k] / (version + 1 - self._joined[k]) for k in nodes]
         done = self.optimiser.lengths(np.array([reply.steps for reply in replies]))
-        weights: FloatArray = weight * fresh / len(self._joined) / np.array(rates) * (mean / done)
-        return weights
+        return weight / np.array(rates), self.server_step_size * mean / done
 
 
 def _evaluate(evaluate: Evaluate | None, result: Result, version: int) -> None:

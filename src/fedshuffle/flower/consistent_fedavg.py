@@ -23,7 +23,7 @@ from flwr.serverapp import Grid
 from flwr.serverapp.strategy import FedAvg, Result
 
 from fedshuffle._arrays import FloatArray, count, expect, number
-from fedshuffle.errors import FedShuffleError, error_context, one_line, unknown
+from fedshuffle.errors import FedShuffleError, one_line, unknown
 from fedshuffle.flower import stragglers
 from fedshuffle.flower.checks import response_estimate
 from fedshuffle.flower.population import Population, Report, mean_length
@@ -216,16 +216,18 @@ class ConsistentFedAvg(FedAvg):  # type: ignore[misc]  # Flower is untyped here
                 " out schedule, or the wrapper."
             )
         self._round = self._rounds_before + server_round
-        population, connected = self.population, self._wait_for_nodes(grid)
-        population.begin(connected)
+        population = self.population
+        population.begin(self._wait_for_nodes(grid))
+        connected = population.connected
         if said := population.change():
             _log.info(f"round {self._round}: {said}")
-        if said := population.all_new():
+        if said := population.warning():
             _log.warning(f"round {self._round}: {said}")
         self._sent, self._private = arrays, _CLIPPING_NORM in config
         size = max(int(len(connected) * self.fraction_train), self.min_train_nodes, 1)
         if isinstance(self.schedule, OverSelection):
-            size = min(self.schedule.ask, len(connected))
+            size = self.schedule.ask
+        size = min(size, len(connected))
         draw = generator(self.seed, Purpose.COHORT, round=self._round)
         chosen = sorted(draw.choice(len(connected), size, replace=False).tolist())
         population.asked = [connected[k] for k in chosen]
@@ -256,30 +258,38 @@ class ConsistentFedAvg(FedAvg):  # type: ignore[misc]  # Flower is untyped here
         self, server_round: int, replies: Iterable[Message]
     ) -> tuple[ArrayRecord | None, MetricRecord | None]:
         """The next model, and the metrics of the clients' training."""
+        first = not self._trained
         valid = self._valid(list(replies), server_round)
         if not valid:
             self.population.end({})
             self._check_empty(server_round)
             return None, None
-        weights = self._weights(valid)
-        self._check_private(weights)
+        weights, per_length = self._weights(valid)
+        self._check_private(weights * per_length)
         self.population.end(_reports(valid))
         self._told = self._told or explain_steps(valid, self.local_steps, self.optimiser)
         given = [reply.arrays for reply in valid]
-        arrays = move(self._sent, given, self.server_step_size * weights)
-        contents = [reply.content for reply in valid]
-        with error_context(
-            lambda error: (
+        arrays = move(self._sent, given, weights, per_length)
+        metrics = self._train_metrics([reply.content for reply in valid], first)
+        return arrays, MetricRecord({**self.population.metrics(), **metrics})
+
+    def _train_metrics(self, contents: list[RecordDict], first: bool) -> Mapping[str, Any]:
+        """The clients' metrics; after the first round an error would cost more than they do."""
+        try:
+            return self.train_metrics_aggr_fn(contents, self.weighted_by_key) or {}
+        except Exception as error:
+            said = (
                 f"the clients' metrics cannot be aggregated: {one_line(error)}. Let all report the"
                 " same, or give a train_metrics_aggr_fn of your own."
-            ),
-            Exception,
-        ):
-            metrics = self.train_metrics_aggr_fn(contents, self.weighted_by_key)
-        return arrays, MetricRecord({**self.population.metrics(), **(metrics or {})})
+            )
+            if first:
+                raise FedShuffleError(said) from error
+            _log.warning(f"round {self._round}: {said}")
+            return {}
 
-    def _weights(self, replies: list[TrainReply]) -> FloatArray:
-        r"""The aggregation weights, :math:`(w_i / p_i) (\bar\tau_i / \tau_i)`.
+    def _weights(self, replies: list[TrainReply]) -> tuple[FloatArray, FloatArray]:
+        r"""How much each client counts, :math:`w_i / p_i`, and what corrects for the length of its
+        steps, :math:`\eta_g \bar\tau_i / \tau_i`.
 
         Nothing here depends on who is sampled in this round, except in the first, so the mean
         step is that of full participation.
@@ -294,8 +304,8 @@ class ConsistentFedAvg(FedAvg):  # type: ignore[misc]  # Flower is untyped here
         done = self.optimiser.lengths(np.array([reply.steps for reply in replies]))
         planned = np.array([self._planned.get(reply.node, mean_length) for reply in replies])
         probability = self.population.inclusion([reply.node for reply in replies])
-        weights: FloatArray = weight / self.population.size / probability * (planned / done)
-        return weights
+        counts: FloatArray = weight / self.population.size / probability
+        return counts, self.server_step_size * planned / done
 
     def _mean_length(self, clients: list[Report]) -> float | None:
         """The mean length of the steps: FedAvg moves that far. None if it is not known."""
@@ -304,16 +314,13 @@ class ConsistentFedAvg(FedAvg):  # type: ignore[misc]  # Flower is untyped here
         return mean_length(clients, self.objective, self.local_steps, self.optimiser)
 
     def _wait_for_nodes(self, grid: Grid) -> list[int]:
-        shown = -1
-        while True:
-            nodes = sorted(grid.get_node_ids())
-            wanted = max(self.min_available_nodes, self.min_train_nodes, 1)
-            if len(nodes) >= wanted:
-                return nodes
+        shown, wanted = -1, max(self.min_available_nodes, self.min_train_nodes, 1)
+        while len(nodes := sorted(grid.get_node_ids())) < wanted:
             if len(nodes) != shown:
                 shown = len(nodes)
                 _log.info(f"waiting for nodes: {shown} connected, at least {wanted} are needed")
             time.sleep(1)
+        return nodes
 
     def _check_config(self, config: ConfigRecord) -> None:
         check_keys(config)
@@ -368,7 +375,7 @@ class ConsistentFedAvg(FedAvg):  # type: ignore[misc]  # Flower is untyped here
 
     def _check_private(self, weights: FloatArray) -> None:
         """Refuse weights for which the noise of Flower's wrapper is not made."""
-        excess = float(weights.max()) * len(weights) * self.server_step_size
+        excess = float(weights.max()) * len(weights)
         if self._private and excess > 1 + 1e-6:
             raise FedShuffleError(
                 "Flower's wrapper makes its noise for clients that count 1 /"

@@ -69,6 +69,8 @@ class Population:
         """those that were away for too long,"""
         self.asked: list[Node] = []
         """and those that were sampled."""
+        self.left_out: list[Node] = []
+        """Connected nodes without a given probability."""
         self.reports: dict[Node, Report] = {}
         self._number: dict[Node, int] = {}  # in the order of joining; none is used again
         self._numbers_used = self._size_before = 0
@@ -99,12 +101,11 @@ class Population:
         That a client is there when it joins says nothing on how often it is: its rounds count from
         the next on.
         """
-        for node in connected:
-            if self.given is not None and node not in self.given:
-                raise FedShuffleError(
-                    f"response_probability says nothing of node {node}, which is connected: add"
-                    ' it, or use response_probability="estimate".'
-                )
+        if self.given is not None:
+            self.left_out = [node for node in connected if node not in self.given]
+            if self.left_out and not self.reports:
+                raise FedShuffleError(self._says_nothing)
+            connected = [node for node in connected if node in self.given]
         self._size_before, known = self.size, self._numbers(self._number)
         there = self._numbers(node for node in connected if node in self._number)
         self.joined = [node for node in connected if node not in self._number]
@@ -184,10 +185,20 @@ class Population:
             " examples, a client is taken for a mean one."
         )
 
-    def all_new(self) -> str:
-        """What to warn of if none of the connected clients was ever seen before, but others were:
-        the same clients may have got new ids.
+    @property
+    def _says_nothing(self) -> str:
+        return (
+            f"response_probability says nothing of node {_some(self.left_out)}, which is connected:"
+            ' add it, or use response_probability="estimate".'
+        )
+
+    def warning(self) -> str:
+        """What to warn of when a round begins: clients without a probability are not asked; and if
+        none of the connected clients was ever seen before, but others were, the same clients may
+        have got new ids.
         """
+        if self.left_out:
+            return f"{self._says_nothing} It is not asked."
         if not self.estimate or not self._size_before or self.joined != self.connected:
             return ""
         return (

@@ -174,26 +174,28 @@ def move(
     x: ArrayRecord,
     replied: Sequence[ArrayRecord],
     weights: FloatArray,
+    per_length: FloatArray,
     starts: Sequence[ArrayRecord] | None = None,
 ) -> ArrayRecord:
-    r"""The model :math:`x + \sum_i a_i (y_i - x_i)`, array by array; everybody starts from
-    :math:`x` unless ``starts`` are given.
+    r"""The model :math:`x + \sum_i a_i l_i (y_i - x_i)`, array by array, for weights :math:`a_i`
+    and factors :math:`l_i` that correct for the steps; everybody starts from :math:`x` unless
+    ``starts`` are given.
 
     Integers, and what normalisation layers observe, are no sums of steps: they are averaged, with
-    weights in the same proportions that sum to one.
+    weights in proportion to :math:`a_i` that sum to one.
 
     >>> x, y = (ArrayRecord({"w": Array(np.array([v]))}) for v in (1.0, 3.0))
-    >>> move(x, [y], np.array([2.0]))["w"].numpy().tolist()
+    >>> move(x, [y], np.array([2.0]), np.array([1.0]))["w"].numpy().tolist()
     [5.0]
     """
-    shares, moved = weights / weights.sum(), {}
+    shares, factors, moved = weights / weights.sum(), weights * per_length, {}
     pairs = [*zip(replied, starts or [x] * len(replied), strict=True)]
     for name, array in x.items():
         start = array.numpy()
         floating = np.issubdtype(start.dtype, np.floating)
         steps = floating and name.rpartition(".")[2] not in _STATISTICS
         total: NDArray[np.float64] = start.astype(np.float64) if steps else np.zeros(start.shape)
-        for (reply, begun), weight in zip(pairs, weights if steps else shares, strict=True):
+        for (reply, begun), weight in zip(pairs, factors if steps else shares, strict=True):
             value = reply[name].numpy().astype(np.float64)
             total += weight * (value - begun[name].numpy() if steps else value)
         moved[name] = Array(np.asarray(total if floating else total.round(), dtype=start.dtype))
