@@ -537,6 +537,14 @@ def test_clipping_at_clients_is_refused_where_they_do_not(
         trained(wrap(wrapper, ConsistentFedAvg()), grid(mods=[mod]))
 
 
+@pytest.mark.parametrize("options", [{}, {"response_probability": "estimate"}])
+def test_clipping_mod_without_noise_needs_no_equal_clients(options: dict[str, Any]) -> None:
+    ours = ConsistentFedAvg(local_steps=4, mean_examples=32, **options)
+    here = grid(trained=equal_steps, mods=[fixedclipping_mod])
+    x = trained(ours, here, clipping_norm=0.1).arrays["w"].numpy()
+    assert x == pytest.approx(0.1 * MEANT)
+
+
 @pytest.mark.parametrize(("wrap", "wrapper"), SERVER_SIDE)
 def test_clipping_on_the_server_works_with_a_warning(
     wrap: Any, wrapper: Any, log: pytest.LogCaptureFixture

@@ -207,6 +207,7 @@ class ConsistentFedAvg(FedAvg):  # type: ignore[misc]  # Flower is untyped here
         """Sample clients uniformly, and write a message to each."""
         if self.fraction_train == 0.0:
             return []
+        self._private = _CLIPPING_NORM in config and not self._own_loop
         self._check_config(config)
         if not self._trained:
             check_start(arrays)
@@ -223,7 +224,7 @@ class ConsistentFedAvg(FedAvg):  # type: ignore[misc]  # Flower is untyped here
             _log.info(f"round {self._round}: {said}")
         if said := population.warning():
             _log.warning(f"round {self._round}: {said}")
-        self._sent, self._private = arrays, _CLIPPING_NORM in config
+        self._sent = arrays
         size = max(int(len(connected) * self.fraction_train), self.min_train_nodes, 1)
         if isinstance(self.schedule, OverSelection):
             size = self.schedule.ask
@@ -324,7 +325,7 @@ class ConsistentFedAvg(FedAvg):  # type: ignore[misc]  # Flower is untyped here
 
     def _check_config(self, config: ConfigRecord) -> None:
         check_keys(config)
-        if self.population.estimate and _CLIPPING_NORM in config:
+        if self.population.estimate and self._private:
             raise FedShuffleError(
                 "estimated probabilities depend on who took part, so weights tell who did, and the"
                 " privacy of Flower's wrapper would not hold: leave out response_probability."
