@@ -23,11 +23,12 @@ from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Result
 
 from fedshuffle._arrays import FloatArray, count, number
-from fedshuffle.errors import FedShuffleError, unknown
+from fedshuffle.errors import FedShuffleError
 from fedshuffle.flower.exchange import POLL_SECONDS, Outbox
-from fedshuffle.flower.population import Report, mean_length
-from fedshuffle.flower.train_replies import TrainReply, check_start, explain_steps, move
+from fedshuffle.flower.population import Report
+from fedshuffle.flower.train_replies import TrainReply, check_start, move
 from fedshuffle.flower.train_requests import check_keys, client_config
+from fedshuffle.flower.weighing import Weighing
 from fedshuffle.local_optimisers import SGD, LocalOptimiser
 from fedshuffle.randomness import Purpose, check_seed, generator
 from fedshuffle.timing import Asynchronous, resolve_schedule
@@ -93,12 +94,8 @@ class ConsistentFedBuff:
                 f"schedule {str(found)!r} is not one of this strategy: write 'fedasync' or"
                 " 'fedbuff:K=10,C=100'; ConsistentFedAvg has rounds."
             )
-        if objective not in ("examples", "clients"):
-            raise unknown("objective", objective, ["examples", "clients"])
-        self.schedule, self.objective = found, objective
-        self.optimiser = LocalOptimiser.of(optimiser)
-        self.local_steps = None if local_steps is None else count(local_steps, "local_steps")
-        self.server_step_size = number(server_step_size, "server_step_size", within="(0, inf)")
+        self.schedule = found
+        self._weighing = Weighing(objective, optimiser, local_steps, server_step_size)
         self.seed = check_seed(seed)
         self.min_available_nodes = count(min_available_nodes, "min_available_nodes")
         self.weighted_by_key, self.steps_key = weighted_by_key, steps_key
@@ -110,7 +107,6 @@ class ConsistentFedBuff:
         self._failures: Counter[int] = Counter()  # by node, since the last task that succeeded
         self._connected: list[int] = []
         self._sent = 0
-        self._told = False
 
     def start(
         self,
@@ -142,7 +138,9 @@ class ConsistentFedBuff:
                 f"evaluate_config has {next(iter(evaluate_config))!r}, but this strategy does not"
                 " ask clients to evaluate: leave it out, and evaluate on the server (evaluate_fn)."
             )
-        _log.info(f"{self.schedule}, {self.objective} of all clients seen so far count alike")
+        _log.info(
+            f"{self.schedule}, {self._weighing.objective} of all clients seen so far count alike"
+        )
         self._joined = {}
         self._contributed.clear()
         self._failures.clear()
@@ -197,7 +195,7 @@ class ConsistentFedBuff:
 
     def _message(self, task: _Task, config: ConfigRecord, timeout: float) -> Message:
         known, seed = self.reports.get(task.node), (self.seed, self._sent, task.node)
-        own = client_config(config, task.version + 1, self.local_steps, known, seed)
+        own = client_config(config, task.version + 1, self._weighing.local_steps, known, seed)
         self._sent += 1
         content = RecordDict({self.arrayrecord_key: task.arrays, self.configrecord_key: own})
         return Message(content, dst_node_id=task.node, message_type="train", ttl=timeout)
@@ -227,7 +225,7 @@ class ConsistentFedBuff:
     ) -> tuple[ArrayRecord, MetricRecord]:
         """The model after a server step, and its metrics."""
         tasks, replies = zip(*buffer, strict=True)
-        self._told = self._told or explain_steps(replies, self.local_steps, self.optimiser)
+        self._weighing.explain(replies)
         staleness = np.array([version - task.version for task in tasks])
         fresh = (1.0 + staleness) ** -self.schedule.staleness
         nodes = [task.node for task in tasks]
@@ -247,15 +245,13 @@ class ConsistentFedBuff:
         self, nodes: list[int], replies: Sequence[TrainReply], fresh: FloatArray, version: int
     ) -> tuple[FloatArray, FloatArray]:
         """How much each update counts, and what corrects for the length of its steps."""
-        weight, reports = fresh / len(self._joined), [*self.reports.values()]
-        if self.objective == "examples":
-            examples = np.array([reply.examples for reply in replies])
-            weight = weight * examples / np.mean([report.examples for report in reports])
-        mean = mean_length(reports, self.objective, self.local_steps, self.optimiser)
+        weighing, reports = self._weighing, [*self.reports.values()]
+        weights = weighing.weights(replies, reports) * fresh / len(self._joined)
+        mean = weighing.mean_length(reports)
+        assert mean is not None
         # What came now is counted: it makes the estimate exact for clients that come regularly.
         rates = [self._contributed[k] / (version + 1 - self._joined[k]) for k in nodes]
-        done = self.optimiser.lengths(np.array([reply.steps for reply in replies]))
-        return weight / np.array(rates), self.server_step_size * mean / done
+        return weights / np.array(rates), weighing.per_length(replies, mean)
 
 
 def _evaluate(evaluate: Evaluate | None, result: Result, version: int) -> None:

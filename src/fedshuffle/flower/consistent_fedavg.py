@@ -26,9 +26,10 @@ from fedshuffle._arrays import FloatArray, count, expect, number
 from fedshuffle.errors import FedShuffleError, one_line, unknown
 from fedshuffle.flower import stragglers
 from fedshuffle.flower.checks import response_estimate
-from fedshuffle.flower.population import Population, Report, mean_length
-from fedshuffle.flower.train_replies import TrainReply, check_start, explain_steps, move
+from fedshuffle.flower.population import Population, Report
+from fedshuffle.flower.train_replies import TrainReply, check_start, move
 from fedshuffle.flower.train_requests import check_keys, client_config
+from fedshuffle.flower.weighing import Weighing
 from fedshuffle.local_optimisers import SGD, LocalOptimiser
 from fedshuffle.probabilities import Estimate
 from fedshuffle.randomness import Purpose, check_seed, generator
@@ -106,12 +107,12 @@ class ConsistentFedAvg(FedAvg):  # type: ignore[misc]  # Flower is untyped here
         **fedavg: Any,
     ) -> None:
         super().__init__(*args, **fedavg)
-        for name, value, known in (
-            ("objective", objective, ["examples", "clients"]),
-            ("step_sizes", step_sizes, ["equal", "scaled"]),
-        ):
-            if value not in known:
-                raise unknown(name, value, known)
+        if step_sizes not in (known := ["equal", "scaled"]):
+            raise unknown("step_sizes", step_sizes, known)
+        self.step_sizes = step_sizes
+        self._weighing = Weighing(
+            objective, optimiser, local_steps, server_step_size, mean_examples
+        )
         given: Mapping[int, float] | None = None
         estimate: Estimate | None = None
         if isinstance(response_probability, Mapping):
@@ -128,16 +129,9 @@ class ConsistentFedAvg(FedAvg):  # type: ignore[misc]  # Flower is untyped here
                     f"{asks}, fewer than min_train_nodes={self.min_train_nodes}: ask more, or lower"
                     " it."
                 )
-        self.objective, self.step_sizes = objective, step_sizes
-        self.optimiser = LocalOptimiser.of(optimiser)
-        self.local_steps = None if local_steps is None else count(local_steps, "local_steps")
         number(self.fraction_train, "fraction_train", within="[0, 1]")
         for name in ("min_train_nodes", "min_available_nodes"):
             count(getattr(self, name), name, least=0)
-        if mean_examples is not None:
-            number(mean_examples, "mean_examples", within="(0, inf)")
-        self.mean_examples = mean_examples
-        self.server_step_size = number(server_step_size, "server_step_size", within="(0, inf)")
         self.seed = check_seed(seed)
         self.steps_key, self.step_size_key = steps_key, step_size_key
         if forget_after is not None and count(forget_after, "forget_after") and not estimate:
@@ -154,7 +148,7 @@ class ConsistentFedAvg(FedAvg):  # type: ignore[misc]  # Flower is untyped here
         self._messages: list[Message] = []
         """and the messages with it."""
         self._round = self._rounds_before = 0
-        self._private = self._own_loop = self._told = self._trained = False
+        self._private = self._own_loop = self._trained = False
 
     def start(self, grid: Grid, *args: Any, **options: Any) -> Result:
         """Run all rounds, as Flower's FedAvg does; called again, with the numbers that follow."""
@@ -187,9 +181,10 @@ class ConsistentFedAvg(FedAvg):  # type: ignore[misc]  # Flower is untyped here
     def summary(self) -> None:
         """Log what is about to run."""
         super().summary()
+        objective = self._weighing.objective
         clients = "clients seen so far" if self.population.estimate else "connected clients"
-        _log.info(f"weighs by inclusion probability, {self.objective} of all {clients} count alike")
-        _log.info(f"local steps are taken to be those of {self.optimiser}")
+        _log.info(f"weighs by inclusion probability, {objective} of all {clients} count alike")
+        _log.info(f"local steps are taken to be those of {self._weighing.optimiser}")
         corrected = self.population.estimate or self.population.given
         if not corrected and not isinstance(self.schedule, Wait):
             _log.warning(stragglers.slow_clients_count_less(self.schedule))
@@ -233,14 +228,14 @@ class ConsistentFedAvg(FedAvg):  # type: ignore[misc]  # Flower is untyped here
         chosen = sorted(draw.choice(len(connected), size, replace=False).tolist())
         population.asked = [connected[k] for k in chosen]
         _log.info(f"configure_train: sampled {size} nodes (out of {len(connected)})")
-        mean, self._planned = self._mean_length(population.known), {}
+        mean, self._planned = self._weighing.mean_length(population.known), {}
         self._messages = []
         for node in population.asked:
             known = population.reports.get(node)
             seed = self.seed, self._round, node
-            own = client_config(config, self._round, self.local_steps, known, seed)
+            own = client_config(config, self._round, self._weighing.local_steps, known, seed)
             if self.step_sizes == "scaled" and mean is not None:
-                planned = (self._mean_length([known]) if known else None) or mean
+                planned = (self._weighing.mean_length([known]) if known else None) or mean
                 self._planned[node] = planned
                 own[self.step_size_key] = float(config[self.step_size_key]) * (mean / planned)
             content = RecordDict({self.arrayrecord_key: arrays, self.configrecord_key: own})
@@ -268,7 +263,7 @@ class ConsistentFedAvg(FedAvg):  # type: ignore[misc]  # Flower is untyped here
         weights, per_length = self._weights(valid)
         self._check_private(weights * per_length)
         self.population.end(_reports(valid))
-        self._told = self._told or explain_steps(valid, self.local_steps, self.optimiser)
+        self._weighing.explain(valid)
         given = [reply.arrays for reply in valid]
         arrays = move(self._sent, given, weights, per_length)
         metrics = self._train_metrics([reply.content for reply in valid], first)
@@ -296,23 +291,12 @@ class ConsistentFedAvg(FedAvg):  # type: ignore[misc]  # Flower is untyped here
         step is that of full participation.
         """
         past = self.population.known or [*_reports(replies).values()]
-        mean_length = self._mean_length(past)
-        assert mean_length is not None
-        weight = np.ones(len(replies))
-        if self.objective == "examples":
-            mean = self.mean_examples or np.mean([known.examples for known in past])
-            weight = np.array([reply.examples for reply in replies]) / mean
-        done = self.optimiser.lengths(np.array([reply.steps for reply in replies]))
-        planned = np.array([self._planned.get(reply.node, mean_length) for reply in replies])
+        mean = self._weighing.mean_length(past)
+        assert mean is not None
+        planned = np.array([self._planned.get(reply.node, mean) for reply in replies])
         probability = self.population.inclusion([reply.node for reply in replies])
-        counts: FloatArray = weight / self.population.size / probability
-        return counts, self.server_step_size * planned / done
-
-    def _mean_length(self, clients: list[Report]) -> float | None:
-        """The mean length of the steps: FedAvg moves that far. None if it is not known."""
-        if self.local_steps is None and not clients:
-            return None
-        return mean_length(clients, self.objective, self.local_steps, self.optimiser)
+        weights = self._weighing.weights(replies, past) / self.population.size / probability
+        return weights, self._weighing.per_length(replies, planned)
 
     def _wait_for_nodes(self, grid: Grid) -> list[int]:
         shown, wanted = -1, max(self.min_available_nodes, self.min_train_nodes, 1)

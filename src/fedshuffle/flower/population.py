@@ -19,7 +19,6 @@ import numpy as np
 from fedshuffle import fingerprint
 from fedshuffle._arrays import FloatArray, IntArray, number
 from fedshuffle.errors import FedShuffleError, error_context
-from fedshuffle.local_optimisers import LocalOptimiser
 from fedshuffle.probabilities import Estimate, Replies
 from fedshuffle.probabilities.drift import drift_warning
 
@@ -255,17 +254,6 @@ class Population:
             self._past = self._replies()
             for what, past in self._past.items():
                 past.restore(state["past"][what])
-
-
-def mean_length(
-    clients: list[Report], objective: str, local_steps: int | None, optimiser: LocalOptimiser
-) -> float:
-    """How far the steps go on average, by the objective's weights."""
-    if local_steps is not None:
-        return float(optimiser.lengths(np.array([local_steps]))[0])
-    weights = [client.examples if objective == "examples" else 1.0 for client in clients]
-    lengths = optimiser.lengths(np.array([client.steps for client in clients]))
-    return float(np.average(lengths, weights=weights))
 
 
 def _some(nodes: list[Node]) -> str:

@@ -1,6 +1,5 @@
 """What clients with a ``train`` of their own reply: checked, and summed array by array."""
 
-import logging
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,9 +13,7 @@ from fedshuffle._arrays import FloatArray
 from fedshuffle.errors import FedShuffleError, error_context, one_line
 from fedshuffle.flower.exchange import expired
 from fedshuffle.flower.protocol import read_array
-from fedshuffle.local_optimisers import LocalOptimiser
 
-_log = logging.getLogger("flwr.fedshuffle")
 _STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
 """Last parts of the names of what torch's normalisation layers observe, and do not train."""
 _MOST = 2**53
@@ -145,29 +142,6 @@ def _positive(node: int, metrics: MetricRecord, key: str, what: str, remedy: str
             " number is needed."
         )
     return float(value)
-
-
-def explain_steps(
-    replies: Sequence[TrainReply], local_steps: int | None, optimiser: LocalOptimiser
-) -> bool:
-    """Log what weighing by the steps can and cannot repair; False if it need not."""
-    least, most = (extreme(reply.steps for reply in replies) for extreme in (min, max))
-    did = f"clients did {least:g} to {most:g} steps of {optimiser}, and"
-    lost = "uneven steps of adaptive optimisers minimise no weighted objective"
-    if local_steps is not None and (least < local_steps or most > local_steps):
-        _log.warning(
-            f"{did} were asked for {local_steps}: let them do planned-steps steps and report that"
-            f" number. Until then the server's step is shorter or longer than meant, and {lost}."
-        )
-        return True
-    if least < most and not optimiser.linear:
-        _log.warning(f"{did} {lost}: give all clients the same number (local_steps).")
-    elif least < most:
-        _log.info(
-            f"{did} are weighed by how far these go. That is exact if clients do use {optimiser},"
-            ' new in each round. If not, say what: optimiser="sgd:momentum=0.9", or "adamw".'
-        )
-    return least < most
 
 
 def move(
