@@ -481,6 +481,7 @@ def test_other_model_is_refused() -> None:
         ({"optimiser": "sgdm"}, "unknown local optimiser"),
         ({"optimiser": "sgd:momentum=0.9,weight_decay=0.1"}, "make their own optimiser, leave it"),
         ({"response_probability": 0.9}, r"is 0.9, .*: leave it out"),
+        ({"response_probability": {"100": 0.9}}, "has a key '100': give node ids"),
         ({"min_train_nodes": -1}, "min_train_nodes"),
         ({"min_available_nodes": "all"}, "min_available_nodes"),
     ],

@@ -59,6 +59,10 @@ class Population:
     ) -> None:
         self.estimate, self.forget_after, self.given = estimate, forget_after, given
         for node, r in (given or {}).items():
+            if not isinstance(node, int | np.integer):
+                raise FedShuffleError(
+                    f"response_probability has a key {node!r}: give node ids, whole numbers."
+                )
             number(r, f"the response probability of node {node}", within="(0, 1]")
         self.connected: list[Node] = []
         """The nodes that were connected when the round began,"""
@@ -186,9 +190,10 @@ class Population:
 
     @property
     def _says_nothing(self) -> str:
+        node, others = self.left_out[0], len(self.left_out) - 1
         return (
-            f"response_probability says nothing of node {_some(self.left_out)}, which is connected:"
-            ' add it, or use response_probability="estimate".'
+            f"response_probability says nothing of node {node} (and {others} more), which is"
+            ' connected: add it, or use response_probability="estimate".'
         )
 
     def warning(self) -> str:
@@ -197,7 +202,7 @@ class Population:
         have got new ids.
         """
         if self.left_out:
-            return f"{self._says_nothing} It is not asked."
+            return f"{self._says_nothing} Until then it is not asked."
         if not self.estimate or not self._size_before or self.joined != self.connected:
             return ""
         return (
