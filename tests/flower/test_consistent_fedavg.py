@@ -428,6 +428,15 @@ def test_lost_node_is_named(schedule: str, fault: str, log: pytest.LogCaptureFix
     assert "round 1: node 102 failed: node " in warnings(log)
 
 
+def test_client_that_does_not_reply_is_named(log: pytest.LogCaptureFixture) -> None:
+    """Flower's loop returns without its reply, and without an error, when time is up."""
+    silent: Fault = lambda client, message: "silent" if client == 2 else None  # noqa: E731
+    x = model(ConsistentFedAvg(fraction_evaluate=0.0), grid(fault=silent))
+    assert shares(x) == pytest.approx(np.array([8, 24, 0]) / 32)
+    assert "round 1: node 102 failed: it did not reply in time" in warnings(log)
+    assert "2 of 3 clients count" in warnings(log)
+
+
 def test_diverged_client_is_left_out(log: pytest.LogCaptureFixture) -> None:
     config = {"lr": LR}
     strategy, here = ConsistentFedAvg(), grid()

@@ -327,6 +327,7 @@ class ConsistentFedAvg(FedAvg):  # type: ignore[misc]  # Flower is untyped here
     def _valid(self, replies: list[Message], server_round: int) -> list[TrainReply]:
         """The replies that count; clients that fail are logged, wrong programs are an error."""
         valid, failed, waiting = [], [], {*self.population.connected}
+        silent = {*self.population.asked} if isinstance(self.schedule, Wait) else set()
         # An error of Flower's own, such as for a lost node, does not come from that node.
         sent = {m.metadata.message_id: m.metadata.dst_node_id for m in self._messages}
         for message in replies:
@@ -335,6 +336,7 @@ class ConsistentFedAvg(FedAvg):  # type: ignore[misc]  # Flower is untyped here
             node = message.metadata.src_node_id
             if message.has_error():
                 node = sent.get(message.metadata.reply_to_message_id, node)
+            silent.discard(node)
             if isinstance(reply, str):
                 failed.append((node, reply))
             elif node not in waiting:
@@ -342,7 +344,8 @@ class ConsistentFedAvg(FedAvg):  # type: ignore[misc]  # Flower is untyped here
             else:
                 waiting.remove(node)
                 valid.append(reply)
-        for node, why in failed:
+        late = [(node, "it did not reply in time (timeout of start)") for node in sorted(silent)]
+        for node, why in failed + late:
             _log.warning(f"round {server_round}: node {node} failed: {why}")
         if failed and not valid and not self._trained:
             node, why = failed[0]
@@ -351,10 +354,10 @@ class ConsistentFedAvg(FedAvg):  # type: ignore[misc]  # Flower is untyped here
                 f" {len(failed) - 1} more) failed: {why}"
             )
         self._trained = self._trained or bool(valid)
-        if failed:
+        if failed or late:
             _log.warning(
-                f"round {server_round}: {len(valid)} of {len(replies)} clients count. The mean"
-                " round is right if failures do not depend on clients' data."
+                f"round {server_round}: {len(valid)} of {len(replies) + len(late)} clients count."
+                " The mean round is right if failures do not depend on clients' data."
             )
         return sorted(valid, key=lambda reply: reply.node)  # sums do not depend on who was first
 
