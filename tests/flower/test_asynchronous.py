@@ -175,6 +175,19 @@ def test_ends_if_every_task_fails(fault: str, why: str) -> None:
         run("fedasync", grid(fault=lambda client, message: fault), 1)
 
 
+def test_client_that_always_fails_ends_no_run_in_which_others_train() -> None:
+    """While the others are at one task, it could fail any number of times."""
+
+    def fault(client: int, message: Message) -> str:
+        return "raises" if client == 0 else "after:50"
+
+    on = grid(fault=fault)
+    found = run("fedbuff:K=2", on, 5, objective="clients").arrays["w"].numpy()
+    assert found[0] == 0 < min(found[1:])
+    tasks = Counter(client for client, _ in on.asked)
+    assert 2 <= tasks[0] <= tasks[1] + tasks[2]  # it is asked again, but does not keep Flower busy
+
+
 def test_config_for_evaluation_is_refused() -> None:
     with pytest.raises(FedShuffleError, match=r"evaluate_config has 'batch'.*evaluate_fn"):
         ConsistentFedBuff().start(grid(), start(), evaluate_config=ConfigRecord({"batch": 1}))

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, MetricRecord
+from flwr.serverapp.strategy import DifferentialPrivacyClientSideFixedClipping
 from torch import Tensor, nn
 
 from fedshuffle import Federation, LocalWork, Privacy
@@ -349,5 +350,9 @@ def test_own_loop_warns_of_a_drift(log: pytest.LogCaptureFixture) -> None:
     trained(ConsistentFedAvg(response_probability="estimate", fraction_evaluate=0.0), here, 64)
     assert "who replies changed over the 64 rounds" in warnings(log)
     assert "who is connected changed" not in warnings(log)
+
+
+def test_privacy_of_flowers_wrapper_does_not_go_with_estimates() -> None:
+    ours = ConsistentFedAvg(response_probability="estimate")
     with pytest.raises(FedShuffleError, match="leave out response_probability"):
-        trained(ConsistentFedAvg(response_probability="estimate"), grid(), clipping_norm=1.0)
+        trained(DifferentialPrivacyClientSideFixedClipping(ours, 1.0, 1.0, 3), grid())

@@ -23,7 +23,7 @@ from fedshuffle import Federation, LocalWork
 from fedshuffle.auditing import audit_privacy, audit_server
 from fedshuffle.auditing.adapters import FlowerAggregator
 from fedshuffle.errors import FedShuffleError
-from fedshuffle.flower import ConsistentFedAvg, client_app
+from fedshuffle.flower import ConsistentFedAvg, ConsistentFedBuff, client_app
 from tests.flower.grid import Fault, LocalGrid
 from tests.flower.helpers import warnings
 from tests.flower.quickstart_app import (
@@ -300,7 +300,10 @@ def test_log_says_once_that_clients_do_other_steps_than_asked(
     assert len({record for record in log.records if said in record.getMessage()}) == 1
 
 
-def test_statistics_are_averaged_and_kept_in_their_type() -> None:
+@pytest.mark.parametrize(
+    "strategy", [ConsistentFedAvg(fraction_evaluate=0.0), ConsistentFedBuff("fedbuff:K=2")]
+)
+def test_statistics_are_averaged_by_examples_and_kept_in_their_type(strategy: Any) -> None:
     sent = ArrayRecord(
         {
             "w": Array(np.zeros(1, np.float32)),
@@ -314,7 +317,7 @@ def test_statistics_are_averaged_and_kept_in_their_type() -> None:
         arrays = {
             "w": Array(np.ones(1, np.float32)),
             "bn.running_var": Array(np.full(1, 0.1 + k, np.float32)),
-            "bn.num_batches_tracked": Array(np.array(5 + 2 * k)),
+            "bn.num_batches_tracked": Array(np.array(5 + 4 * k)),
         }
         metrics = MetricRecord({"num-examples": 1 + 2 * k, "num-steps": 1 + 9 * k})
         content = RecordDict({"arrays": ArrayRecord(arrays), "metrics": metrics})
@@ -322,10 +325,10 @@ def test_statistics_are_averaged_and_kept_in_their_type() -> None:
 
     app = ClientApp()
     app.train()(reply)
-    strategy = ConsistentFedAvg(fraction_evaluate=0.0)
     found = strategy.start(LocalGrid([app] * 2), sent, 1).arrays
     values = {name: array.numpy() for name, array in found.items()}
-    assert 0.1 < values["bn.running_var"][0] < 1.1
+    assert values["bn.running_var"][0] == pytest.approx((1 * 0.1 + 3 * 1.1) / 4)
+    assert values["bn.num_batches_tracked"] == (1 * 5 + 3 * 9) / 4
     assert values["bn.num_batches_tracked"].dtype == np.int64
     assert values["w"].dtype == np.float32
 
@@ -351,10 +354,30 @@ def test_evaluation_and_config_pass_through() -> None:
     assert result.train_metrics_clientapp[1]["n"] == 3
 
 
-def test_metrics_of_different_lengths_are_named() -> None:
-    here = grid(trained=lambda client, message: {"losses": [0.5] * (1 + client)})
+def cannot_in(rounds: set[int]) -> ConsistentFedAvg:
+    """A strategy whose metrics cannot be aggregated in some rounds."""
+
+    def aggregate(contents: list[RecordDict], key: str) -> MetricRecord:
+        if ours._round in rounds:
+            raise KeyError("accuracy")
+        return MetricRecord({"n": len(contents)})
+
+    ours = ConsistentFedAvg(train_metrics_aggr_fn=aggregate)
+    return ours
+
+
+def test_metrics_that_cannot_be_aggregated_end_the_first_round() -> None:
     with pytest.raises(FedShuffleError, match=r"metrics cannot be aggregated: .*Let all report"):
-        trained(ConsistentFedAvg(), here)
+        trained(cannot_in({1}), grid())
+
+
+def test_metrics_that_cannot_be_aggregated_later_are_left_out(
+    log: pytest.LogCaptureFixture,
+) -> None:
+    result = trained(cannot_in({2}), grid(), 3)
+    assert "round 2: the clients' metrics cannot be aggregated" in warnings(log)
+    assert ["n" in found for found in result.train_metrics_clientapp.values()] == [1, 0, 1]
+    assert result.arrays["w"].numpy() == pytest.approx(model(ConsistentFedAvg(), grid(), 3))
 
 
 @pytest.mark.parametrize("key", ["seed", "planned-steps"])
@@ -403,6 +426,15 @@ def test_lost_node_is_named(schedule: str, fault: str, log: pytest.LogCaptureFix
     lost: Fault = lambda client, message: fault if client == 2 else None  # noqa: E731
     trained(ConsistentFedAvg(schedule=schedule, fraction_evaluate=0.0), grid(fault=lost))
     assert "round 1: node 102 failed: node " in warnings(log)
+
+
+def test_client_that_does_not_reply_is_named(log: pytest.LogCaptureFixture) -> None:
+    """Flower's loop returns without its reply, and without an error, when time is up."""
+    silent: Fault = lambda client, message: "silent" if client == 2 else None  # noqa: E731
+    x = model(ConsistentFedAvg(fraction_evaluate=0.0), grid(fault=silent))
+    assert shares(x) == pytest.approx(np.array([8, 24, 0]) / 32)
+    assert "round 1: node 102 failed: it did not reply in time" in warnings(log)
+    assert "2 of 3 clients count" in warnings(log)
 
 
 def test_diverged_client_is_left_out(log: pytest.LogCaptureFixture) -> None:
@@ -458,6 +490,7 @@ def test_other_model_is_refused() -> None:
         ({"optimiser": "sgdm"}, "unknown local optimiser"),
         ({"optimiser": "sgd:momentum=0.9,weight_decay=0.1"}, "make their own optimiser, leave it"),
         ({"response_probability": 0.9}, r"is 0.9, .*: leave it out"),
+        ({"response_probability": {"100": 0.9}}, "has a key '100': give node ids"),
         ({"min_train_nodes": -1}, "min_train_nodes"),
         ({"min_available_nodes": "all"}, "min_available_nodes"),
     ],
@@ -512,6 +545,14 @@ def test_clipping_at_clients_is_refused_where_they_do_not(
 ) -> None:
     with pytest.raises(FedShuffleError, match="would not hold"):
         trained(wrap(wrapper, ConsistentFedAvg()), grid(mods=[mod]))
+
+
+@pytest.mark.parametrize("options", [{}, {"response_probability": "estimate"}])
+def test_clipping_mod_without_noise_needs_no_equal_clients(options: dict[str, Any]) -> None:
+    ours = ConsistentFedAvg(local_steps=4, mean_examples=32, **options)
+    here = grid(trained=equal_steps, mods=[fixedclipping_mod])
+    x = trained(ours, here, clipping_norm=0.1).arrays["w"].numpy()
+    assert x == pytest.approx(0.1 * MEANT)
 
 
 @pytest.mark.parametrize(("wrap", "wrapper"), SERVER_SIDE)

@@ -4,7 +4,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from flwr.app import ArrayRecord, ConfigRecord, Message
+from flwr.app import Array, ArrayRecord, ConfigRecord, Message
 from flwr.serverapp.strategy import DifferentialPrivacyServerSideFixedClipping
 
 from fedshuffle import LocalWork, Privacy
@@ -98,6 +98,24 @@ def test_given_probabilities_by_node() -> None:
     np.testing.assert_allclose(found, LR * 4 * np.array([8, 0, 64 / 0.8]) / 96, rtol=1e-12)
     with pytest.raises(FedShuffleError, match="says nothing of node 103"):
         model(own(response_probability=in_time), grid([8, 24, 64, 16]))
+
+
+def test_node_without_a_given_probability_that_joins_later_is_left_out(
+    log: pytest.LogCaptureFixture,
+) -> None:
+    here = grid()
+    here.away = {2}
+
+    def join(round: int, arrays: ArrayRecord) -> None:
+        here.away = set() if round == 1 else {2}
+
+    ours = own(response_probability={100: 0.5, 101: 1.0}, local_steps=4, mean_examples=16)
+    config = ConfigRecord({"lr": LR})
+    zeros = ArrayRecord({"w": Array(np.zeros(3))})
+    found = ours.start(here, zeros, 3, train_config=config, evaluate_fn=join).arrays["w"].numpy()
+    assert found == pytest.approx(3 * LR * 4 * np.array([8 / 0.5, 24, 0]) / 32)
+    said = "response_probability says nothing of node 102"
+    assert {r.getMessage()[:7] for r in log.records if said in r.getMessage()} == {"round 2"}
 
 
 @pytest.mark.parametrize("schedule", [DEADLINE, "over:1of2"])

@@ -12,7 +12,7 @@ staleness weights included. FedBuff divides by K instead, so clients count by th
 
 import logging
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal, final
@@ -23,11 +23,12 @@ from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Result
 
 from fedshuffle._arrays import FloatArray, count, number
-from fedshuffle.errors import FedShuffleError, unknown
+from fedshuffle.errors import FedShuffleError
 from fedshuffle.flower.exchange import POLL_SECONDS, Outbox
-from fedshuffle.flower.population import Report, mean_length
-from fedshuffle.flower.train_replies import TrainReply, check_start, explain_steps, move
+from fedshuffle.flower.population import Report
+from fedshuffle.flower.train_replies import TrainReply, check_start, move
 from fedshuffle.flower.train_requests import check_keys, client_config
+from fedshuffle.flower.weighing import Weighing
 from fedshuffle.local_optimisers import SGD, LocalOptimiser
 from fedshuffle.randomness import Purpose, check_seed, generator
 from fedshuffle.timing import Asynchronous, resolve_schedule
@@ -35,7 +36,7 @@ from fedshuffle.timing import Asynchronous, resolve_schedule
 _log = logging.getLogger("flwr.fedshuffle")
 Evaluate = Callable[[int, ArrayRecord], MetricRecord | None]
 _MOST_FAILURES = 3
-"""Failed tasks in a row, per client, that end the run."""
+"""The run ends if every client fails so often, and none succeeds in between."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -93,12 +94,8 @@ class ConsistentFedBuff:
                 f"schedule {str(found)!r} is not one of this strategy: write 'fedasync' or"
                 " 'fedbuff:K=10,C=100'; ConsistentFedAvg has rounds."
             )
-        if objective not in ("examples", "clients"):
-            raise unknown("objective", objective, ["examples", "clients"])
-        self.schedule, self.objective = found, objective
-        self.optimiser = LocalOptimiser.of(optimiser)
-        self.local_steps = None if local_steps is None else count(local_steps, "local_steps")
-        self.server_step_size = number(server_step_size, "server_step_size", within="(0, inf)")
+        self.schedule = found
+        self._weighing = Weighing(objective, optimiser, local_steps, server_step_size)
         self.seed = check_seed(seed)
         self.min_available_nodes = count(min_available_nodes, "min_available_nodes")
         self.weighted_by_key, self.steps_key = weighted_by_key, steps_key
@@ -107,8 +104,9 @@ class ConsistentFedBuff:
         """What each client last said of itself."""
         self._joined: dict[int, int] = {}  # before which server step, by node
         self._contributed: defaultdict[int, float] = defaultdict(float)
-        self._sent = self._failures = 0
-        self._told = False
+        self._failures: Counter[int] = Counter()  # by node, since the last task that succeeded
+        self._connected: list[int] = []
+        self._sent = 0
 
     def start(
         self,
@@ -140,9 +138,12 @@ class ConsistentFedBuff:
                 f"evaluate_config has {next(iter(evaluate_config))!r}, but this strategy does not"
                 " ask clients to evaluate: leave it out, and evaluate on the server (evaluate_fn)."
             )
-        _log.info(f"{self.schedule}, {self.objective} of all clients seen so far count alike")
-        self._joined, self._failures = {}, 0
+        _log.info(
+            f"{self.schedule}, {self._weighing.objective} of all clients seen so far count alike"
+        )
+        self._joined = {}
         self._contributed.clear()
+        self._failures.clear()
         result, outbox, version = Result(arrays=initial_arrays), Outbox[_Task](grid), 0
         buffer: list[tuple[_Task, TrainReply]] = []
         _evaluate(evaluate_fn, result, version)
@@ -177,12 +178,14 @@ class ConsistentFedBuff:
 
     def _free(self, outbox: Outbox[_Task], version: int) -> list[int]:
         """The nodes that are sent off now: idle ones, as many as may train at a time."""
-        connected = sorted(outbox.grid.get_node_ids())
+        self._connected = connected = sorted(outbox.grid.get_node_ids())
         if new := [node for node in connected if node not in self._joined]:
             _log.info(f"nodes {new} join: the objective is now also theirs")
             self._joined |= dict.fromkeys(new, version)
         busy = {task.node for task in outbox.waiting.values()}
         idle = [node for node in connected if node not in busy]
+        # Those that failed are asked again once another succeeds, or if nobody else can train.
+        idle = [node for node in idle if not self._failures[node]] or ([] if busy else idle)
         places = (self.schedule.concurrency or len(self._joined)) - len(outbox.waiting)
         if places >= len(idle):
             return idle
@@ -192,7 +195,7 @@ class ConsistentFedBuff:
 
     def _message(self, task: _Task, config: ConfigRecord, timeout: float) -> Message:
         known, seed = self.reports.get(task.node), (self.seed, self._sent, task.node)
-        own = client_config(config, task.version + 1, self.local_steps, known, seed)
+        own = client_config(config, task.version + 1, self._weighing.local_steps, known, seed)
         self._sent += 1
         content = RecordDict({self.arrayrecord_key: task.arrays, self.configrecord_key: own})
         return Message(content, dst_node_id=task.node, message_type="train", ttl=timeout)
@@ -204,16 +207,17 @@ class ConsistentFedBuff:
         if isinstance(reply, str):
             self._failed(task, reply)
             return None
-        self._failures = 0
+        self._failures.clear()
         self.reports[task.node] = Report(reply.examples, reply.steps)
         return reply
 
     def _failed(self, task: _Task, why: str) -> None:
-        self._failures += 1
+        self._failures[task.node] += 1
         _log.warning(f"server step {task.version}: node {task.node} failed: {why}")
-        if self._failures >= _MOST_FAILURES * len(self._joined):
+        if min((self._failures[k] for k in self._connected), default=0) >= _MOST_FAILURES:
             raise FedShuffleError(
-                f"{self._failures} tasks in a row failed, the last at node {task.node}: {why}"
+                f"{self._failures.total()} tasks in a row failed, the last at node {task.node}:"
+                f" {why}"
             )
 
     def _step(
@@ -221,13 +225,13 @@ class ConsistentFedBuff:
     ) -> tuple[ArrayRecord, MetricRecord]:
         """The model after a server step, and its metrics."""
         tasks, replies = zip(*buffer, strict=True)
-        self._told = self._told or explain_steps(replies, self.local_steps, self.optimiser)
+        self._weighing.explain(replies)
         staleness = np.array([version - task.version for task in tasks])
         fresh = (1.0 + staleness) ** -self.schedule.staleness
         nodes = [task.node for task in tasks]
         for node, weight in zip(nodes, fresh.tolist(), strict=True):
             self._contributed[node] += weight
-        weights = self.server_step_size * self._weights(nodes, replies, fresh, version)
+        weights, per_length = self._weights(nodes, replies, fresh, version)
         given, starts = [reply.arrays for reply in replies], [task.arrays for task in tasks]
         metrics = {
             "clients-known": len(self._joined),
@@ -235,21 +239,19 @@ class ConsistentFedBuff:
             "max-staleness": int(staleness.max()),
         }
         _log.info(f"server step {version + 1}: nodes {nodes}, staleness {staleness.tolist()}")
-        return move(x, given, weights, starts), MetricRecord(metrics)
+        return move(x, given, weights, per_length, starts), MetricRecord(metrics)
 
     def _weights(
         self, nodes: list[int], replies: Sequence[TrainReply], fresh: FloatArray, version: int
-    ) -> FloatArray:
-        weight, reports = np.ones(len(nodes)), [*self.reports.values()]
-        if self.objective == "examples":
-            examples = np.array([reply.examples for reply in replies])
-            weight = examples / np.mean([report.examples for report in reports])
-        mean = mean_length(reports, self.objective, self.local_steps, self.optimiser)
+    ) -> tuple[FloatArray, FloatArray]:
+        """How much each update counts, and what corrects for the length of its steps."""
+        weighing, reports = self._weighing, [*self.reports.values()]
+        weights = weighing.weights(replies, reports) * fresh / len(self._joined)
+        mean = weighing.mean_length(reports)
+        assert mean is not None
         # What came now is counted: it makes the estimate exact for clients that come regularly.
         rates = [self._contributed[k] / (version + 1 - self._joined[k]) for k in nodes]
-        done = self.optimiser.lengths(np.array([reply.steps for reply in replies]))
-        weights: FloatArray = weight * fresh / len(self._joined) / np.array(rates) * (mean / done)
-        return weights
+        return weights / np.array(rates), weighing.per_length(replies, mean)
 
 
 def _evaluate(evaluate: Evaluate | None, result: Result, version: int) -> None:

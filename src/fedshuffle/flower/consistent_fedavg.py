@@ -23,12 +23,13 @@ from flwr.serverapp import Grid
 from flwr.serverapp.strategy import FedAvg, Result
 
 from fedshuffle._arrays import FloatArray, count, expect, number
-from fedshuffle.errors import FedShuffleError, error_context, one_line, unknown
+from fedshuffle.errors import FedShuffleError, one_line, unknown
 from fedshuffle.flower import stragglers
 from fedshuffle.flower.checks import response_estimate
-from fedshuffle.flower.population import Population, Report, mean_length
-from fedshuffle.flower.train_replies import TrainReply, check_start, explain_steps, move
+from fedshuffle.flower.population import Population, Report
+from fedshuffle.flower.train_replies import TrainReply, check_start, move
 from fedshuffle.flower.train_requests import check_keys, client_config
+from fedshuffle.flower.weighing import Weighing
 from fedshuffle.local_optimisers import SGD, LocalOptimiser
 from fedshuffle.probabilities import Estimate
 from fedshuffle.randomness import Purpose, check_seed, generator
@@ -106,12 +107,12 @@ class ConsistentFedAvg(FedAvg):  # type: ignore[misc]  # Flower is untyped here
         **fedavg: Any,
     ) -> None:
         super().__init__(*args, **fedavg)
-        for name, value, known in (
-            ("objective", objective, ["examples", "clients"]),
-            ("step_sizes", step_sizes, ["equal", "scaled"]),
-        ):
-            if value not in known:
-                raise unknown(name, value, known)
+        if step_sizes not in (known := ["equal", "scaled"]):
+            raise unknown("step_sizes", step_sizes, known)
+        self.step_sizes = step_sizes
+        self._weighing = Weighing(
+            objective, optimiser, local_steps, server_step_size, mean_examples
+        )
         given: Mapping[int, float] | None = None
         estimate: Estimate | None = None
         if isinstance(response_probability, Mapping):
@@ -128,16 +129,9 @@ class ConsistentFedAvg(FedAvg):  # type: ignore[misc]  # Flower is untyped here
                     f"{asks}, fewer than min_train_nodes={self.min_train_nodes}: ask more, or lower"
                     " it."
                 )
-        self.objective, self.step_sizes = objective, step_sizes
-        self.optimiser = LocalOptimiser.of(optimiser)
-        self.local_steps = None if local_steps is None else count(local_steps, "local_steps")
         number(self.fraction_train, "fraction_train", within="[0, 1]")
         for name in ("min_train_nodes", "min_available_nodes"):
             count(getattr(self, name), name, least=0)
-        if mean_examples is not None:
-            number(mean_examples, "mean_examples", within="(0, inf)")
-        self.mean_examples = mean_examples
-        self.server_step_size = number(server_step_size, "server_step_size", within="(0, inf)")
         self.seed = check_seed(seed)
         self.steps_key, self.step_size_key = steps_key, step_size_key
         if forget_after is not None and count(forget_after, "forget_after") and not estimate:
@@ -154,7 +148,7 @@ class ConsistentFedAvg(FedAvg):  # type: ignore[misc]  # Flower is untyped here
         self._messages: list[Message] = []
         """and the messages with it."""
         self._round = self._rounds_before = 0
-        self._private = self._own_loop = self._told = self._trained = False
+        self._private = self._own_loop = self._trained = False
 
     def start(self, grid: Grid, *args: Any, **options: Any) -> Result:
         """Run all rounds, as Flower's FedAvg does; called again, with the numbers that follow."""
@@ -187,9 +181,10 @@ class ConsistentFedAvg(FedAvg):  # type: ignore[misc]  # Flower is untyped here
     def summary(self) -> None:
         """Log what is about to run."""
         super().summary()
+        objective = self._weighing.objective
         clients = "clients seen so far" if self.population.estimate else "connected clients"
-        _log.info(f"weighs by inclusion probability, {self.objective} of all {clients} count alike")
-        _log.info(f"local steps are taken to be those of {self.optimiser}")
+        _log.info(f"weighs by inclusion probability, {objective} of all {clients} count alike")
+        _log.info(f"local steps are taken to be those of {self._weighing.optimiser}")
         corrected = self.population.estimate or self.population.given
         if not corrected and not isinstance(self.schedule, Wait):
             _log.warning(stragglers.slow_clients_count_less(self.schedule))
@@ -207,6 +202,7 @@ class ConsistentFedAvg(FedAvg):  # type: ignore[misc]  # Flower is untyped here
         """Sample clients uniformly, and write a message to each."""
         if self.fraction_train == 0.0:
             return []
+        self._private = _CLIPPING_NORM in config and not self._own_loop
         self._check_config(config)
         if not self._trained:
             check_start(arrays)
@@ -216,28 +212,30 @@ class ConsistentFedAvg(FedAvg):  # type: ignore[misc]  # Flower is untyped here
                 " out schedule, or the wrapper."
             )
         self._round = self._rounds_before + server_round
-        population, connected = self.population, self._wait_for_nodes(grid)
-        population.begin(connected)
+        population = self.population
+        population.begin(self._wait_for_nodes(grid))
+        connected = population.connected
         if said := population.change():
             _log.info(f"round {self._round}: {said}")
-        if said := population.all_new():
+        if said := population.warning():
             _log.warning(f"round {self._round}: {said}")
-        self._sent, self._private = arrays, _CLIPPING_NORM in config
+        self._sent = arrays
         size = max(int(len(connected) * self.fraction_train), self.min_train_nodes, 1)
         if isinstance(self.schedule, OverSelection):
-            size = min(self.schedule.ask, len(connected))
+            size = self.schedule.ask
+        size = min(size, len(connected))
         draw = generator(self.seed, Purpose.COHORT, round=self._round)
         chosen = sorted(draw.choice(len(connected), size, replace=False).tolist())
         population.asked = [connected[k] for k in chosen]
         _log.info(f"configure_train: sampled {size} nodes (out of {len(connected)})")
-        mean, self._planned = self._mean_length(population.known), {}
+        mean, self._planned = self._weighing.mean_length(population.known), {}
         self._messages = []
         for node in population.asked:
             known = population.reports.get(node)
             seed = self.seed, self._round, node
-            own = client_config(config, self._round, self.local_steps, known, seed)
+            own = client_config(config, self._round, self._weighing.local_steps, known, seed)
             if self.step_sizes == "scaled" and mean is not None:
-                planned = (self._mean_length([known]) if known else None) or mean
+                planned = (self._weighing.mean_length([known]) if known else None) or mean
                 self._planned[node] = planned
                 own[self.step_size_key] = float(config[self.step_size_key]) * (mean / planned)
             content = RecordDict({self.arrayrecord_key: arrays, self.configrecord_key: own})
@@ -256,68 +254,62 @@ class ConsistentFedAvg(FedAvg):  # type: ignore[misc]  # Flower is untyped here
         self, server_round: int, replies: Iterable[Message]
     ) -> tuple[ArrayRecord | None, MetricRecord | None]:
         """The next model, and the metrics of the clients' training."""
+        first = not self._trained
         valid = self._valid(list(replies), server_round)
         if not valid:
             self.population.end({})
             self._check_empty(server_round)
             return None, None
-        weights = self._weights(valid)
-        self._check_private(weights)
+        weights, per_length = self._weights(valid)
+        self._check_private(weights * per_length)
         self.population.end(_reports(valid))
-        self._told = self._told or explain_steps(valid, self.local_steps, self.optimiser)
+        self._weighing.explain(valid)
         given = [reply.arrays for reply in valid]
-        arrays = move(self._sent, given, self.server_step_size * weights)
-        contents = [reply.content for reply in valid]
-        with error_context(
-            lambda error: (
+        arrays = move(self._sent, given, weights, per_length)
+        metrics = self._train_metrics([reply.content for reply in valid], first)
+        return arrays, MetricRecord({**self.population.metrics(), **metrics})
+
+    def _train_metrics(self, contents: list[RecordDict], first: bool) -> Mapping[str, Any]:
+        """The clients' metrics; after the first round an error would cost more than they do."""
+        try:
+            return self.train_metrics_aggr_fn(contents, self.weighted_by_key) or {}
+        except Exception as error:
+            said = (
                 f"the clients' metrics cannot be aggregated: {one_line(error)}. Let all report the"
                 " same, or give a train_metrics_aggr_fn of your own."
-            ),
-            Exception,
-        ):
-            metrics = self.train_metrics_aggr_fn(contents, self.weighted_by_key)
-        return arrays, MetricRecord({**self.population.metrics(), **(metrics or {})})
+            )
+            if first:
+                raise FedShuffleError(said) from error
+            _log.warning(f"round {self._round}: {said}")
+            return {}
 
-    def _weights(self, replies: list[TrainReply]) -> FloatArray:
-        r"""The aggregation weights, :math:`(w_i / p_i) (\bar\tau_i / \tau_i)`.
+    def _weights(self, replies: list[TrainReply]) -> tuple[FloatArray, FloatArray]:
+        r"""How much each client counts, :math:`w_i / p_i`, and what corrects for the length of its
+        steps, :math:`\eta_g \bar\tau_i / \tau_i`.
 
         Nothing here depends on who is sampled in this round, except in the first, so the mean
         step is that of full participation.
         """
         past = self.population.known or [*_reports(replies).values()]
-        mean_length = self._mean_length(past)
-        assert mean_length is not None
-        weight = np.ones(len(replies))
-        if self.objective == "examples":
-            mean = self.mean_examples or np.mean([known.examples for known in past])
-            weight = np.array([reply.examples for reply in replies]) / mean
-        done = self.optimiser.lengths(np.array([reply.steps for reply in replies]))
-        planned = np.array([self._planned.get(reply.node, mean_length) for reply in replies])
+        mean = self._weighing.mean_length(past)
+        assert mean is not None
+        planned = np.array([self._planned.get(reply.node, mean) for reply in replies])
         probability = self.population.inclusion([reply.node for reply in replies])
-        weights: FloatArray = weight / self.population.size / probability * (planned / done)
-        return weights
-
-    def _mean_length(self, clients: list[Report]) -> float | None:
-        """The mean length of the steps: FedAvg moves that far. None if it is not known."""
-        if self.local_steps is None and not clients:
-            return None
-        return mean_length(clients, self.objective, self.local_steps, self.optimiser)
+        weights = self._weighing.weights(replies, past) / self.population.size / probability
+        return weights, self._weighing.per_length(replies, planned)
 
     def _wait_for_nodes(self, grid: Grid) -> list[int]:
-        shown = -1
-        while True:
-            nodes = sorted(grid.get_node_ids())
-            wanted = max(self.min_available_nodes, self.min_train_nodes, 1)
-            if len(nodes) >= wanted:
-                return nodes
+        shown, wanted = -1, max(self.min_available_nodes, self.min_train_nodes, 1)
+        while len(nodes := sorted(grid.get_node_ids())) < wanted:
             if len(nodes) != shown:
                 shown = len(nodes)
                 _log.info(f"waiting for nodes: {shown} connected, at least {wanted} are needed")
             time.sleep(1)
+        return nodes
 
     def _check_config(self, config: ConfigRecord) -> None:
         check_keys(config)
-        if self.population.estimate and _CLIPPING_NORM in config:
+        if self.population.estimate and self._private:
             raise FedShuffleError(
                 "estimated probabilities depend on who took part, so weights tell who did, and the"
                 " privacy of Flower's wrapper would not hold: leave out response_probability."
@@ -335,6 +327,7 @@ class ConsistentFedAvg(FedAvg):  # type: ignore[misc]  # Flower is untyped here
     def _valid(self, replies: list[Message], server_round: int) -> list[TrainReply]:
         """The replies that count; clients that fail are logged, wrong programs are an error."""
         valid, failed, waiting = [], [], {*self.population.connected}
+        silent = {*self.population.asked} if isinstance(self.schedule, Wait) else set()
         # An error of Flower's own, such as for a lost node, does not come from that node.
         sent = {m.metadata.message_id: m.metadata.dst_node_id for m in self._messages}
         for message in replies:
@@ -343,6 +336,7 @@ class ConsistentFedAvg(FedAvg):  # type: ignore[misc]  # Flower is untyped here
             node = message.metadata.src_node_id
             if message.has_error():
                 node = sent.get(message.metadata.reply_to_message_id, node)
+            silent.discard(node)
             if isinstance(reply, str):
                 failed.append((node, reply))
             elif node not in waiting:
@@ -350,7 +344,8 @@ class ConsistentFedAvg(FedAvg):  # type: ignore[misc]  # Flower is untyped here
             else:
                 waiting.remove(node)
                 valid.append(reply)
-        for node, why in failed:
+        late = [(node, "it did not reply in time (timeout of start)") for node in sorted(silent)]
+        for node, why in failed + late:
             _log.warning(f"round {server_round}: node {node} failed: {why}")
         if failed and not valid and not self._trained:
             node, why = failed[0]
@@ -359,16 +354,16 @@ class ConsistentFedAvg(FedAvg):  # type: ignore[misc]  # Flower is untyped here
                 f" {len(failed) - 1} more) failed: {why}"
             )
         self._trained = self._trained or bool(valid)
-        if failed:
+        if failed or late:
             _log.warning(
-                f"round {server_round}: {len(valid)} of {len(replies)} clients count. The mean"
-                " round is right if failures do not depend on clients' data."
+                f"round {server_round}: {len(valid)} of {len(replies) + len(late)} clients count."
+                " The mean round is right if failures do not depend on clients' data."
             )
         return sorted(valid, key=lambda reply: reply.node)  # sums do not depend on who was first
 
     def _check_private(self, weights: FloatArray) -> None:
         """Refuse weights for which the noise of Flower's wrapper is not made."""
-        excess = float(weights.max()) * len(weights) * self.server_step_size
+        excess = float(weights.max()) * len(weights)
         if self._private and excess > 1 + 1e-6:
             raise FedShuffleError(
                 "Flower's wrapper makes its noise for clients that count 1 /"

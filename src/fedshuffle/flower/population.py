@@ -19,7 +19,6 @@ import numpy as np
 from fedshuffle import fingerprint
 from fedshuffle._arrays import FloatArray, IntArray, number
 from fedshuffle.errors import FedShuffleError, error_context
-from fedshuffle.local_optimisers import LocalOptimiser
 from fedshuffle.probabilities import Estimate, Replies
 from fedshuffle.probabilities.drift import drift_warning
 
@@ -60,6 +59,10 @@ class Population:
     ) -> None:
         self.estimate, self.forget_after, self.given = estimate, forget_after, given
         for node, r in (given or {}).items():
+            if not isinstance(node, int | np.integer):
+                raise FedShuffleError(
+                    f"response_probability has a key {node!r}: give node ids, whole numbers."
+                )
             number(r, f"the response probability of node {node}", within="(0, 1]")
         self.connected: list[Node] = []
         """The nodes that were connected when the round began,"""
@@ -69,6 +72,8 @@ class Population:
         """those that were away for too long,"""
         self.asked: list[Node] = []
         """and those that were sampled."""
+        self.left_out: list[Node] = []
+        """Connected nodes without a given probability."""
         self.reports: dict[Node, Report] = {}
         self._number: dict[Node, int] = {}  # in the order of joining; none is used again
         self._numbers_used = self._size_before = 0
@@ -99,12 +104,11 @@ class Population:
         That a client is there when it joins says nothing on how often it is: its rounds count from
         the next on.
         """
-        for node in connected:
-            if self.given is not None and node not in self.given:
-                raise FedShuffleError(
-                    f"response_probability says nothing of node {node}, which is connected: add"
-                    ' it, or use response_probability="estimate".'
-                )
+        if self.given is not None:
+            self.left_out = [node for node in connected if node not in self.given]
+            if self.left_out and not self.reports:
+                raise FedShuffleError(self._says_nothing)
+            connected = [node for node in connected if node in self.given]
         self._size_before, known = self.size, self._numbers(self._number)
         there = self._numbers(node for node in connected if node in self._number)
         self.joined = [node for node in connected if node not in self._number]
@@ -184,10 +188,21 @@ class Population:
             " examples, a client is taken for a mean one."
         )
 
-    def all_new(self) -> str:
-        """What to warn of if none of the connected clients was ever seen before, but others were:
-        the same clients may have got new ids.
+    @property
+    def _says_nothing(self) -> str:
+        node, others = self.left_out[0], len(self.left_out) - 1
+        return (
+            f"response_probability says nothing of node {node} (and {others} more), which is"
+            ' connected: add it, or use response_probability="estimate".'
+        )
+
+    def warning(self) -> str:
+        """What to warn of when a round begins: clients without a probability are not asked; and if
+        none of the connected clients was ever seen before, but others were, the same clients may
+        have got new ids.
         """
+        if self.left_out:
+            return f"{self._says_nothing} Until then it is not asked."
         if not self.estimate or not self._size_before or self.joined != self.connected:
             return ""
         return (
@@ -244,17 +259,6 @@ class Population:
             self._past = self._replies()
             for what, past in self._past.items():
                 past.restore(state["past"][what])
-
-
-def mean_length(
-    clients: list[Report], objective: str, local_steps: int | None, optimiser: LocalOptimiser
-) -> float:
-    """How far the steps go on average, by the objective's weights."""
-    if local_steps is not None:
-        return float(optimiser.lengths(np.array([local_steps]))[0])
-    weights = [client.examples if objective == "examples" else 1.0 for client in clients]
-    lengths = optimiser.lengths(np.array([client.steps for client in clients]))
-    return float(np.average(lengths, weights=weights))
 
 
 def _some(nodes: list[Node]) -> str:

@@ -1,6 +1,5 @@
 """What clients with a ``train`` of their own reply: checked, and summed array by array."""
 
-import logging
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,9 +13,7 @@ from fedshuffle._arrays import FloatArray
 from fedshuffle.errors import FedShuffleError, error_context, one_line
 from fedshuffle.flower.exchange import expired
 from fedshuffle.flower.protocol import read_array
-from fedshuffle.local_optimisers import LocalOptimiser
 
-_log = logging.getLogger("flwr.fedshuffle")
 _STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
 """Last parts of the names of what torch's normalisation layers observe, and do not train."""
 _MOST = 2**53
@@ -147,53 +144,32 @@ def _positive(node: int, metrics: MetricRecord, key: str, what: str, remedy: str
     return float(value)
 
 
-def explain_steps(
-    replies: Sequence[TrainReply], local_steps: int | None, optimiser: LocalOptimiser
-) -> bool:
-    """Log what weighing by the steps can and cannot repair; False if it need not."""
-    least, most = (extreme(reply.steps for reply in replies) for extreme in (min, max))
-    did = f"clients did {least:g} to {most:g} steps of {optimiser}, and"
-    lost = "uneven steps of adaptive optimisers minimise no weighted objective"
-    if local_steps is not None and (least < local_steps or most > local_steps):
-        _log.warning(
-            f"{did} were asked for {local_steps}: let them do planned-steps steps and report that"
-            f" number. Until then the server's step is shorter or longer than meant, and {lost}."
-        )
-        return True
-    if least < most and not optimiser.linear:
-        _log.warning(f"{did} {lost}: give all clients the same number (local_steps).")
-    elif least < most:
-        _log.info(
-            f"{did} are weighed by how far these go. That is exact if clients do use {optimiser},"
-            ' new in each round. If not, say what: optimiser="sgd:momentum=0.9", or "adamw".'
-        )
-    return least < most
-
-
 def move(
     x: ArrayRecord,
     replied: Sequence[ArrayRecord],
     weights: FloatArray,
+    per_length: FloatArray,
     starts: Sequence[ArrayRecord] | None = None,
 ) -> ArrayRecord:
-    r"""The model :math:`x + \sum_i a_i (y_i - x_i)`, array by array; everybody starts from
-    :math:`x` unless ``starts`` are given.
+    r"""The model :math:`x + \sum_i a_i l_i (y_i - x_i)`, array by array, for weights :math:`a_i`
+    and factors :math:`l_i` that correct for the steps; everybody starts from :math:`x` unless
+    ``starts`` are given.
 
     Integers, and what normalisation layers observe, are no sums of steps: they are averaged, with
-    weights in the same proportions that sum to one.
+    weights in proportion to :math:`a_i` that sum to one.
 
     >>> x, y = (ArrayRecord({"w": Array(np.array([v]))}) for v in (1.0, 3.0))
-    >>> move(x, [y], np.array([2.0]))["w"].numpy().tolist()
+    >>> move(x, [y], np.array([2.0]), np.array([1.0]))["w"].numpy().tolist()
     [5.0]
     """
-    shares, moved = weights / weights.sum(), {}
+    shares, factors, moved = weights / weights.sum(), weights * per_length, {}
     pairs = [*zip(replied, starts or [x] * len(replied), strict=True)]
     for name, array in x.items():
         start = array.numpy()
         floating = np.issubdtype(start.dtype, np.floating)
         steps = floating and name.rpartition(".")[2] not in _STATISTICS
         total: NDArray[np.float64] = start.astype(np.float64) if steps else np.zeros(start.shape)
-        for (reply, begun), weight in zip(pairs, weights if steps else shares, strict=True):
+        for (reply, begun), weight in zip(pairs, factors if steps else shares, strict=True):
             value = reply[name].numpy().astype(np.float64)
             total += weight * (value - begun[name].numpy() if steps else value)
         moved[name] = Array(np.asarray(total if floating else total.round(), dtype=start.dtype))
