@@ -1,7 +1,7 @@
 r"""Clients that come and go: a chain of two states for each.
 
 A client that is away comes with probability ``on`` from one round to the next, one that is there
-goes with probability ``off``. The same chain: a round draws the state anew with probability
+goes with probability ``off``. The same chain: a round draws the state again with probability
 
 .. math:: r = \min(\text{on} + \text{off},\ 2 - \text{on} - \text{off}),
 
@@ -79,7 +79,7 @@ class Markov(Availability):
         return changed ^ (u < there)
 
     def _last_draw(self, seed: int, round: int, clients: IntArray, rate: FloatArray) -> IntArray:
-        """The last round up to this one that drew each client's state anew; -1 if none did."""
+        """The last round up to this one that drew each client's state again; -1 if none did."""
         found = np.full(len(clients), -1)
         length = np.ceil(1 / rate)
         with np.errstate(divide="ignore"):  # a rate of 1 draws in every round
