@@ -1,13 +1,22 @@
-"""The minibatches of clients that train side by side, as rows of examples for every step."""
+"""The examples of clients that train side by side: minibatches for every step, and the pieces of
+full gradients.
+"""
 
 import itertools
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 import numpy as np
+import torch
 
 from fedshuffle._arrays import FloatArray, IntArray
+from fedshuffle.engines.base import client_context
+from fedshuffle.engines.gradients import Batch
+from fedshuffle.engines.problem import Problem
+from fedshuffle.kernel import FullGradient
 from fedshuffle.local_work import Minibatches
+from fedshuffle.randomness import Address
 
 Step = tuple[slice | list[int], IntArray, FloatArray]
 """Which clients take a step together, the rows of their minibatches, and each row's share in the
@@ -71,6 +80,60 @@ class PackedMinibatches:
             rows = self.rows[begins[:, None] + np.arange(length)]
             yield clients.tolist(), rows, np.full(rows.shape, 1 / length)
             steps = steps + 1
+
+
+def transformed_rows(
+    problem: Problem,
+    examples: IntArray,
+    clients: Sequence[int],
+    addresses: Sequence[Address],
+    stage: str,
+) -> Iterator[tuple[list[int], Batch]]:
+    """The minibatches of clients, a row each, after the transform; those of one shape together.
+
+    Errors name the client, the round and the stage.
+    """
+    found: dict[object, list[tuple[int, Batch]]] = defaultdict(list)
+    fields = problem.gather(examples)
+    for k, (client, address) in enumerate(zip(clients, addresses, strict=True)):
+        with client_context(problem, client, address.round, stage):
+            batch = problem.transformed(tuple(field[k] for field in fields), address)
+        found[tuple((field.shape, field.dtype) for field in batch)].append((k, batch))
+    for alike in found.values():
+        batches = zip(*(batch for _, batch in alike), strict=True)
+        yield [k for k, _ in alike], tuple(torch.stack(field) for field in batches)
+
+
+class PointPiece(NamedTuple):
+    """Add the mean gradient of these rows at this point to these answers, with these weights."""
+
+    client: int
+    rows: IntArray
+    address: Address
+    point: int
+    answers: slice
+    weights: FloatArray
+
+
+def pieces_by_length(
+    problem: Problem, requests: Sequence[FullGradient]
+) -> dict[int, list[PointPiece]]:
+    """Every piece of every client's data, once for each of the points, by length."""
+    found: dict[int, list[PointPiece]] = defaultdict(list)
+    point = answer = 0
+    for request in requests:
+        count = len(request.points)
+        end = answer + count * request.weights.shape[1]
+        for client, weights in zip(request.clients.tolist(), request.weights, strict=True):
+            address = request.address(client)
+            pieces = problem.pieces(client, None, address) if weights.any() else ()
+            for rows, share, drawn in pieces:
+                for j in range(count):
+                    places = slice(answer + j, end, count)
+                    one = PointPiece(client, rows, drawn, point + j, places, weights * share)
+                    found[len(rows)].append(one)
+        point, answer = point + count, end
+    return found
 
 
 def _ranges(lengths: IntArray) -> IntArray:

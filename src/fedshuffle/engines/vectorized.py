@@ -21,12 +21,17 @@ from fedshuffle.engines import base
 from fedshuffle.engines.cpu_tuning import flushed_denormals, keep_freed_memory, threads_for
 from fedshuffle.engines.gradients import Batch, Descend, Tables, by_hand, by_vmap, column, fault
 from fedshuffle.engines.local_losses import GroupLosses
-from fedshuffle.engines.packing import PackedMinibatches
+from fedshuffle.engines.packing import (
+    PackedMinibatches,
+    PointPiece,
+    pieces_by_length,
+    transformed_rows,
+)
 from fedshuffle.engines.problem import GRADIENT_ROWS, Problem
 from fedshuffle.engines.row_optimiser import RowOptimiser
 from fedshuffle.errors import FedShuffleError
 from fedshuffle.kernel import Answer, ClientTask, FullGradient, LocalTraining
-from fedshuffle.randomness import Address, ReusableGenerator
+from fedshuffle.randomness import ReusableGenerator
 from fedshuffle.transforms import NO_TRANSFORMS
 
 _MAX_NUMBERS = 1 << 22  # parameters of a group, so that memory does not grow with cohorts
@@ -254,33 +259,14 @@ class VectorizedEngine(base.OneWorker):
             addresses = [one.address(done[k]) for k, one in zip(clients, streams, strict=True)]
             for k in clients:
                 done[k] += 1
-            named = [(stream.client, stream.round) for stream in streams]
-            for some, batch in self._transformed(examples, addresses, named, "local training"):
+            owners = [stream.client for stream in streams]
+            stage = "local training"
+            alike = transformed_rows(self.problem, examples, owners, addresses, stage)
+            for some, batch in alike:
                 if len(some) == len(clients):
                     yield rows, batch, shares
                 else:
                     yield [clients[k] for k in some], batch, shares[some]
-
-    def _transformed(
-        self,
-        examples: IntArray,
-        addresses: Sequence[Address],
-        named: Sequence[tuple[int, int]],
-        stage: str,
-    ) -> Iterator[tuple[list[int], Batch]]:
-        """The minibatches of clients, a row each, after the transform; those of one shape together.
-
-        Errors name the client and the round.
-        """
-        found: dict[object, list[tuple[int, Batch]]] = defaultdict(list)
-        fields = self.problem.gather(examples)
-        for k, (address, (client, round)) in enumerate(zip(addresses, named, strict=True)):
-            with base.client_context(self.problem, client, round, stage):
-                batch = self.problem.transformed(tuple(field[k] for field in fields), address)
-            found[tuple((field.shape, field.dtype) for field in batch)].append((k, batch))
-        for alike in found.values():
-            batches = zip(*(batch for _, batch in alike), strict=True)
-            yield [k for k, _ in alike], tuple(torch.stack(field) for field in batches)
 
     def _constants(self, group: "list[_Owned]", starts: Tables) -> list[Tensor | None]:
         """The vector v of each client, less its own full gradient if that is asked for."""
@@ -353,7 +339,7 @@ class VectorizedEngine(base.OneWorker):
         shapes = [(request.weights.shape[1], len(request.points)) for request in requests]
         answers = points.new_zeros(sum(map(math.prod, shapes)), points.shape[1])
         tables = self._tables(points)
-        for length, pieces in self._pieces(requests).items():
+        for length, pieces in pieces_by_length(self.problem, requests).items():
             width = max(1, min(self.width, 64 * GRADIENT_ROWS // length))
             for begin in range(0, len(pieces), width):
                 for some, batch in self._examples(pieces[begin : begin + width]):
@@ -374,34 +360,18 @@ class VectorizedEngine(base.OneWorker):
             for request, part, shape in zip(requests, parts, shapes, strict=True)
         ]
 
-    def _examples(self, pieces: "Sequence[_Piece]") -> "Iterator[tuple[Sequence[_Piece], Batch]]":
+    def _examples(
+        self, pieces: Sequence[PointPiece]
+    ) -> Iterator[tuple[Sequence[PointPiece], Batch]]:
         """Pieces of one length with their examples; those of one shape together."""
         rows = np.stack([piece.rows for piece in pieces])
         if self.problem.federation.transform is None:
             yield pieces, self.problem.gather(rows)
             return
-        addresses = [piece.address for piece in pieces]
-        named = [(address.client, address.round) for address in addresses]
-        for some, batch in self._transformed(rows, addresses, named, "full gradient"):
+        clients, addresses = [one.client for one in pieces], [one.address for one in pieces]
+        alike = transformed_rows(self.problem, rows, clients, addresses, "full gradient")
+        for some, batch in alike:
             yield [pieces[k] for k in some], batch
-
-    def _pieces(self, requests: Sequence[FullGradient]) -> "dict[int, list[_Piece]]":
-        """Every piece of every client's data, once for each of the points, by length."""
-        found: dict[int, list[_Piece]] = defaultdict(list)
-        point = answer = 0
-        for request in requests:
-            count = len(request.points)
-            end = answer + count * request.weights.shape[1]
-            for client, weights in zip(request.clients.tolist(), request.weights, strict=True):
-                address = request.address(client)
-                pieces = self.problem.pieces(client, None, address) if weights.any() else ()
-                for rows, share, drawn in pieces:
-                    for j in range(count):
-                        places = slice(answer + j, end, count)
-                        one = _Piece(rows, drawn, point + j, places, weights * share)
-                        found[len(rows)].append(one)
-            point, answer = point + count, end
-        return found
 
 
 class _Owned(NamedTuple):
@@ -410,16 +380,6 @@ class _Owned(NamedTuple):
     request: int
     row: int
     task: ClientTask
-
-
-class _Piece(NamedTuple):
-    """Add the mean gradient of these rows at this point to these answers, with these weights."""
-
-    rows: IntArray
-    address: Address
-    point: int
-    answers: slice
-    weights: FloatArray
 
 
 def _each_client(request: FullGradient) -> FullGradient:
