@@ -252,7 +252,8 @@ def test_what_is_wrong_with_torch_datasets_is_said_once(
         ([], "there are no datasets: give one for each client"),
         (iter(()), "there are no datasets"),
         ([two, Broken(torch.ones(1, 2))], "example 0 of dataset 1: OSError: no such file"),
-        ([two, three], "do not fit together: .* of one shape, such as by padding them"),
+        ([two, three], "do not fit together: .* of one shape: .* pad what differs in length"),
+        ([[(Image.new("L", (2, 2)), 0)]], "found .*Image.* convert images to tensors"),
         ([gap], "NaN or infinity in its example 1"),
     ):
         with pytest.raises(FedShuffleError, match=says) as error:

@@ -365,6 +365,22 @@ def test_what_is_wrong_with_a_transform_is_said_once(
     assert "\n" not in str(error.value)
 
 
+@pytest.mark.parametrize("engine", ["reference", "sequential", "vectorized"])
+def test_errors_name_a_client_that_draws_as_another(engine: str) -> None:
+    """A real client has only its own data, and draws by its number in the population."""
+
+    def fails(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        raise ValueError("no such crop")
+
+    federation = data((6,), 3, [4])
+    problem = Problem(nn.Linear(6, 3).double(), losses.cross_entropy, federation)
+    running = make(engine, problem)  # it runs the model once
+    problem.federation = federation.with_transform(fails)
+    request = FullGradient((problem.start,), np.zeros(1, int), np.ones((1, 1)), 3, stream_id=7)
+    with pytest.raises(TrainingError, match=r"round 3, client 0, full gradient: .*no such crop"):
+        running.full_gradients([request])
+
+
 def own_generator(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
     return x + GENERATOR.random(), y
 

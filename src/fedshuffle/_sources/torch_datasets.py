@@ -64,7 +64,7 @@ def _packed(datasets: Sequence[Dataset[Any]], rows: Sequence[tuple[int, int]]) -
     with error_context(
         lambda error: (
             f"the examples do not fit together: {one_line(error)}. Let the datasets return tensors"
-            " and numbers of one shape, such as by padding them."
+            " and numbers of one shape: convert images to tensors, and pad what differs in length."
         ),
         (TypeError, RuntimeError),
     ):

@@ -8,8 +8,11 @@ from collections.abc import Hashable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
+import torch
 
 from fedshuffle._arrays import FloatArray, IntArray
+from fedshuffle.engines.base import client_context
+from fedshuffle.engines.gradients import Batch
 from fedshuffle.engines.problem import Problem
 from fedshuffle.kernel import ClientTask, FullGradient
 from fedshuffle.local_work import Minibatches
@@ -109,14 +112,32 @@ class PackedMinibatches:
             steps = steps + 1
 
 
-def _ranges(lengths: IntArray) -> IntArray:
-    """``0, 1, ..`` for every length, one after another."""
-    return np.arange(lengths.sum()) - np.repeat(np.cumsum(lengths) - lengths, lengths)
+def transformed_rows(
+    problem: Problem,
+    examples: IntArray,
+    clients: Sequence[int],
+    addresses: Sequence[Address],
+    stage: str,
+) -> Iterator[tuple[list[int], Batch]]:
+    """The minibatches of clients, a row each, after the transform; those of one shape together.
+
+    Errors name the client, the round and the stage.
+    """
+    found: dict[object, list[tuple[int, Batch]]] = defaultdict(list)
+    fields = problem.gather(examples)
+    for k, (client, address) in enumerate(zip(clients, addresses, strict=True)):
+        with client_context(problem, client, address.round, stage):
+            batch = problem.transformed(tuple(field[k] for field in fields), address)
+        found[tuple((field.shape, field.dtype) for field in batch)].append((k, batch))
+    for alike in found.values():
+        batches = zip(*(batch for _, batch in alike), strict=True)
+        yield [k for k, _ in alike], tuple(torch.stack(field) for field in batches)
 
 
 class GradientPiece(NamedTuple):
     """Add the mean gradient of these rows at this point to these answers, with these weights."""
 
+    client: int
     rows: IntArray
     address: Address
     point: int
@@ -134,11 +155,17 @@ def gradient_pieces(
         count = len(request.points)
         end = answer + count * request.weights.shape[1]
         for client, weights in zip(request.clients.tolist(), request.weights, strict=True):
-            pieces = problem.pieces(client, None, request.address(client)) if weights.any() else ()
+            address = request.address(client)
+            pieces = problem.pieces(client, None, address) if weights.any() else ()
             for rows, share, drawn in pieces:
                 for j in range(count):
                     places = slice(answer + j, end, count)
-                    one = GradientPiece(rows, drawn, point + j, places, weights * share)
+                    one = GradientPiece(client, rows, drawn, point + j, places, weights * share)
                     found[len(rows)].append(one)
         point, answer = point + count, end
     return found
+
+
+def _ranges(lengths: IntArray) -> IntArray:
+    """``0, 1, ..`` for every length, one after another."""
+    return np.arange(lengths.sum()) - np.repeat(np.cumsum(lengths) - lengths, lengths)

@@ -5,7 +5,6 @@ result is that of the reference engine.
 """
 
 import math
-from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
@@ -35,12 +34,13 @@ from fedshuffle.engines.packing import (
     PackedMinibatches,
     gradient_pieces,
     groups,
+    transformed_rows,
 )
 from fedshuffle.engines.problem import GRADIENT_ROWS, Problem
 from fedshuffle.engines.row_optimiser import RowOptimiser
 from fedshuffle.errors import FedShuffleError
 from fedshuffle.kernel import Answer, ClientTask, FullGradient, LocalTraining
-from fedshuffle.randomness import Address, ReusableGenerator
+from fedshuffle.randomness import ReusableGenerator
 from fedshuffle.transforms import NO_TRANSFORMS
 
 _MAX_NUMBERS = 1 << 22  # parameters of a group, so that memory does not grow with cohorts
@@ -244,33 +244,14 @@ class VectorizedEngine(base.OneWorker):
             addresses = [one.address(done[k]) for k, one in zip(clients, streams, strict=True)]
             for k in clients:
                 done[k] += 1
-            named = [(stream.client, stream.round) for stream in streams]
-            for some, batch in self._transformed(examples, addresses, named, "local training"):
+            owners = [stream.client for stream in streams]
+            stage = "local training"
+            alike = transformed_rows(self.problem, examples, owners, addresses, stage)
+            for some, batch in alike:
                 if len(some) == len(clients):
                     yield rows, batch, shares
                 else:
                     yield [clients[k] for k in some], batch, shares[some]
-
-    def _transformed(
-        self,
-        examples: IntArray,
-        addresses: Sequence[Address],
-        named: Sequence[tuple[int, int]],
-        stage: str,
-    ) -> Iterator[tuple[list[int], Batch]]:
-        """The minibatches of clients, a row each, after the transform; those of one shape together.
-
-        Errors name the client and the round.
-        """
-        found: dict[object, list[tuple[int, Batch]]] = defaultdict(list)
-        fields = self.problem.gather(examples)
-        for k, (address, (client, round)) in enumerate(zip(addresses, named, strict=True)):
-            with base.client_context(self.problem, client, round, stage):
-                batch = self.problem.transformed(tuple(field[k] for field in fields), address)
-            found[tuple((field.shape, field.dtype) for field in batch)].append((k, batch))
-        for alike in found.values():
-            batches = zip(*(batch for _, batch in alike), strict=True)
-            yield [k for k, _ in alike], tuple(torch.stack(field) for field in batches)
 
     def _constants(self, group: list[OwnedTask], starts: Tables) -> list[Tensor | None]:
         """The vector v of each client, less its own full gradient if that is asked for."""
@@ -372,9 +353,9 @@ class VectorizedEngine(base.OneWorker):
         if self.problem.federation.transform is None:
             yield pieces, self.problem.gather(rows)
             return
-        addresses = [piece.address for piece in pieces]
-        named = [(address.client, address.round) for address in addresses]
-        for some, batch in self._transformed(rows, addresses, named, "full gradient"):
+        clients, addresses = [one.client for one in pieces], [one.address for one in pieces]
+        alike = transformed_rows(self.problem, rows, clients, addresses, "full gradient")
+        for some, batch in alike:
             yield [pieces[k] for k in some], batch
 
 
