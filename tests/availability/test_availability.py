@@ -194,12 +194,14 @@ def test_texts_name_availabilities(tmp_path: Path) -> None:
         ("markov:on=0.1,off=0.2,up=3", "write 'markov"),
         ("cyclic:0:0.5", "period"),
         ("cyclic:24:1.5", "share of a day"),
+        ("cyclic:1000000000:0.5", "in rounds, is 1000000000.*from 1 to 1000000"),
         ("cyclic:24", "write 'cyclic"),
         ("groups:0,0,5:independent:0.5,0.5", "2 numbers for 6 clients"),
         ("groups:-1,0,0:independent:0.5", "groups go from -1"),
-        ("groups:2", "unknown availability"),
+        ("groups:2", "write 'groups:LABELS:KIND'"),
         ("drifting:0.9:0.1", "give rounds"),
         ("drifting:0.9:0.1:1", "rounds of the drift"),
+        ("drifting:0.9:0.1:1000000000", "rounds of the drift is 1000000000"),
         ("trace:none.csv", "cannot read the trace"),
         ("independent:0.5+leaves", "leaves:0.1"),
         ("independent:0.5+leaves:1", "client 0 has 1"),
@@ -210,8 +212,9 @@ def test_texts_name_availabilities(tmp_path: Path) -> None:
     ],
 )
 def test_bad_texts_name_the_remedy(text: str, words: str) -> None:
-    with pytest.raises(FedShuffleError, match=words):
+    with pytest.raises(FedShuffleError, match=words) as error:
         resolve(text, THREE)
+    assert str(error.value).count(f"availability {text!r}") == 1
 
 
 def test_availability_must_fit_the_federation() -> None:

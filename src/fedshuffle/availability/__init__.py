@@ -75,20 +75,21 @@ def parse(
         >>> parse("markov:on=0.1,off=0.1,0.3", Federation.from_sizes([1, 2]))
         markov, 0.375 of the time
     """
-    name, argument, options = _read(text)
-    ids = tuple(federation.ids) if "trace" in text else None
-    gaps = "gaps" in options
-    found = _make(name, argument, _Population(len(federation), rounds, folder or Path(), ids, gaps))
-    if "leaves" in options:
-        leaves = per_client(_numbers(options["leaves"], "leaves"), len(federation), "leaves")
-        found = Leaving(found, leaves)
-    found.drop = "drop" in options
-    return found
+    with error_context(f"availability {text!r:.60}", FedShuffleError):
+        name, argument, options = _read(text)
+        ids = tuple(federation.ids) if "trace" in text else None
+        of = _Population(len(federation), rounds, folder or Path(), ids, "gaps" in options)
+        found = _make(name, argument, of)
+        if "leaves" in options:
+            found = Leaving(found, _each(options["leaves"], of, "leaves"))
+        found.drop = "drop" in options
+        return found
 
 
 def check(text: str) -> None:
     """Refuse a text that names no availability, before there is a federation."""
-    _read(text)
+    with error_context(f"availability {text!r:.60}", FedShuffleError):
+        _read(text)
 
 
 def pinned(text: str, rounds: int) -> str:
@@ -115,8 +116,7 @@ def resolve(
     independent, 0.35 of the time
     """
     if isinstance(availability, str):
-        with error_context(f"availability {availability!r:.60}", FedShuffleError):
-            return parse(availability, federation, rounds, folder)
+        return parse(availability, federation, rounds, folder)
     expect(availability, Availability, "availability")
     if len(availability) != len(federation):
         raise FedShuffleError(
@@ -136,16 +136,16 @@ def _read(text: str) -> tuple[str, str, dict[str, str]]:
     check_known("availability", name, _MAKERS)
     form = _MAKERS[name][0]
     if not argument:
-        raise FedShuffleError(f"availability {text!r} is incomplete: write {form!r}.")
+        raise FedShuffleError(f"it is incomplete: write {form!r}.")
     options: dict[str, str] = {}
     for option in rest:
         key, _, value = option.partition(":")
         check_known("option of an availability", key, _OPTIONS)
         if bool(value) != _OPTIONS[key] or (key == "gaps" and "trace:" not in main):
             written = {"leaves": "+leaves:0.1", "drop": "+drop", "gaps": "trace:FILE+gaps"}[key]
-            raise FedShuffleError(f"availability {text!r}: write {written!r}.")
+            raise FedShuffleError(f"write {written!r}.")
         if key in options:
-            raise FedShuffleError(f"availability {text!r}: give {key!r} once.")
+            raise FedShuffleError(f"give {key!r} once.")
         options[key] = value
     return name, argument, options
 
@@ -199,7 +199,9 @@ def _cyclic(argument: str, population: _Population) -> Cyclic:
 
 
 def _groups(argument: str, population: _Population) -> Groups:
-    first, _, rest = argument.partition(":")
+    first, colon, rest = argument.partition(":")
+    if not colon:
+        raise ValueError(argument)
     labels, n = np.array([int(word) for word in first.split(",")]), population.clients
     if len(labels) == 1 and n > 1:
         labels = np.arange(n) * count(int(labels[0]), "the number of groups", most=n) // n

@@ -11,6 +11,7 @@ from fedshuffle.errors import FedShuffleError
 from fedshuffle.randomness import Purpose, uniforms
 
 BoolArray = NDArray[np.bool_]
+MOST_ROUNDS = 10**6  # of a period, whose rounds are all looked at once
 
 
 class Availability(abc.ABC):

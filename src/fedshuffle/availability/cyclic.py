@@ -6,7 +6,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from fedshuffle._arrays import FloatArray, IntArray, as_array, count, frozen, number, vector
-from fedshuffle.availability.base import Availability, BoolArray
+from fedshuffle.availability.base import MOST_ROUNDS, Availability, BoolArray
 from fedshuffle.availability.independent import Independent
 from fedshuffle.errors import FedShuffleError
 from fedshuffle.randomness import Purpose, uniforms
@@ -51,7 +51,7 @@ class Cyclic(_Changing):
         day: float = 1.0,
         night: float = 0.0,
     ) -> None:
-        self.period = count(period, "the period of day and night")
+        self.period = count(period, "the period of day and night, in rounds,", most=MOST_ROUNDS)
         zones = as_array(offsets, "offsets")
         if zones.ndim != 1 or not zones.size or zones.dtype.kind not in "iu":
             raise FedShuffleError(
@@ -90,7 +90,7 @@ class Drifting(_Changing):
         self.first: FloatArray = frozen(vector(first, "first probabilities", within="[0, 1]"))
         clients = range(len(self.first))
         self.last: FloatArray = frozen(vector(last, "last probabilities", clients, within="[0, 1]"))
-        self.period = count(rounds, "the rounds of the drift", least=2)
+        self.period = count(rounds, "the rounds of the drift", least=2, most=MOST_ROUNDS)
 
     def __repr__(self) -> str:
         first, last = self.first.mean(), self.last.mean()

@@ -22,12 +22,11 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from fedshuffle._arrays import FloatArray, IntArray, count, frozen, number
-from fedshuffle.availability.base import Availability, BoolArray
+from fedshuffle.availability.base import MOST_ROUNDS, Availability, BoolArray
 from fedshuffle.availability.independent import Independent
 from fedshuffle.errors import FedShuffleError, did_you_mean, error_context
 
 COLUMNS = ("client", "begin", "end")
-_MOST_ROUNDS = 10**6  # of a period, whose rounds are all looked at once
 
 
 class Trace(Availability):
@@ -70,9 +69,9 @@ class Trace(Availability):
                 f"interval {k} of the trace, client {client[k]} from {begin[k]:g} to {end[k]:g}: it"
                 f" must be of a client from 0 to {n - 1}, begin at 0 or later, and end after that."
             )
-        if end.max() > _MOST_ROUNDS:
+        if end.max() > MOST_ROUNDS:
             raise FedShuffleError(
-                f"the trace goes on until round {end.max():g}, of at most {_MOST_ROUNDS:,}. Times"
+                f"the trace goes on until round {end.max():g}, of at most {MOST_ROUNDS:,}. Times"
                 " are in rounds, not in seconds: 'fedshuffle data trace' converts them. Or take"
                 " longer rounds."
             )
