@@ -484,6 +484,20 @@ def test_servers_are_audited_among_those_who_are_there() -> None:
         audit_server(fedavg, CLIENTS, availability="cyclic:4:0.5:0,1,2")
 
 
+def test_servers_count_a_client_that_never_comes_as_nothing_also_in_drawn_cohorts() -> None:
+    def fedavg(clients: object, sizes: brute.Floats, updates: brute.Floats) -> brute.Floats:
+        step: brute.Floats = sizes / sizes.sum() @ updates
+        return step
+
+    clients, q = Federation.from_sizes(np.arange(1, 31)), np.linspace(0, 1, 30)
+    there = Independent(q)
+    there.drop = True
+    found = audit_server(fedavg, clients, "uniform:5", availability=there, draws=320)
+    want = audit(clients, "fedavg", "uniform:5", availability=there)
+    assert (found.how, found.exact, want.how) == ("320 cohorts", True, "quadrature")
+    np.testing.assert_allclose(found.effective_weights, want.effective_weights, rtol=0, atol=1e-9)
+
+
 # Logs ---------------------------------------------------------------------------------------------
 
 

@@ -181,10 +181,12 @@ def _observe(server: ServerQueries, checked: ServerProperties) -> _Found:
         estimated = WeightEstimate(raw / positive_sum(raw), np.zeros(n), np.full(n, np.inf))
         how = f"all {len(listed)} cohorts" if len(listed) > 1 else "the only cohort"
     else:
-        known = None if lost else server.sampling.p
+        known = None if lost else server.sampling.inclusion
         controls = _controls(server, observations)
         estimated = estimate(observations, server.federation.weights, known, controls)
-        unseen = n - len(np.unique(observations.client))
+        never = server.sampling.inclusion == 0
+        estimated = dataclasses.replace(estimated, errors=np.where(never, 0.0, estimated.errors))
+        unseen = n - int(never.sum()) - len(np.unique(observations.client))
         how = f"{server.draws} cohorts" + (f", {unseen} clients in none of them" if unseen else "")
     how += ", small differences around a common update" if checked.linear is False else ""
     how += ", a fresh server each" if checked.stateful else ""

@@ -89,7 +89,8 @@ def estimate(
 
     def known(mean: FloatArray, apart: FloatArray) -> WeightEstimate:
         raw = probabilities * mean
-        raw[count == 0] = objective[count == 0] * raw.sum() / objective[count > 0].sum()
+        unseen = (count == 0) & (probabilities > 0)
+        raw[unseen] = objective[unseen] * raw.sum() / objective[count > 0].sum()
         scale = probabilities * seen.rounds / np.maximum(count, 1.0)
         return _ratio(seen, count, raw, scale[client] * apart)
 
