@@ -238,7 +238,7 @@ def audit_and_train(rounds: int, seed: int, bars: Progress) -> DemoResult:
     audits = [audit(federation, method, SAMPLING, WORK) for method in METHODS]
     if not bars.disable:
         shares = ", ".join(f"{LABELS[a.name]} {a.total_variation:.1%}" for a in audits)
-        line = f"Weight in the wrong place, by the audit before any training: {shares}."
+        line = f"Audit before any training, weight in the wrong place: {shares}."
         bars.console.print(line, highlight=False)
     optimum = digits.optimum(weights)
     engine = VectorizedEngine(digits.problem)
