@@ -8,6 +8,7 @@ from urllib.parse import unquote
 import pytest
 
 from fedshuffle import _links
+from fedshuffle.theory.advice import SOURCES
 from tests.docs.conftest import ROOT, Build
 from tests.docs.html import Page
 
@@ -76,13 +77,14 @@ def test_an_answer_is_two_clicks_away(
 
 def test_links_of_the_package_lead_to_the_site(pages: dict[str, Page]) -> None:
     """What commands, errors and templates print."""
+    files = [file for file in (ROOT / "src").rglob("*.*") if file.name != "_links.py"]
+    kinds = (".py", ".toml", ".md", ".html")
+    texts = [file.read_text(encoding="utf-8") for file in files if file.suffix in kinds]
     found = set()
-    for file in (ROOT / "src").rglob("*.*"):
-        if file.suffix in (".py", ".toml", ".md", ".html") and file.name != "_links.py":
-            text = file.read_text(encoding="utf-8")
-            calls = re.findall(r'\bpage\(\s*"([^"]+)"(?:,\s*"([^"]+)")?', text)
-            plain = re.findall(re.escape(_links.SITE) + r"([\w/-]+)\.html(?:#([\w-]+))?", text)
-            found |= {*calls, *plain}
+    for text in [*texts, *(link for link, _ in SOURCES.values())]:
+        calls = re.findall(r'\bpage\(\s*"([^"]+)"(?:,\s*"([^"]+)")?', text)
+        plain = re.findall(re.escape(_links.SITE) + r"([\w/-]+)\.html(?:#([\w-]+))?", text)
+        found |= {*calls, *plain}
     assert len(found) > 10
     for name, anchor in found:
         page = pages[f"{name}.html"]
