@@ -121,6 +121,11 @@ def test_findings_say_who_counts_and_why() -> None:
     assert "as method fedshuffle does" in told
     queued = audit(CLIENTS, "fednova-rr", schedule="queued:C=3,a=1", **RATES)
     assert [one.what.split()[0] for one in queued.findings] == ["An"]  # staleness, no rates
+    alike = Federation.from_sizes([1, 1, 1, 1])  # a buffer's sum of equal weights is a constant
+    for clients, count in ((alike, 1), (CLIENTS, 2)):
+        buffered = audit(clients, "fednova-rr", schedule="fedbuff:K=2", **RATES)
+        assert sum("normalised" in one.what for one in buffered.findings) == count - 1
+        assert len(buffered.findings) == count
 
 
 def test_estimated_rates_count_by_the_long_run() -> None:

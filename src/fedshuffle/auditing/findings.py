@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from fedshuffle._arrays import FloatArray
+from fedshuffle._arrays import FloatArray, IntArray
 from fedshuffle.auditing.subject import Subject
 from fedshuffle.local_work import Workload
 from fedshuffle.methods import MVR, Cohort, GlobalMomentum, InclusionProbability, Method, Plain
@@ -218,20 +218,21 @@ def method_findings(
     buffers = subject.sampling if isinstance(subject.sampling, Buffers) else None
     alone = isinstance(subject.sampling, Full) or (buffers and buffers.schedule.buffer == 1)
     steps, partial = subject.workload.possible_steps[0], not alone
-    uneven, few, many = np.ptp(steps) > 0, int(steps.max(axis=1).min()), int(steps.max())
+    few, many = int(steps.max(axis=1).min()), int(steps.max())
     ends = (few, few), (many, many)
-    by_steps = uneven and work.steps is None and _differs(subject, *ends)
+    by_steps = uneven(steps) and work.steps is None and _differs(subject, *ends)
     scaled = by_steps and _differs(subject, *ends, scale_only=True)
     early = _stops_early(subject.workload) and _differs(subject, (many, 1), (many, many))
     causes = {
         "rounds": rounds is not None,
         "steps": by_steps,
-        "common steps": uneven and isinstance(work.steps, str),
+        "common steps": uneven(steps) and isinstance(work.steps, str),
         "interruption": early,
     }
     why = why_not_normalise(objective, effective, other_causes=any(causes.values()))
     by_probability = isinstance(method.averaging.normaliser, InclusionProbability)
-    causes["normalised"] = partial and not by_probability
+    constant = buffers is not None and not uneven(objective)  # a buffer's sum of equal weights
+    causes["normalised"] = partial and not by_probability and not constant
     came = subject.sampling if isinstance(subject.sampling, AmongAvailable) else None
     there = subject.sampling.inclusion if came is None else came.availability_probability
     causes["availability"] = came is not None and not by_probability and bool(np.ptp(there) > 1e-9)
@@ -367,6 +368,6 @@ def consistent_variant(method: Method) -> str:
     return f"{method.name.partition('+')[0]}+fedshuffle"
 
 
-def uneven(values: FloatArray) -> bool:
+def uneven(values: FloatArray | IntArray) -> bool:
     """Whether these numbers are not all the same."""
     return bool(np.ptp(values) > 1e-9 * np.abs(values).max())
