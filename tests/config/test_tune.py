@@ -210,6 +210,9 @@ def test_ctrl_c_while_data_are_loaded_leaves_no_folder(
     assert command(monkeypatch, "run", str(file), "--tune", "--set", "data=slow:data") == 130
     assert capsys.readouterr().err == "Interrupted while tuning: nothing was saved.\n"
     assert not (file.parent / "run").exists()
+    file.write_text(file.read_text().replace('out = "run"\n', ""))
+    assert command(monkeypatch, "tune", str(file), "--set", "data=slow:data") == 130
+    assert "--out" in capsys.readouterr().err
 
 
 INTERRUPTED_IMPORT = """

@@ -57,9 +57,12 @@ def tune(
 
 def say_interrupted(folder: Path | None) -> None:
     """Say what an interruption while tuning leaves behind."""
-    kept = folder is not None and (folder / JOURNAL).exists()
-    saved = "finished short runs are saved. To resume, repeat the command"
-    print(f"Interrupted while tuning: {saved if kept else 'nothing was saved'}.", file=sys.stderr)
+    said = "nothing was saved"
+    if folder is None:
+        said += ". With --out DIR, finished short runs are"
+    elif (folder / JOURNAL).exists():
+        said = "finished short runs are saved. To resume, repeat the command"
+    print(f"Interrupted while tuning: {said}.", file=sys.stderr)
 
 
 def config_lines(config: "Config") -> dict[str, str]:
