@@ -103,7 +103,7 @@ def test_pairs_written_out_are_uniform_sampling() -> None:
 
 def test_options_are_what_a_name_takes(rows: dict[str, dict[str, Any]]) -> None:
     assert rows["fedprox"]["options"] == {"mu": 0.01}
-    assert rows["fedshuffle-capped"]["options"] == {"rho": 4.0}
+    assert rows["fedshuffle-capped"]["options"] == {"rho": 2.0}
     assert rows["fedadam"]["options"] == {"b1": 0.9, "b2": 0.99, "epsilon": 1e-3}
     assert rows["mime-lite"]["options"]["corrected"] is False
     for name, row in rows.items():

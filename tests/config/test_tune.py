@@ -4,6 +4,8 @@ import inspect
 import json
 import re
 import shlex
+import subprocess
+import sys
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -158,12 +160,21 @@ def test_one_line_says_what_was_found(
     assert shown[1] == "7 rounds are done."
 
 
-@pytest.mark.parametrize("start", ["0.2", "1e-30"])
-def test_it_says_if_no_step_size_lowered_the_loss(
-    start: str, file: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("start", "said"),
+    [("0.2", ""), ("1e-30", "hardly"), ("1e-9", "hardly"), ("1e-6", "The largest that were tried")],
+)
+def test_it_says_where_larger_step_sizes_should_be_tried(
+    start: str,
+    said: str,
+    file: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     assert command(monkeypatch, "tune", str(file), "--set", f"step_size={start}") == 0
-    assert ("None of them lowered" in capsys.readouterr().out) == (start == "1e-30")
+    shown = capsys.readouterr().out
+    assert said in shown
+    assert ("give a larger step_size" in shown) == bool(said)
 
 
 def test_an_interruption_while_tuning_is_resumed_by_the_same_command(
@@ -199,6 +210,30 @@ def test_ctrl_c_while_data_are_loaded_leaves_no_folder(
     assert command(monkeypatch, "run", str(file), "--tune", "--set", "data=slow:data") == 130
     assert capsys.readouterr().err == "Interrupted while tuning: nothing was saved.\n"
     assert not (file.parent / "run").exists()
+    file.write_text(file.read_text().replace('out = "run"\n', ""))
+    assert command(monkeypatch, "tune", str(file), "--set", "data=slow:data") == 130
+    assert "--out" in capsys.readouterr().err
+
+
+INTERRUPTED_IMPORT = """
+import sys
+
+class Interrupt:
+    def find_spec(self, name, *_):
+        if name == "torch":
+            raise KeyboardInterrupt
+
+sys.meta_path.insert(0, Interrupt())
+from fedshuffle.cli import main
+main()
+"""
+
+
+def test_ctrl_c_while_torch_is_imported_is_one_line(file: Path) -> None:
+    line = [sys.executable, "-c", INTERRUPTED_IMPORT, "tune", str(file)]
+    ended = subprocess.run(line, capture_output=True, text=True)
+    assert ended.stderr == "Interrupted while tuning: nothing was saved.\n"
+    assert ended.returncode == 130
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from typer import Argument, Option
 
 from fedshuffle._terminal import plain_table
 from fedshuffle.cli.shared import AsJson, ConfigOut, Settings, alone, console, emit, overrides
-from fedshuffle.tuning import DEFAULT_SHARE
+from fedshuffle.tuning import DEFAULT_SHARE, JOURNAL
 
 if TYPE_CHECKING:
     from fedshuffle.config.schema import Config
@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 
 UNEVEN = 10.0
 """Step sizes of clients that differ by more than this factor call for trying a cap."""
+LEAST = 1e-3
+"""A smaller decrease of the training loss, as a share of it, is no more than rounding."""
 SHARE = "Largest cost of tuning, as a share of the rounds of the run."
 
 
@@ -55,11 +57,12 @@ def tune(
 
 def say_interrupted(folder: Path | None) -> None:
     """Say what an interruption while tuning leaves behind."""
-    from fedshuffle.tuning.journal import NAME
-
-    kept = folder is not None and (folder / NAME).exists()
-    saved = "finished short runs are saved. To resume, repeat the command"
-    print(f"Interrupted while tuning: {saved if kept else 'nothing was saved'}.", file=sys.stderr)
+    said = "nothing was saved"
+    if folder is None:
+        said += ". With --out DIR, finished short runs are"
+    elif (folder / JOURNAL).exists():
+        said = "finished short runs are saved. To resume, repeat the command"
+    print(f"Interrupted while tuning: {said}.", file=sys.stderr)
 
 
 def config_lines(config: "Config") -> dict[str, str]:
@@ -69,12 +72,15 @@ def config_lines(config: "Config") -> dict[str, str]:
 
 def in_words(found: "TunedStepSizes") -> str:
     """What was found, what it cost, and what else to try, in one line."""
-    useless = ""
-    if found.loss >= found.start:
-        useless = (
-            " None of them lowered the training loss: give a larger step_size to start from, or"
+    products = [trial.step_size * trial.server_step_size for trial in found.tried]
+    larger = ""
+    if found.start - found.loss <= LEAST * abs(found.start):
+        larger = (
+            " They hardly lowered the training loss: give a larger step_size to start from, or"
             " check the model and the loss."
         )
+    elif found.step_size * found.server_step_size >= max(products):
+        larger = " The largest that were tried are the best: give a larger step_size to start from."
     partly = "" if found.complete else " The budget was spent before all neighbours were tried."
     scale = found.largest_scale
     uneven = ""
@@ -86,7 +92,7 @@ def in_words(found: "TunedStepSizes") -> str:
     return (
         f"Found step_size {found.step_size:g} and server_step_size {found.server_step_size:g} in"
         f" {len(found.tried)} short runs, which cost {found.share:.0%} of a run."
-        f"{useless}{partly}{uneven}"
+        f"{larger}{partly}{uneven}"
     )
 
 

@@ -72,7 +72,7 @@ class WeightPerDistance:
         return clients.weight * CappedSteps(self.rho)(clients) / clients.done_length
 
 
-CAPPED = FedShuffleGen(CappedSteps(4.0), WeightPerDistance(4.0), InclusionProbability())
+CAPPED = FedShuffleGen(CappedSteps(2.0), WeightPerDistance(2.0), InclusionProbability())
 
 _STYLES = {
     "fedshuffle": ("FedShuffle", "#009E73"),
@@ -101,7 +101,7 @@ METHODS = (
     _balanced("nastya", "FedRR with a server step size", reference="Malinovsky et al. 2022"),
     Method(
         "fedshuffle-capped",
-        "steps at most rho = 4 times as large",
+        "steps at most rho = 2 times as large",
         CAPPED,
         reference="Horvath et al. 2022",
         family=Family("capped", "Between FedNova and FedShuffle", _STYLES),

@@ -12,5 +12,7 @@ __all__ = ["Trial", "TunedStepSizes", "tune"]
 
 DEFAULT_SHARE = 3.0
 """The largest cost of tuning unless another is given, as a share of the rounds of the run."""
+JOURNAL = "tuning.jsonl"
+"""The file of finished short runs in the folder of a run."""
 
 __getattr__ = attach(__name__)  # only the runs need torch

@@ -9,10 +9,8 @@ from pathlib import Path
 
 from fedshuffle import _files
 from fedshuffle.errors import FedShuffleError, error_context, one_line
+from fedshuffle.tuning import JOURNAL
 from fedshuffle.tuning.short_runs import Trial
-
-NAME = "tuning.jsonl"
-"""The file in the folder of a run."""
 
 _NAMES = [field.name for field in fields(Trial)]
 
@@ -93,7 +91,7 @@ def opened(folder: str | os.PathLike[str] | None, settings: str) -> Iterator[Jou
     with ExitStack() as stack:
         with _writing(Path(folder)):
             stack.enter_context(_files.one_writer(Path(folder)))
-        yield Journal(Path(folder) / NAME, settings)
+        yield Journal(Path(folder) / JOURNAL, settings)
 
 
 def _writing(path: Path) -> AbstractContextManager[None]:
