@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from fedshuffle import devices, engines, fingerprint, methods, schedules
-from fedshuffle._arrays import FloatArray, number
+from fedshuffle._arrays import FloatArray, expect, number
 from fedshuffle.availability import Availability
 from fedshuffle.engines import Engine, Loss, Problem, Ray
 from fedshuffle.errors import FedShuffleError
@@ -90,6 +90,7 @@ class Simulation:
         record_cohorts: bool = False,
         record_clients: bool = False,
     ) -> None:
+        expect(model, nn.Module, "model")
         engines.check(engine)
         for name, size in {"step_size": step_size, "server_step_size": server_step_size}.items():
             if isinstance(size, str):
@@ -291,7 +292,7 @@ def _warn_of_unfinished_work(run: Run) -> None:
     warnings.warn(
         f"by the deadline client {run.federation.ids[slowest[0]]} is done with all its steps in"
         f" {done.min():.0%} of its rounds, and {run.method.name} counts clients by the steps that"
-        f" they did, so slow ones count less than you meant. Use method {remedy}, which weighs by"
+        f" they did, so slow ones count less than you meant. Use method {remedy}, which weights by"
         " the share of the work that was done.",
         stacklevel=3,
     )
