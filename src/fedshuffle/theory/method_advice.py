@@ -2,7 +2,7 @@
 
 import dataclasses
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -21,7 +21,7 @@ from fedshuffle.sampling import (
     Listed,
     Sampling,
     Uniform,
-    importance_probabilities,
+    importance,
     resolve,
 )
 from fedshuffle.sampling.base import MAX_COHORTS
@@ -35,7 +35,11 @@ from fedshuffle.theory.method_constants import (
 )
 from fedshuffle.theory.rates import ConvergenceRate, Regime, StepLimit, TunedStep, largest_step_size
 
-KINDS = ("uniform", "importance", "best")
+KINDS: dict[str, Callable[[Federation, int], Sampling]] = {
+    "uniform": lambda clients, b: Uniform(len(clients), b),
+    "importance": lambda clients, b: importance(clients.sizes, b),
+    "best": lambda clients, b: Independent(best_probabilities(clients.weights, b)),
+}
 """The samplings to compare: ``best`` is the independent one with the smallest M, and also bounds
 optimal client sampling."""
 
@@ -261,13 +265,7 @@ def best_probabilities(weights: ArrayLike, b: int) -> FloatArray:
 
 def sampling_variance(kind: str, federation: Federation, b: int) -> float:
     """M of a kind of sampling with b clients (expected)."""
-    w = federation.weights
-    if kind == "uniform":
-        sampling: Sampling = Uniform(len(w), b)
-    elif kind == "importance":
-        sampling = Independent(importance_probabilities(federation.sizes, b))
-    else:
-        sampling = Independent(best_probabilities(w, b))
+    w, sampling = federation.weights, KINDS[kind](federation, b)
     found = float((sampling.s * w / sampling.p).max())
     if kind == "uniform" and 1 < len(w) <= MAX_EIGENVALUE_CLIENTS:
         found = min(found, float((smallest_s(sampling, w) * w / sampling.p).max()))
