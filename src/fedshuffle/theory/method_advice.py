@@ -13,7 +13,7 @@ from fedshuffle._arrays import FloatArray, count, expect, vector
 from fedshuffle.errors import FedShuffleError
 from fedshuffle.federation import Federation
 from fedshuffle.local_work import EpochRange, LocalWork
-from fedshuffle.methods import FedShuffleGen, InclusionProbability, Method
+from fedshuffle.methods import FedShuffleGen, Method
 from fedshuffle.methods.averaging import own_steps
 from fedshuffle.sampling import (
     Full,
@@ -105,21 +105,20 @@ def nearest_constants(
     work = LocalWork() if work is None else work
     rule = method if isinstance(method, FedShuffleGen) else methods.get(method).averaging
     drawn, notes, covered = resolve(sampling, federation), list[str](), True
-    by_probability = isinstance(rule.normaliser, InclusionProbability)
     if not drawn.independent_rounds:
         covered = False
         notes.append("the bounds are for independent rounds; here a cohort depends on earlier ones")
     if rule.estimate is not None:
         covered = False
         notes.append("the bounds are for known inclusion probabilities; here they are estimated")
-    if drawn.two_phase and by_probability:
+    if drawn.two_phase and rule.by_probability:
         if not isinstance(drawn.pool, Full):
             proven = "only optimal sampling of all clients is covered"
             raise FedShuffleError(f"nothing is proven for sampling {drawn!r}: {proven}.")
         notes.append("optimal sampling: at most the variance of the best independent sampling")
         b = round(drawn.expected_updates)
         drawn = Independent(best_probabilities(federation.weights, b))
-    elif not by_probability and not drawn.two_phase and listed_cohorts(drawn) is None:
+    elif not rule.by_probability and not drawn.two_phase and listed_cohorts(drawn) is None:
         drawn, covered = _drawn_cohorts(drawn, seed), False
         notes.append(f"too many cohorts: moments estimated from {MAX_COHORTS} drawn ones")
 

@@ -20,7 +20,7 @@ from fedshuffle.errors import FedShuffleError
 from fedshuffle.federation import Federation
 from fedshuffle.finetuning.exact import check_prepared
 from fedshuffle.local_work import LocalWork
-from fedshuffle.methods import Cohort, InclusionProbability, Method
+from fedshuffle.methods import Cohort, Method
 from fedshuffle.privacy import Privacy
 from fedshuffle.probabilities import Estimate
 from fedshuffle.sampling import Sampling
@@ -273,7 +273,7 @@ def _warn_of_unfinished_work(run: Run) -> None:
     they send by the steps that they did.
     """
     stop, rule = run.workload.work.interruption, run.method.averaging
-    if not isinstance(stop, UntilDeadline) or not isinstance(rule.normaliser, InclusionProbability):
+    if not isinstance(stop, UntilDeadline) or not rule.by_probability:
         return
     steps = run.workload.possible_steps[0].max(axis=1)  # one step is done, or the client is away
     done = np.where(steps > 1, stop.tasks.in_time(stop.deadline).min(axis=1), 1.0)
