@@ -9,7 +9,7 @@ import numpy as np
 from fedshuffle._arrays import FloatArray
 from fedshuffle.auditing.subject import Subject
 from fedshuffle.local_work import Workload
-from fedshuffle.methods import MVR, Cohort, GlobalMomentum, Method, Plain
+from fedshuffle.methods import MVR, Cohort, GlobalMomentum, InclusionProbability, Method, Plain
 from fedshuffle.methods.servers import Average
 from fedshuffle.sampling import AmongAvailable, Buffers, Full
 
@@ -230,7 +230,7 @@ def method_findings(
         "interruption": early,
     }
     why = why_not_normalise(objective, effective, other_causes=any(causes.values()))
-    by_probability = method.averaging.by_probability
+    by_probability = isinstance(method.averaging.normaliser, InclusionProbability)
     causes["normalised"] = partial and not by_probability
     came = subject.sampling if isinstance(subject.sampling, AmongAvailable) else None
     there = subject.sampling.inclusion if came is None else came.availability_probability
