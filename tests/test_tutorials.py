@@ -46,7 +46,7 @@ def follow(page: str, folder: Path) -> None:
         program, *rest = line.split(" ", 1)
         assert program == "fedshuffle", line
         done = subprocess.run(
-            [f"{sys.executable} -m fedshuffle.cli {rest[0]}"],
+            [f"{sys.executable} -m fedshuffle {rest[0]}"],
             shell=True,
             cwd=folder,
             env=os.environ | {"COLUMNS": "80"},

@@ -7,7 +7,7 @@ averages by examples. With ``optim`` as its last argument it uses torch.optim.SG
 import sys
 
 import torch
-from models import lean_walk, model, tensors, walk
+from models import model, tensors, train_client, train_client_in_place
 from turns import Turns, play
 from work import cohort, load, steps
 
@@ -17,7 +17,7 @@ def contestant(turns: Turns) -> None:
     data = load(folder, work)
     inputs, labels = tensors(data)
     trained = model(work)
-    local_work = walk if optim else lean_walk
+    local_work = train_client if optim else train_client_in_place
     parameters = list(trained.parameters())
     x = [p.detach().clone() for p in parameters]
     for round in turns:

@@ -34,10 +34,10 @@ class Drawn(EqualPairCorrelation):
 
 def engine(name: str, problem: Problem, run: Run) -> Engine:
     """The engine of that name, or the one that ``auto`` chooses for the first round."""
-    walk = run.local_training(State(problem.start))
-    if name != "auto" or walk is None:
+    request = run.local_training(State(problem.start))
+    if name != "auto" or request is None:
         return make(name, problem)
-    return choose(problem, walk).engine
+    return choose(problem, request).engine
 
 
 def contestant(turns: Turns) -> None:

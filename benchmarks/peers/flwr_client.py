@@ -4,7 +4,7 @@ import functools
 
 from flwr.app import ArrayRecord, Context, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
-from models import model, tensors, walk
+from models import model, tensors, train_client
 from torch import Tensor, nn
 from work import Data, load, steps
 
@@ -25,7 +25,7 @@ def train(message: Message, context: Context) -> Message:
     trained.load_state_dict(message.content["arrays"].to_torch_state_dict())
     client = int(context.node_config["partition-id"])
     rows = data.rows(client)
-    walk(trained, inputs[rows], labels[rows])
+    train_client(trained, inputs[rows], labels[rows])
     taken = steps(data.sizes[client : client + 1])
     metrics = MetricRecord({"num-examples": int(data.sizes[client]), "steps": taken})
     content = RecordDict({"arrays": ArrayRecord(trained.state_dict()), "metrics": metrics})

@@ -48,7 +48,7 @@ def tensors(data: Data) -> tuple[Tensor, Tensor]:
     return torch.from_numpy(data.inputs), torch.from_numpy(data.labels)
 
 
-def walk(model: nn.Module, inputs: Tensor, labels: Tensor) -> None:
+def train_client(model: nn.Module, inputs: Tensor, labels: Tensor) -> None:
     """The local work of one client with torch.optim, as one writes it by hand."""
     optimizer = torch.optim.SGD(model.parameters(), lr=STEP_SIZE)
     for _ in range(EPOCHS):
@@ -59,7 +59,7 @@ def walk(model: nn.Module, inputs: Tensor, labels: Tensor) -> None:
             optimizer.step()
 
 
-def lean_walk(model: nn.Module, inputs: Tensor, labels: Tensor) -> None:
+def train_client_in_place(model: nn.Module, inputs: Tensor, labels: Tensor) -> None:
     """The same without torch.optim: the update in place."""
     parameters = list(model.parameters())
     for _ in range(EPOCHS):

@@ -90,8 +90,9 @@ def _inside(values: Any, within: str) -> Any:
 def expect(value: Any, kind: type, what: str) -> None:
     """Refuse a value of the wrong type."""
     if not isinstance(value, kind):
+        shown = " ".join(repr(value).split())  # an array takes many lines
         raise FedShuffleError(
-            f"{what} must be of type {kind.__name__}, not {type(value).__name__}: {value!r:.60}."
+            f"{what} must be of type {kind.__name__}, not {type(value).__name__}: {shown:.60}."
         )
 
 

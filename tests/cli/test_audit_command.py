@@ -187,7 +187,7 @@ def test_a_function_is_audited(monkeypatch: Monkey, capsys: Printed, tmp_path: P
     assert told["consistent"] is False
     assert run(monkeypatch, "audit", *words, "--sampling", "uniform:2") == 0
     text = capsys.readouterr().out
-    assert "weighed all alike" in text
+    assert "weighted all alike" in text
     assert "how many examples" in text
 
 

@@ -263,7 +263,7 @@ def test_resume_after_ctrl_c_and_kill_9(done: tuple[Path, Results], tmp_path: Pa
     """Ctrl-C, then kill -9 of everything, in the middle of runs; then once more to the end."""
     file, out = project(tmp_path), tmp_path / "out"
     (tmp_path / "hold").write_text("150")  # calls of the loss before a worker is held
-    words = [sys.executable, "-m", "fedshuffle.cli", "compare", str(file), "--jobs", "2"]
+    words = [sys.executable, "-m", "fedshuffle", "compare", str(file), "--jobs", "2"]
 
     def held() -> set[str]:
         return {path.name for path in tmp_path.glob("held-*")}

@@ -161,6 +161,12 @@ def test_models_and_losses_that_cannot_be_trained_are_named() -> None:
         FedShuffleError, match=r"CrossEntropyLoss takes outputs.*lambda model, x, y"
     ):
         fit(nn.Linear(6, 3), nn.CrossEntropyLoss())
+    with pytest.raises(FedShuffleError, match=r"^cross_entropy takes outputs.*lambda model, x, y"):
+        fit(nn.Linear(6, 3), nn.functional.cross_entropy)
+    with pytest.raises(FedShuffleError, match="model must be of type Module, not type"):
+        fit(nn.Linear, losses.cross_entropy)  # type: ignore[arg-type]
+    with pytest.raises(FedShuffleError, match=r"federation .* Federation, not tuple: [^\n]*$"):
+        train(nn.Linear(6, 3), federation.tensors(), loss=losses.cross_entropy, rounds=1)  # type: ignore[arg-type]
     with pytest.raises(FedShuffleError, match=r"cannot be called. Use one of fedshuffle.losses"):
         fit(nn.Linear(6, 3), "cross_entropy")
 

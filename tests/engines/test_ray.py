@@ -583,7 +583,7 @@ def ray_folder() -> Iterator[str]:
 
 def command(*words: str | Path, **environment: str) -> subprocess.Popen[str]:
     return subprocess.Popen(
-        [sys.executable, "-m", "fedshuffle.cli", "run", *map(str, words)],
+        [sys.executable, "-m", "fedshuffle", "run", *map(str, words)],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

@@ -226,7 +226,7 @@ def test_no_process_is_left(
     line: str, number: signal.Signals, codes: set[int], tmp_path: Path
 ) -> None:
     folder = tmp_path / "deployment"
-    words = [sys.executable, "-m", "fedshuffle.cli", "flower", "up", "--clients", "1"]
+    words = [sys.executable, "-m", "fedshuffle", "flower", "up", "--clients", "1"]
     with subprocess.Popen(
         [*words, "--dir", str(folder)], stdout=subprocess.PIPE, text=True, start_new_session=True
     ) as up:
@@ -253,7 +253,7 @@ def test_no_process_is_left(
 def test_killed_deployment_leaves_no_process_and_no_key(
     number: signal.Signals, tmp_path: Path
 ) -> None:
-    words = [sys.executable, "-m", "fedshuffle.cli", "flower", "up", "--clients", "1"]
+    words = [sys.executable, "-m", "fedshuffle", "flower", "up", "--clients", "1"]
     environment = os.environ | {"TMPDIR": str(tmp_path)}
     with subprocess.Popen(words, stdout=subprocess.PIPE, text=True, env=environment) as up:
         assert up.stdout is not None

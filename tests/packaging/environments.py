@@ -105,7 +105,7 @@ class Environment:
     @property
     def _fedshuffle(self) -> list[str | Path]:
         own = self.bin / "fedshuffle"
-        return [own] if own.exists() else [self.bin / "python", "-m", "fedshuffle.cli"]
+        return [own] if own.exists() else [self.bin / "python", "-m", "fedshuffle"]
 
 
 def _asked(

@@ -96,7 +96,7 @@ class Remembers(Transform):
         ({"method": "fedshuffle-mvr"}, "full gradients.*without noise"),
         ({"sampling": "optimal:2"}, "norms of their updates"),
         ({"work": LocalWork(steps="min")}, "steps='min' depends on the cohort"),
-        ({"method": OWN}, r"own weighs clients by own_weights.*weighted=True"),
+        ({"method": OWN}, r"own weights clients by own_weights.*weighted=True"),
         (
             {"method": own(weight=share_of_the_cohort), "privacy": WEIGHTED},
             "own computes the weight.*from the whole cohort",

@@ -15,6 +15,7 @@ import numpy as np
 
 from fedshuffle._arrays import FloatArray, IntArray
 from fedshuffle.errors import FedShuffleError, error_context, optional_import, user_error
+from fedshuffle.sampling import Sampling
 
 __all__ = ["Aggregator", "FlowerAggregator", "FunctionAggregator", "Replies"]
 
@@ -51,6 +52,20 @@ class Aggregator(abc.ABC):
     def average(self) -> "Aggregator | None":
         """The server without its optimiser; None if there is none, or it cannot be separated."""
         return None
+
+
+def as_aggregator(given: Aggregator | Callable[..., Any]) -> Aggregator:
+    """A server under audit, from an adapter or a function."""
+    return given if isinstance(given, Aggregator) else FunctionAggregator(given)
+
+
+def check_not_by_updates(sampling: Sampling) -> None:
+    """Refuse a sampling that looks at the updates, which are those of the audit."""
+    if sampling.two_phase:
+        raise FedShuffleError(
+            f"sampling {sampling!r} depends on the updates, and those of the audit are not real:"
+            " give its pool, the clients that train."
+        )
 
 
 class FunctionAggregator(Aggregator):

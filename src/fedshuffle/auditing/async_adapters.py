@@ -47,7 +47,7 @@ class _APPFL:
 def flsim_server(make: Callable[[Any], Any], sizes: Sequence[int]) -> MakeServer:
     """FLSim's asynchronous trainer: ``make(model)`` makes a fresh ``AsyncTrainer``.
 
-    The trainer weighs and aggregates; its metrics are left out. ``sizes`` are the clients' numbers
+    The trainer weights and aggregates; its metrics are left out. ``sizes`` are the clients' numbers
     of examples.
     """
     return lambda parameters: _FLSim(make, parameters, sizes)

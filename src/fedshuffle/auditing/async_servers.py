@@ -7,7 +7,7 @@ coordinate, so the model shows how far each client has moved it. The mean moveme
 the effective weights, with intervals from the means over batches of successive uploads.
 
 A server that adds each update times :math:`(1 + s)^{-a}`, where s is its staleness, the number of
-uploads since the client's download, weighs client i by
+uploads since the client's download, weights client i by
 
 .. math:: \hat w_i \propto \lambda_i E[(1 + s_i)^{-a}] = \lambda_i \frac{p}{q} Li_a(q),
    \quad p = \lambda_i / \textstyle\sum_j \lambda_j, \quad q = 1 - p.
@@ -257,7 +257,7 @@ class _Response:
     def describe(
         self, properties: ServerProperties, federation: Federation, share: FloatArray
     ) -> ServerProperties:
-        """The properties with the rule by which fresh updates are weighed."""
+        """The properties with the rule by which fresh updates are weighted."""
         once = np.zeros(len(share), dtype=np.int64)
         seen = Observations(1, once, np.arange(len(share)), self.fresh, self.fresh, once + 1)
         form = describe_weights(properties, federation, share, seen).form

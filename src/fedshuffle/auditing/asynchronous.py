@@ -23,7 +23,6 @@ from fedshuffle._arrays import FloatArray
 from fedshuffle.auditing.effective_weights import contribution_table, contributions
 from fedshuffle.auditing.estimation import BATCHES, error_of_mean
 from fedshuffle.auditing.subject import Subject
-from fedshuffle.methods import InclusionProbability
 from fedshuffle.methods.averaging import RatioOfSums
 from fedshuffle.sampling import Buffers
 from fedshuffle.timing.simulation import SimulatedSteps, simulate
@@ -157,7 +156,7 @@ def _moves(subject: Subject, found: SimulatedSteps) -> FloatArray:
 
 
 def _divides(subject: Subject) -> bool:
-    return isinstance(subject.method.averaging.normaliser, InclusionProbability)
+    return subject.method.averaging.by_probability
 
 
 def _constant(values: FloatArray) -> bool:

@@ -15,7 +15,7 @@ from typing import Any, Literal
 import numpy as np
 
 from fedshuffle._arrays import FloatArray, count, expect, number
-from fedshuffle.auditing.adapters import Aggregator, FunctionAggregator
+from fedshuffle.auditing.adapters import Aggregator, as_aggregator, check_not_by_updates
 from fedshuffle.auditing.estimation import (
     BATCHES,
     Control,
@@ -96,13 +96,9 @@ def audit_server(
                 " log instead (fedshuffle audit --log), or give the availability of one time."
             )
         drawn = drawn.at(0)  # independent rounds
-    if drawn.two_phase:
-        raise FedShuffleError(
-            f"sampling {drawn!r} depends on the updates, and those of the audit are not real: give"
-            " its pool, the clients that train."
-        )
+    check_not_by_updates(drawn)
     server = ServerQueries(
-        aggregate if isinstance(aggregate, Aggregator) else FunctionAggregator(aggregate),
+        as_aggregator(aggregate),
         federation,
         drawn,
         work.on(federation.sizes),

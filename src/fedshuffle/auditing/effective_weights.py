@@ -17,7 +17,7 @@ from fedshuffle.auditing.estimation import BATCHES, error_of_mean, errors_of_sha
 from fedshuffle.auditing.quadrature import expected_ratio
 from fedshuffle.auditing.subject import Subject
 from fedshuffle.errors import FedShuffleError, NotAuditableError
-from fedshuffle.methods import Cohort, CohortMoments, InclusionProbability, Method, SumOne
+from fedshuffle.methods import Cohort, CohortMoments, Method, SumOne
 from fedshuffle.methods.averaging import RatioOfSums, objective_weight, steps_of_the_longest
 from fedshuffle.methods.directions import gradient_weights
 from fedshuffle.probabilities import Participation, TruncatedIntervals
@@ -74,8 +74,8 @@ def exact_weights(subject: Subject) -> tuple[FloatArray, str] | None:
 
 def _ratios_among_available(subject: Subject) -> bool:
     """Whether contributions are ratios of sums over cohorts of those who are there."""
-    by_probability = isinstance(subject.method.averaging.normaliser, InclusionProbability)
-    return isinstance(subject.sampling, AmongAvailable) and not by_probability
+    ratios = not subject.method.averaging.by_probability
+    return ratios and isinstance(subject.sampling, AmongAvailable)
 
 
 def _integrals(subject: Subject) -> int:
@@ -131,7 +131,7 @@ def _by_formula(subject: Subject) -> tuple[_Moments, str]:
         None if parts[0] is None else np.sum(parts, axis=0) for parts in zip(*moments, strict=True)
     )
     assert contribution is not None
-    closed = isinstance(subject.method.averaging.normaliser, InclusionProbability)
+    closed = subject.method.averaging.by_probability
     fixed = subject.outcomes.number == 1
     closed = closed or (fixed and subject.sampling.cohorts(0) is not None)
     return (contribution, joint, estimate), "closed form" if closed else "quadrature"
@@ -163,7 +163,7 @@ def _of_table(
     direction, p = subject.method.direction, subject.probability
     chances, w = subject.outcomes.chances, subject.federation.weights
     joint = estimate = None
-    if isinstance(subject.method.averaging.normaliser, InclusionProbability):
+    if subject.method.averaging.by_probability:
         mean, often = (moved * chances).sum(axis=1), law.inclusion / p  # in the mean over rounds 1
         if direction.needs_joint:
             joint = w / p * law.expected_sums(mean / p)

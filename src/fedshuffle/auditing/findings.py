@@ -25,7 +25,7 @@ _TEXTS = {  # what, why and fix, a line each
         Give every client its own epochs and scale the step size{instead}.""",
     "interruption": """Some clients do not finish the steps that they planned{unfinished}.
         A client that stops early moves less far than its weight says.
-        Weigh by the share of the work that was done: method fedshuffle-gen.""",
+        Weight by the share of the work that was done: method fedshuffle-gen.""",
     "normalised": """The aggregation weights are normalised over the cohort.
         {why_not_normalise}
         Divide each weight by the client's inclusion probability{instead}.""",
@@ -72,7 +72,7 @@ of it.""",
         A cohort of large total weight both counts more in the estimate and moves further.
         Use {other}, or a sampling whose cohorts all have the same total weight (full \
 participation, or one client with probability w).""",
-    "rules": """The rules of {name} do not weigh clients as the objective does.
+    "rules": """The rules of {name} do not weight clients as the objective does.
         In the mean over cohorts client {client} counts {ratio:.3g} times what was meant.
         Make weight times steps over normalisations proportional to the objective's weight\
 {instead}.""",
@@ -81,7 +81,7 @@ participation, or one client with probability w).""",
         Let every round treat clients alike, or audit over as many rounds as you train.""",
     "pooled": """All data is in one place, and every example counts equally.
         The objective goes by the number of examples, not by the weights you gave.
-        Weigh clients by size, or use a federated method.""",
+        Weight clients by size, or use a federated method.""",
     "windows": """Who counts changes over the rounds: in rounds {first} to {last} client {client} \
 has {then:.2%} of the weight, in all rounds {overall:.2%}.
         Clients come and go, and the model follows whoever is there; where step sizes fall, early \
@@ -90,7 +90,7 @@ rounds count more.
 fall only over many comings and goings.""",
     "sizes": """The server ignores how many examples clients have.
         Small clients count like large ones.
-        Weigh clients by size, or say that you mean an objective of equal weights.""",
+        Weight clients by size, or say that you mean an objective of equal weights.""",
     "probability": """The server ignores inclusion probability.
         Clients that take part more often count more.
         Divide each client's weight by its inclusion probability.""",
@@ -167,7 +167,7 @@ or mime-adam. Where clients' gradients are alike in size there is nothing to fix
     "noise by number": """The noise is made for {number} clients that count alike.
         Client {client} counts {weight:.3g}, not 1/{number}, so the real noise multiplier is \
 {multiplier:.3g}, not {claim:.4g}.
-        Scale the noise to the clipping norm times the largest weight, or weigh clients alike, or \
+        Scale the noise to the clipping norm times the largest weight, or weight clients alike, or \
 clip each update after it is weighted.""",
     "noise too small": """The noise is too small for what one client can do.
         Client {client} can move the model by {distance:.3g}, the noise has a standard deviation \

@@ -11,7 +11,6 @@ from fedshuffle.auditing.estimation import LOG_BATCHES, Observations
 from fedshuffle.auditing.findings import Finding, findings_of
 from fedshuffle.auditing.subject import Subject
 from fedshuffle.errors import NotAuditableError
-from fedshuffle.methods import InclusionProbability
 from fedshuffle.sampling import AmongAvailable
 
 WINDOWS = 4  # parts of the rounds to look at
@@ -64,10 +63,9 @@ def over_time(
     when = f"in round{'s' * (len(window) > 1)} {span} client {client} counts {most:.3g} times"
     if not biased:
         return [], [f"the weights are right over {rounds} rounds, but {when} what you meant"]
-    by_probability = isinstance(subject.method.averaging.normaliser, InclusionProbability)
     steps = [subject.step_size_of(round) for round in range(rounds)]
     cause = "time" if min(steps) == max(steps) else "time and step sizes"
-    if by_probability and cause == "time":
+    if subject.method.averaging.by_probability and cause == "time":
         whole = sampling.availability.repeats and rounds % sampling.period == 0
         if whole or rounds == sampling.period:  # another cause, which has its own finding
             return [], [f"{when} what you meant"]

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 
 from fedshuffle._arrays import IntArray, count, expect, jsonable, number
-from fedshuffle.auditing.adapters import Aggregator, FunctionAggregator
+from fedshuffle.auditing.adapters import Aggregator, as_aggregator, check_not_by_updates
 from fedshuffle.auditing.findings import Finding, findings_of
 from fedshuffle.auditing.privacy_probes import AdaptiveThreshold, Measured, PrivateServer, measure
 from fedshuffle.auditing.result import print_conclusion
@@ -157,13 +157,9 @@ def audit_privacy(
         number(noise_multiplier, "noise_multiplier", within="(0, inf)")
     check_known("neighbours", neighbours, NEIGHBOURS)
     drawn = resolve(sampling, federation)
-    if drawn.two_phase:
-        raise FedShuffleError(
-            f"sampling {drawn!r} depends on the updates, and those of the audit are not real: give"
-            " its pool, the clients that train."
-        )
+    check_not_by_updates(drawn)
     server = PrivateServer(
-        aggregate if isinstance(aggregate, Aggregator) else FunctionAggregator(aggregate),
+        as_aggregator(aggregate),
         federation,
         drawn,
         float(clip),

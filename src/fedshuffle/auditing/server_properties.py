@@ -41,7 +41,7 @@ class ServerProperties:
             (self.repeatable is False, "the same replies do not always give the same step"),
             (self.sums_to is not None, f"aggregation weights sum to {self.sums_to or 0:.4g}"),
             (self.constant, "a client's weight does not depend on who else takes part"),
-            (self.form, f"within a cohort clients are weighed {self.form}"),
+            (self.form, f"within a cohort clients are weighted {self.form}"),
             (self.stateful, f"remembers earlier rounds{grows}"),
         ]
         return [text for true, text in facts if true]

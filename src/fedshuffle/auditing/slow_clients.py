@@ -7,7 +7,6 @@ import numpy as np
 from fedshuffle._arrays import FloatArray
 from fedshuffle.auditing.findings import Finding, consistent_variant, findings_of
 from fedshuffle.auditing.subject import Subject
-from fedshuffle.methods import InclusionProbability
 from fedshuffle.sampling import AmongAvailable, OverSelected
 from fedshuffle.timing import InTime
 
@@ -17,8 +16,8 @@ _SHOWN = 0.005  # a smaller difference does not show in percent
 def slow_clients(subject: Subject, biased: bool) -> list[Finding]:
     """A finding that names the fastest and the slowest client, if they do not count alike."""
     in_time, values = _in_time(subject)
-    by_probability = isinstance(subject.method.averaging.normaliser, InclusionProbability)
-    if in_time is None or by_probability or not biased or np.ptp(in_time) < _SHOWN:
+    repaired = subject.method.averaging.by_probability
+    if in_time is None or repaired or not biased or np.ptp(in_time) < _SHOWN:
         return []
     ids = subject.federation.ids
     return findings_of(

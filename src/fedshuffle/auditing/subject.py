@@ -73,7 +73,7 @@ class Subject:
     sampling: Sampling
     workload: Workload
     rounds: int = ROUNDS
-    step_size: Schedule | None = None  # to weigh rounds by; None if all count alike
+    step_size: Schedule | None = None  # to weight rounds by; None if all count alike
     within: range | None = None  # only these rounds, if rounds differ
 
     def cohort(self, clients: IntArray, planned: IntArray, seed: int = 0, round: int = 0) -> Cohort:
@@ -174,7 +174,7 @@ class Subject:
 
     @functools.cached_property
     def nonempty(self) -> float:
-        """The share of rounds in which somebody takes part, weighed as in the plan; NaN if it is
+        """The share of rounds in which somebody takes part, weighted as in the plan; NaN if it is
         not known.
         """
         laws, shares = {id(law): law for _, _, law in self.plan}, dict[int, float]()
@@ -183,7 +183,7 @@ class Subject:
         return sum(shares[k] * nonempty_probability(law) for k, law in laws.items())
 
     def step_size_of(self, round: int) -> float:
-        """By what a round is weighed."""
+        """The weight of a round."""
         if self.step_size is None:
             return 1.0
         return schedules.value(self.step_size, round, "step size")

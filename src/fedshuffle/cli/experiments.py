@@ -1,33 +1,74 @@
 """The commands that run the experiments and the demo."""
 
 import json
+from collections.abc import Callable
 from dataclasses import asdict
 from functools import partial
+from importlib import import_module
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from typer import Argument, Option
 
 from fedshuffle.cli.compare import run_comparison
 from fedshuffle.cli.shared import AsJson, DataFolder, Jobs, Out, alone, console, emit, refuse_unused
-from fedshuffle.errors import require, require_training, unknown
+from fedshuffle.errors import check_known, require, require_training
 
-_UNUSED = {
-    "quadratic": ["scale", "data", "jobs"],
-    "compression": ["scale", "data", "jobs"],
-    "theory": ["rounds", "scale", "data", "jobs"],
-    "shakespeare": ["rounds"],
-    "cifar100": ["rounds"],
-    "steps-shakespeare": ["rounds"],
-    "steps-cifar100": ["rounds"],
-    "steps-plays": ["rounds"],
-    "steps-default": ["rounds", "scale", "jobs"],
-    "steps-held-out": ["rounds", "data"],
-    "availability": ["rounds", "data"],
-    "stragglers": ["rounds", "data"],
+
+def _claims(module: str, name: str, out: Path, as_json: bool, **given: Any) -> None:
+    """An experiment that holds claims against what it measures; it prints them itself."""
+    experiment = import_module(f"fedshuffle.experiments.{module}")
+    claims = experiment.reproduce(out, **given, progress=not as_json)
+    if as_json:
+        print(json.dumps([asdict(claim) for claim in claims]))
+
+
+def _comparison(name: str, out: Path, as_json: bool, **given: Any) -> None:
+    """One comparison, with its report."""
+    from fedshuffle.experiments import real
+
+    scale, data, jobs = given["scale"], given.get("data"), given.get("jobs")
+    words = ["reproduce", name, "--scale", scale, "--out", str(out)]
+    words += ["--data", str(data)] if data else []
+    run_comparison(real.load(name, scale, out, data), out, jobs, words, as_json)
+
+
+def _study(name: str, out: Path, as_json: bool, **given: Any) -> None:
+    """Several comparisons, with tables of their own."""
+    require("demo", f"fedshuffle reproduce {name}")
+    study = import_module(f"fedshuffle.experiments.{name}")
+    with alone(as_json):
+        rows = study.reproduce(out, **given, progress=not as_json)
+    emit(as_json, rows, partial(print, (out / "tables.md").read_text(encoding="utf-8"), end=""))
+
+
+def _tuned(function: str, name: str, out: Path, as_json: bool, **given: Any) -> None:
+    """What ``fedshuffle tune`` reaches."""
+    from fedshuffle.experiments import step_sizes
+    from fedshuffle.experiments.studies import csv_of
+
+    with alone(as_json):
+        rows = getattr(step_sizes, function)(out, **given, progress=not as_json)
+    emit(as_json, rows, partial(print, csv_of(rows), end=""))
+
+
+_OPTIONS = ("rounds", "scale", "data", "jobs")
+_EXPERIMENTS: dict[str, tuple[Callable[..., None], tuple[str, ...]]] = {
+    "quadratic": (partial(_claims, "quadratic"), ("rounds",)),
+    "compression": (partial(_claims, "compression"), ("rounds",)),
+    "theory": (partial(_claims, "theory.report"), ()),
+    "shakespeare": (_comparison, ("scale", "data", "jobs")),
+    "cifar100": (_comparison, ("scale", "data", "jobs")),
+    "steps-shakespeare": (_comparison, ("scale", "data", "jobs")),
+    "steps-cifar100": (_comparison, ("scale", "data", "jobs")),
+    "steps-plays": (_comparison, ("scale", "data", "jobs")),
+    "steps-default": (partial(_tuned, "reproduce_default"), ("data",)),
+    "steps-held-out": (partial(_tuned, "reproduce_held_out"), ("scale", "jobs")),
+    "availability": (_study, ("scale", "jobs")),
+    "stragglers": (_study, ("scale", "jobs")),
 }
-"""The experiments, and the options that change nothing in each."""
+"""What runs each experiment, and the options that it takes."""
 
 
 def reproduce(
@@ -38,8 +79,7 @@ def reproduce(
             help="quadratic (the toy figures), compression, theory, shakespeare, cifar100;"
             " steps-shakespeare, steps-cifar100, steps-plays (both step sizes tuned), steps-default"
             " (what fedshuffle tune finds on the same data), steps-held-out (both, on generated"
-            " data); availability (clients that come and"
-            " go); stragglers (accuracy against time)."
+            " data); availability (clients that come and go); stragglers (accuracy against time)."
         ),
     ],
     out: Out,
@@ -54,52 +94,11 @@ def reproduce(
     as_json: AsJson = False,
 ) -> None:
     """Repeat an experiment of the research pages; the same command resumes it if interrupted."""
-    if experiment not in _UNUSED:
-        raise unknown("experiment", experiment, _UNUSED)
-    refuse_unused(context, _UNUSED[experiment], experiment)
-    if _UNUSED[experiment] == ["rounds"]:  # a comparison
-        from fedshuffle.experiments import real
-
-        words = ["reproduce", experiment, "--scale", scale, "--out", str(out)]
-        words += ["--data", str(data)] if data else []
-        run_comparison(real.load(experiment, scale, out, data), out, jobs, words, as_json)
-        return
-    if experiment in ("steps-default", "steps-held-out"):
-        from fedshuffle.experiments import step_sizes
-        from fedshuffle.experiments.studies import csv_of
-
-        shown = not as_json
-        with alone(as_json):
-            if experiment == "steps-default":
-                rows = step_sizes.reproduce_default(out, data, progress=shown)
-            else:
-                rows = step_sizes.reproduce_held_out(out, scale, jobs, shown)
-        emit(as_json, rows, partial(print, csv_of(rows), end=""))
-        return
-    if experiment in ("availability", "stragglers"):
-        require("demo", f"fedshuffle reproduce {experiment}")
-        from fedshuffle.experiments import availability, stragglers
-
-        study = availability if experiment == "availability" else stragglers
-        with alone(as_json):
-            rows = study.reproduce(out, scale, jobs, progress=not as_json)
-        emit(as_json, rows, partial(print, (out / "tables.md").read_text(encoding="utf-8"), end=""))
-        return
-    given = {} if rounds is None else {"rounds": rounds}
-    if experiment == "quadratic":
-        from fedshuffle.experiments import quadratic
-
-        claims = quadratic.reproduce(out, **given, progress=not as_json)
-    elif experiment == "compression":
-        from fedshuffle.experiments import compression
-
-        claims = compression.reproduce(out, **given, progress=not as_json)
-    else:
-        from fedshuffle.experiments.theory import report as theory
-
-        claims = theory.reproduce(out, progress=not as_json)
-    if as_json:  # else the table of claims is printed with the progress
-        print(json.dumps([asdict(claim) for claim in claims]))
+    check_known("experiment", experiment, _EXPERIMENTS)
+    run, takes = _EXPERIMENTS[experiment]
+    refuse_unused(context, [name for name in _OPTIONS if name not in takes], experiment)
+    given = {name: context.params[name] for name in takes}
+    run(experiment, out, as_json, **{k: value for k, value in given.items() if value is not None})
 
 
 def demo(

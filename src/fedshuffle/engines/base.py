@@ -144,12 +144,12 @@ class Gathered:
         self._metrics: dict[str, FloatArray] = {}
         if request.chain and tasks:
             streams = [task.minibatches for task in tasks]
-            ids = [s.client if s.stream_id is None else s.stream_id for s in streams]
+            clients = [s.client if s.stream_id is None else s.stream_id for s in streams]
             self._any_layout = request.chain.any_layout
             self._everyone = ClientContext(
                 seed=streams[0].seed,
                 round=streams[0].round,
-                clients=np.array(ids),
+                clients=np.array(clients),
                 steps=np.array([stream.steps for stream in streams]),
                 step_sizes=np.array([task.step_size for task in tasks]),
                 weights=np.array([task.weights[0] if len(task.weights) else 0.0 for task in tasks]),

@@ -24,9 +24,9 @@ class LocalLosses:
     def __init__(self, by_hand: ByHand | None) -> None:
         self._by_hand = by_hand
         self.observed: list[Tensor] = []
-        """What the steps have observed,"""
+        """What each step has observed."""
         self.lengths: list[int] = []
-        """and the lengths of their minibatches."""
+        """The length of each step's minibatch."""
         self._computed: list[FloatArray] = []
         self._steps = 0
         self._ends = [0]

@@ -299,9 +299,11 @@ def _check_loss(loss: Loss) -> None:
     remedy = "Use one of fedshuffle.losses, or your own function loss(model, *fields)"
     if not callable(loss):
         raise FedShuffleError(f"the loss is {loss!r}, which cannot be called. {remedy}.")
-    if isinstance(loss, _Loss):
+    functional = getattr(loss, "__module__", None) == nn.functional.__name__
+    if functional or isinstance(loss, _Loss):
+        name = getattr(loss, "__name__", type(loss).__name__)
         raise FedShuffleError(
-            f"{type(loss).__name__} takes outputs and targets, and a loss here takes the model and"
+            f"{name} takes outputs and targets, and a loss here takes the model and"
             f" the fields. {remedy}, such as lambda model, x, y: criterion(model(x), y)."
         )
 

@@ -308,6 +308,11 @@ class FedShuffleGen:
         return {name: _name(getattr(self, name)) for name in self.__dataclass_fields__}
 
     @property
+    def by_probability(self) -> bool:
+        """Whether q is the inclusion probability, known or estimated."""
+        return isinstance(self.normaliser, InclusionProbability)
+
+    @property
     def estimate(self) -> Estimate | None:
         """How inclusion probabilities are estimated; None if they are known, or not needed."""
         normaliser = self.normaliser

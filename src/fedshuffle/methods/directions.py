@@ -125,7 +125,7 @@ class CohortMoments:
     joint: FloatArray | None = None
     """``E[1{i in S} w_i / p_i * (the contribution of all S)]``, if the direction needs it."""
     estimate: FloatArray | None = None
-    """``E[1{i in S} c_i]`` with the c that weighs gradients, if the direction needs it."""
+    """``E[1{i in S} c_i]`` with the c that weights gradients, if the direction needs it."""
 
     @property
     def total(self) -> float:
@@ -299,7 +299,7 @@ def check_share(a: float) -> None:
 
 
 def gradient_weights(cohort: Cohort, normaliser: Normaliser) -> FloatArray:
-    """How a method weighs the clients of a cohort to estimate grad f from what they send."""
+    """How a method weights the clients of a cohort to estimate grad f from what they send."""
     if isinstance(normaliser, InclusionProbability):
         return cohort.weight / cohort.probability
     return cohort.weight / float(cohort.weight.sum())

@@ -3,7 +3,7 @@ r"""FedProx: a proximal term draws local steps back to the global model.
 .. math:: y \leftarrow y - \gamma (g(y) + \mu (y - x))
 
 Each client approaches the minimum of :math:`f_i(y) + \frac{\mu}{2} |y - x|^2`. That limits how far
-clients drift apart, but not how they are weighed: the objective is FedAvg's.
+clients drift apart, but not how they are weighted: the objective is FedAvg's.
 
 Reference: Li et al., Federated Optimization in Heterogeneous Networks, 2020.
 """

@@ -4,7 +4,7 @@
     c = tau,  w-tilde = w,                  q^S = sum of w over S        FedShuffle with sum one
     c = tau,  w-tilde = w planned / done,   q = p                        FedShuffleGen, the hybrid
 
-Every client moves equally far in a round whatever its number of steps, and is weighed by its
+Every client moves equally far in a round whatever its number of steps, and is weighted by its
 inclusion probability, so the objective is the one you meant under every sampling. The hybrid
 corrects for unfinished work through the aggregation weight.
 

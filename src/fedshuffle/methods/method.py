@@ -142,7 +142,7 @@ class Method:
         if probabilities is None:
             return self
         estimate = resolve_estimate(probabilities)
-        if not isinstance(self.averaging.normaliser, InclusionProbability):
+        if not self.averaging.by_probability:
             other = (
                 "" if self.direction.remembers else f", or {self.name.partition('+')[0]}+fedshuffle"
             )
@@ -290,7 +290,7 @@ class Method:
             return
         if self.direction.remembers:
             raise needs_every_update(self)
-        if not isinstance(self.averaging.normaliser, InclusionProbability):
+        if not self.averaging.by_probability:
             raise FedShuffleError(
                 f"{self.name} normalises over the cohort, and with optimal client sampling nobody"
                 " knows what that minimises. Use a method that aggregates by inclusion probability,"

@@ -71,9 +71,9 @@ class Remember(Transform):
     """Keeps a client's update, in units of its own; what is sent is the change of it."""
 
     clients: IntArray
-    """The cohort, in ascending order,"""
+    """The cohort, in ascending order."""
     units: FloatArray
-    """and by what each update is multiplied before it is kept."""
+    """The factor of each client's update before it is kept."""
     keeps_state, mean = True, "restored"
 
     def client(self, updates: "Tensor", state: "Tensor | None", context: ClientContext) -> Message:

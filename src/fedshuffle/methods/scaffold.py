@@ -8,7 +8,7 @@ Client i keeps a control variate :math:`c_i`, an old gradient of its own objecti
 
 The second costs nothing: it is the mean gradient over the local steps. All control variates start
 at zero. Once they have settled, every client follows the whole gradient, so the objective is the
-one you meant however clients are weighed, and with full gradients convergence is to the optimum.
+one you meant however clients are weighted, and with full gradients convergence is to the optimum.
 
 VRL-SGD corrects each client's gradient by how its updates have differed from the mean,
 

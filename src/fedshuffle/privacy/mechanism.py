@@ -173,7 +173,7 @@ def largest_weights(
     rule, clients = method.averaging, np.arange(len(federation))
     if not (rule.weight in _KNOWN_WEIGHTS or isinstance(rule.weight, WeightPerDistance)):
         raise FedShuffleError(
-            f"{method.name} weighs clients by {rule.describe()['weight']}, whose largest value is"
+            f"{method.name} weights clients by {rule.describe()['weight']}, whose largest value is"
             " not known, so the sensitivity of the sum is not. Use Privacy(weighted=True), which"
             " clips the weighted update."
         )

@@ -20,8 +20,8 @@ from fedshuffle._arrays import FloatArray, IntArray, frozen
 from fedshuffle.availability import Always, Availability, Groups
 from fedshuffle.errors import FedShuffleError
 from fedshuffle.randomness import Purpose, generator
-from fedshuffle.sampling.base import MAX_COHORTS, Cohorts, Sampling, check_pairs
-from fedshuffle.sampling.independent import Independent, subsets
+from fedshuffle.sampling.base import Cohorts, Sampling, check_pairs, enumerated
+from fedshuffle.sampling.independent import Independent, decided
 from fedshuffle.sampling.poisson_binomial import PoissonBinomial, members_of_others
 from fedshuffle.sampling.stratified import Stratified
 from fedshuffle.sampling.uniform import Full, Uniform
@@ -214,7 +214,7 @@ class AmongAvailable(Sampling):
             sums = [self.at(round).expected_sums(v) for round in range(self.period)]
             return np.asarray(np.mean(sums, axis=0))
         if _groups(self.availability) is not None:
-            return self._enumerated_sums(v)
+            return enumerated(self).expected_sums(v)
         q, own = self.availability.probability(0), self._inclusion * v
         asked, result = q * self._stay, own.copy()
         for members, b in self._strata:
@@ -228,17 +228,6 @@ class AmongAvailable(Sampling):
             )
             result[members] += asked[members] * pairs
         return result
-
-    def _enumerated_sums(self, v: FloatArray) -> FloatArray:
-        cohorts, sums = self.cohorts(MAX_COHORTS), np.zeros(len(self))
-        if cohorts is None:
-            raise FedShuffleError(
-                f"the pair probabilities of {self!r} are not known: for groups with more than"
-                f" {MAX_COHORTS} cohorts there is no formula."
-            )
-        for members, probability in cohorts:
-            sums[members] += probability * v[members].sum()
-        return sums
 
     def pair_probabilities(self) -> FloatArray:
         check_pairs(self)
@@ -275,11 +264,11 @@ class AmongAvailable(Sampling):
         """
         groups, everyone = _groups(self.availability), np.arange(len(self))
         if self.independent_clients:
-            yield from _coins(everyone, self._inclusion)
+            yield from decided(everyone, self._inclusion)
             return
         of = self.availability if groups is None else groups.of
         place = everyone if groups is None else groups.groups
-        for present, chance in _coins(np.arange(len(of)), of.probability(0)):
+        for present, chance in decided(np.arange(len(of)), of.probability(0)):
             there = np.isin(place, present)
             choices = []
             for members, b in self._strata:
@@ -289,7 +278,7 @@ class AmongAvailable(Sampling):
             share = chance / math.prod(map(len, choices))
             for parts in itertools.product(*choices):
                 asked = np.array(sorted(itertools.chain(*parts)), dtype=np.int64)
-                yield from ((cohort, share * q) for cohort, q in _coins(asked, self._stay))
+                yield from ((cohort, share * q) for cohort, q in decided(asked, self._stay))
 
 
 def _asked(b: int, others: FloatArray) -> FloatArray:
@@ -300,14 +289,6 @@ def _asked(b: int, others: FloatArray) -> FloatArray:
 def _both_asked(b: int, others: FloatArray) -> FloatArray:
     """The same of two clients, with this many others."""
     return np.minimum(1.0, b * (b - 1) / ((others + 2) * (others + 1)))
-
-
-def _coins(clients: IntArray, p: FloatArray) -> Iterator[_Row]:
-    """Every subset of clients that decide independently, with its probability."""
-    chance = p[clients]
-    sure, unsure = clients[chance >= 1].tolist(), clients[(chance > 0) & (chance < 1)]
-    for some, q in subsets(unsure.tolist(), p[unsure]):
-        yield tuple(sorted([*sure, *some])), q
 
 
 def _groups(availability: Availability) -> Groups | None:

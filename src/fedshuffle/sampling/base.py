@@ -50,6 +50,20 @@ class Cohorts:
     def __getitem__(self, k: int) -> tuple[IntArray, float]:
         return self.members[self.starts[k] : self.starts[k + 1]], float(self.probabilities[k])
 
+    def pair_probabilities(self, n: int) -> FloatArray:
+        """``P[i, j] = P(i in S and j in S)`` for n clients."""
+        pairs = np.zeros((n, n))
+        for members, probability in self:
+            pairs[np.ix_(members, members)] += probability
+        return pairs
+
+    def expected_sums(self, v: FloatArray) -> FloatArray:
+        """``E[1{i in S} * sum of v over S]`` for every client i."""
+        sums = np.zeros(len(v))
+        for members, probability in self:
+            sums[members] += probability * v[members].sum()
+        return sums
+
     @classmethod
     def of(cls, cohorts: list[tuple[tuple[int, ...], float]]) -> "Cohorts":
         """From a list of (members, probability)."""
@@ -191,6 +205,17 @@ class EqualPairCorrelation(Sampling):
         own = self.p * v
         others = float(own.sum()) - own
         return own + self.rho * self.p * others
+
+
+def enumerated(sampling: Sampling) -> Cohorts:
+    """All cohorts of a sampling whose pair probabilities have no formula."""
+    cohorts = sampling.cohorts(MAX_COHORTS)
+    if cohorts is None:
+        raise FedShuffleError(
+            f"the pair probabilities of {sampling!r} are not known: there is no formula, and it has"
+            f" more than {MAX_COHORTS} cohorts."
+        )
+    return cohorts
 
 
 def check_pairs(sampling: Sampling) -> None:

@@ -38,11 +38,9 @@ class Independent(EqualPairCorrelation):
         return np.flatnonzero(rng.random(len(self)) < self.p)
 
     def cohorts(self, limit: int) -> Cohorts | None:
-        always, unsure = np.flatnonzero(self.p == 1).tolist(), np.flatnonzero(self.p < 1)
-        if 2 ** min(len(unsure), 64) > limit:
+        if 2 ** min(int((self.p < 1).sum()), 64) > limit:
             return None
-        every = subsets(unsure.tolist(), self.p[unsure])
-        return Cohorts.of([(tuple(sorted([*always, *some])), q) for some, q in every])
+        return Cohorts.of(list(decided(np.arange(len(self)), self.p)))
 
 
 class ApproximateIndependent(EqualPairCorrelation):
@@ -89,6 +87,14 @@ def subsets(clients: list[int], p: FloatArray) -> Iterator[tuple[tuple[int, ...]
     """Every subset of clients that decide independently, with its probability."""
     for picks in itertools.product([False, True], repeat=len(clients)):
         yield tuple(itertools.compress(clients, picks)), float(np.where(picks, p, 1 - p).prod())
+
+
+def decided(clients: IntArray, p: FloatArray) -> Iterator[tuple[tuple[int, ...], float]]:
+    """The same of some of all clients, with p of all: who is certain is in every subset."""
+    chance = p[clients]
+    sure, unsure = clients[chance >= 1].tolist(), clients[(chance > 0) & (chance < 1)]
+    for some, q in subsets(unsure.tolist(), p[unsure]):
+        yield tuple(sorted([*sure, *some])), q
 
 
 def importance(scores: ArrayLike, b: int) -> Independent:

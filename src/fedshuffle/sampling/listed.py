@@ -39,16 +39,10 @@ class Listed(Sampling):
         return f"table of {len(self._cohorts)} cohorts"
 
     def pair_probabilities(self) -> FloatArray:
-        pairs = np.zeros((len(self), len(self)))
-        for members, probability in self._cohorts:
-            pairs[np.ix_(members, members)] += probability
-        return pairs
+        return self._cohorts.pair_probabilities(len(self))
 
     def expected_sums(self, v: FloatArray) -> FloatArray:
-        sums = np.zeros(len(self))
-        for members, probability in self._cohorts:
-            sums[members] += probability * v[members].sum()
-        return sums
+        return self._cohorts.expected_sums(v)
 
     def draw(self, seed: int, round: int) -> IntArray:
         return self._cohorts.at(generator(seed, Purpose.COHORT, round=round).random())

@@ -20,7 +20,7 @@ import numpy as np
 
 from fedshuffle._arrays import FloatArray, IntArray, frozen
 from fedshuffle.errors import FedShuffleError
-from fedshuffle.sampling.base import MAX_COHORTS, Cohorts, Sampling
+from fedshuffle.sampling.base import Cohorts, Sampling, enumerated
 from fedshuffle.sampling.poisson_binomial import without_one
 from fedshuffle.sampling.uniform import Uniform
 from fedshuffle.timing import NoJitter, OverSelection, Tasks
@@ -231,15 +231,7 @@ class OverSelected(Sampling):
         ]
 
     def pair_probabilities(self) -> FloatArray:
-        cohorts, pairs = self.cohorts(MAX_COHORTS), np.zeros((len(self), len(self)))
-        if cohorts is None:
-            raise FedShuffleError(
-                f"the pair probabilities of {self.rule} are not known for more than"
-                f" {MAX_COHORTS} cohorts: there is no formula."
-            )
-        for members, probability in cohorts:
-            pairs[np.ix_(members, members)] += probability
-        return pairs
+        return enumerated(self).pair_probabilities(len(self))
 
 
 class _Hypergeometric:

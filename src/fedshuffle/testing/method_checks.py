@@ -41,8 +41,6 @@ from fedshuffle.testing.problems import (
 from fedshuffle.training.rounds import Run, drive, run_round
 
 _SMALL_STEP = 2.0**-10
-_TINY_STEP = 2.0**-24  # at which only effects of first order are seen
-_SIGMAS = 5.0
 _ONE_STEP = LocalWork(steps=1, batch_size=1000)  # along the full gradient
 _TWO_EPOCHS = LocalWork(epochs=2, batch_size=2)
 _ROUNDS = 6

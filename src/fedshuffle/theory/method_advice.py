@@ -2,7 +2,7 @@
 
 import dataclasses
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -13,7 +13,7 @@ from fedshuffle._arrays import FloatArray, count, expect, vector
 from fedshuffle.errors import FedShuffleError
 from fedshuffle.federation import Federation
 from fedshuffle.local_work import EpochRange, LocalWork
-from fedshuffle.methods import FedShuffleGen, InclusionProbability, Method
+from fedshuffle.methods import FedShuffleGen, Method
 from fedshuffle.methods.averaging import own_steps
 from fedshuffle.sampling import (
     Full,
@@ -21,7 +21,7 @@ from fedshuffle.sampling import (
     Listed,
     Sampling,
     Uniform,
-    importance_probabilities,
+    importance,
     resolve,
 )
 from fedshuffle.sampling.base import MAX_COHORTS
@@ -35,7 +35,11 @@ from fedshuffle.theory.method_constants import (
 )
 from fedshuffle.theory.rates import ConvergenceRate, Regime, StepLimit, TunedStep, largest_step_size
 
-KINDS = ("uniform", "importance", "best")
+KINDS: dict[str, Callable[[Federation, int], Sampling]] = {
+    "uniform": lambda clients, b: Uniform(len(clients), b),
+    "importance": lambda clients, b: importance(clients.sizes, b),
+    "best": lambda clients, b: Independent(best_probabilities(clients.weights, b)),
+}
 """The samplings to compare: ``best`` is the independent one with the smallest M, and also bounds
 optimal client sampling."""
 
@@ -101,21 +105,20 @@ def nearest_constants(
     work = LocalWork() if work is None else work
     rule = method if isinstance(method, FedShuffleGen) else methods.get(method).averaging
     drawn, notes, covered = resolve(sampling, federation), list[str](), True
-    by_probability = isinstance(rule.normaliser, InclusionProbability)
     if not drawn.independent_rounds:
         covered = False
         notes.append("the bounds are for independent rounds; here a cohort depends on earlier ones")
     if rule.estimate is not None:
         covered = False
         notes.append("the bounds are for known inclusion probabilities; here they are estimated")
-    if drawn.two_phase and by_probability:
+    if drawn.two_phase and rule.by_probability:
         if not isinstance(drawn.pool, Full):
             proven = "only optimal sampling of all clients is covered"
             raise FedShuffleError(f"nothing is proven for sampling {drawn!r}: {proven}.")
         notes.append("optimal sampling: at most the variance of the best independent sampling")
         b = round(drawn.expected_updates)
         drawn = Independent(best_probabilities(federation.weights, b))
-    elif not by_probability and not drawn.two_phase and listed_cohorts(drawn) is None:
+    elif not rule.by_probability and not drawn.two_phase and listed_cohorts(drawn) is None:
         drawn, covered = _drawn_cohorts(drawn, seed), False
         notes.append(f"too many cohorts: moments estimated from {MAX_COHORTS} drawn ones")
 
@@ -261,13 +264,7 @@ def best_probabilities(weights: ArrayLike, b: int) -> FloatArray:
 
 def sampling_variance(kind: str, federation: Federation, b: int) -> float:
     """M of a kind of sampling with b clients (expected)."""
-    w = federation.weights
-    if kind == "uniform":
-        sampling: Sampling = Uniform(len(w), b)
-    elif kind == "importance":
-        sampling = Independent(importance_probabilities(federation.sizes, b))
-    else:
-        sampling = Independent(best_probabilities(w, b))
+    w, sampling = federation.weights, KINDS[kind](federation, b)
     found = float((sampling.s * w / sampling.p).max())
     if kind == "uniform" and 1 < len(w) <= MAX_EIGENVALUE_CLIENTS:
         found = min(found, float((smallest_s(sampling, w) * w / sampling.p).max()))

@@ -10,7 +10,7 @@ from fedshuffle._arrays import FloatArray, IntArray, expect, vector
 from fedshuffle.errors import FedShuffleError
 from fedshuffle.federation import Federation
 from fedshuffle.local_work import LocalWork, Workload
-from fedshuffle.methods import Cohort, FedShuffleGen, InclusionProbability, Method, Plain
+from fedshuffle.methods import Cohort, FedShuffleGen, Method, Plain
 from fedshuffle.methods.servers import Average
 from fedshuffle.sampling import Full, One, Sampling, resolve
 from fedshuffle.sampling.base import MAX_COHORTS, Cohorts
@@ -119,7 +119,7 @@ def method_constants(
     clients = Cohort.of(federation, sampling, workload, everyone, (planned, done))
     c = workload.max_steps / rule.step_scale(clients)
     weight = rule.weight(clients)
-    closed = isinstance(rule.normaliser, InclusionProbability)
+    closed = rule.by_probability
     inverse_q, moments = (1.0, None) if closed else _moments(rule, weight, clients, sampling)
     per_step = weight * inverse_q / c
     total = float(per_step @ done)

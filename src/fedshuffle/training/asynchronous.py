@@ -13,7 +13,7 @@ import numpy as np
 from fedshuffle import schedules
 from fedshuffle._arrays import FloatArray, IntArray
 from fedshuffle.local_work import StepCounts, Workload
-from fedshuffle.methods import InclusionProbability, Method
+from fedshuffle.methods import Method
 from fedshuffle.methods.round import StartGroup
 from fedshuffle.sampling import Buffers
 from fedshuffle.schedules import Schedule
@@ -28,7 +28,7 @@ class AsynchronousRounds:
         self._buffers, self._workload, self._seed = buffers, workload, seed
         rule, n = method.averaging, len(buffers)
         means: FloatArray | None = np.ones(n)  # nothing to divide by
-        if buffers.schedule.staleness and isinstance(rule.normaliser, InclusionProbability):
+        if buffers.schedule.staleness and rule.by_probability:
             means = None if rule.estimate else buffers.staleness_weights
         self._means = _MeanSoFar(self, n) if means is None else means
 

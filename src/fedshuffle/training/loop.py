@@ -25,7 +25,7 @@ from fedshuffle.evaluation import ClientTable, Evaluation, Evaluations, evaluati
 from fedshuffle.federation import Federation
 from fedshuffle.local_work import LocalWork
 from fedshuffle.losses import counted
-from fedshuffle.methods import InclusionProbability, Method
+from fedshuffle.methods import Method
 from fedshuffle.privacy import Privacy
 from fedshuffle.probabilities import Estimate
 from fedshuffle.probabilities.drift import drift_warning
@@ -257,7 +257,7 @@ def train(
 def _warn_of_outlasted_drift(run: Run, rounds: int) -> None:
     """Warn if known inclusion probabilities are means over a drift that ends before the run."""
     sampling, rule, weights = run.sampling, run.method.averaging, run.federation.weights
-    if not isinstance(rule.normaliser, InclusionProbability) or rule.estimate is not None:
+    if not rule.by_probability or rule.estimate is not None:
         return
     if not isinstance(sampling, AmongAvailable) or sampling.availability.repeats:
         return

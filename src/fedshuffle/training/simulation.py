@@ -13,14 +13,14 @@ import torch
 from torch import nn
 
 from fedshuffle import devices, engines, fingerprint, methods, schedules
-from fedshuffle._arrays import FloatArray, number
+from fedshuffle._arrays import FloatArray, expect, number
 from fedshuffle.availability import Availability
 from fedshuffle.engines import Engine, Loss, Problem, Ray
 from fedshuffle.errors import FedShuffleError
 from fedshuffle.federation import Federation
 from fedshuffle.finetuning.exact import check_prepared
 from fedshuffle.local_work import LocalWork
-from fedshuffle.methods import Cohort, InclusionProbability, Method
+from fedshuffle.methods import Cohort, Method
 from fedshuffle.privacy import Privacy
 from fedshuffle.probabilities import Estimate
 from fedshuffle.sampling import Sampling
@@ -90,6 +90,7 @@ class Simulation:
         record_cohorts: bool = False,
         record_clients: bool = False,
     ) -> None:
+        expect(model, nn.Module, "model")
         engines.check(engine)
         for name, size in {"step_size": step_size, "server_step_size": server_step_size}.items():
             if isinstance(size, str):
@@ -272,7 +273,7 @@ def _warn_of_unfinished_work(run: Run) -> None:
     they send by the steps that they did.
     """
     stop, rule = run.workload.work.interruption, run.method.averaging
-    if not isinstance(stop, UntilDeadline) or not isinstance(rule.normaliser, InclusionProbability):
+    if not isinstance(stop, UntilDeadline) or not rule.by_probability:
         return
     steps = run.workload.possible_steps[0].max(axis=1)  # one step is done, or the client is away
     done = np.where(steps > 1, stop.tasks.in_time(stop.deadline).min(axis=1), 1.0)
@@ -291,7 +292,7 @@ def _warn_of_unfinished_work(run: Run) -> None:
     warnings.warn(
         f"by the deadline client {run.federation.ids[slowest[0]]} is done with all its steps in"
         f" {done.min():.0%} of its rounds, and {run.method.name} counts clients by the steps that"
-        f" they did, so slow ones count less than you meant. Use method {remedy}, which weighs by"
+        f" they did, so slow ones count less than you meant. Use method {remedy}, which weights by"
         " the share of the work that was done.",
         stacklevel=3,
     )

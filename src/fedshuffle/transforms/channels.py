@@ -20,7 +20,11 @@ from fedshuffle.transforms.sparsification import RandK, TopK
 
 NONE = "none"
 _SHORT = {"diana": "qsgd:4+diana"}
-_MEMORY = ("ef", "ef21", "diana")
+_MEMORY: dict[str, type[ErrorFeedback | EF21 | Diana]] = {
+    "ef": ErrorFeedback,
+    "ef21": EF21,
+    "diana": Diana,
+}
 
 
 def channel(text: str | Channel | None) -> Channel | None:
@@ -47,15 +51,11 @@ def channel(text: str | Channel | None) -> Channel | None:
             f"channel {text!r} has {len(memory)} kinds of memory, but a client keeps one vector:"
             f" write '{name}+{memory[0]}' or '{name}+{memory[1]}'."
         )
+    if not argument:
+        return _MEMORY[kind](made)
     if kind == "diana":
-        return Diana(
-            made, _read(float, argument, text, f"{name}+diana:ALPHA") if argument else None
-        )
-    if argument:
-        raise FedShuffleError(
-            f"channel {text!r} has too much after {kind!r}: write '{name}+{kind}'."
-        )
-    return ErrorFeedback(made) if kind == "ef" else EF21(made)
+        return Diana(made, _read(float, argument, text, f"{name}+diana:ALPHA"))
+    raise FedShuffleError(f"channel {text!r} has too much after {kind!r}: write '{name}+{kind}'.")
 
 
 def with_channel(
