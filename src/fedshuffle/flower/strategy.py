@@ -166,6 +166,7 @@ class FedShuffleStrategy(Strategy):  # type: ignore[misc]  # Flower is untyped h
         checks.check_schedule(run, self.schedule, secure_aggregation is not None)
         if self.response_estimate is not None:
             checks.check_estimated(run, secure_aggregation is not None)
+        self._session: Session | None = None
 
     def start(
         self,
@@ -321,7 +322,8 @@ class FedShuffleStrategy(Strategy):  # type: ignore[misc]  # Flower is untyped h
                 "rounds": rounds,
             }
             state = self.folder.begin(settings, state, self.resume)
-        return Session(self, grid, run, registry, model, state)
+        self._session = Session(self, grid, run, registry, model, state)
+        return self._session
 
     def _run(self, sizes: ArrayLike, rounds: int) -> Run:
         transforms, channel = self._on_the_way
