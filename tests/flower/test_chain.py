@@ -11,7 +11,6 @@ import pytest
 import torch
 from flwr.app import Array, ArrayRecord, Message
 from flwr.clientapp import ClientApp
-from flwr.serverapp.strategy import Strategy
 from torch import Tensor, nn
 
 from fedshuffle import losses
@@ -246,13 +245,6 @@ def test_threshold_follows_the_clients_that_reply() -> None:
     (clip,) = ours._run(FEDERATION.sizes, 1).chain.transforms
     assert isinstance(clip, AdaptiveClip)
     assert clip.expected_cohort == 2 * 0.5
-
-
-def test_privacy_needs_start() -> None:
-    with pytest.raises(FedShuffleError, match="call start"):
-        Strategy.start(
-            strategy(privacy=Privacy(clip=1.0, noise=1.0)), LocalGrid(apps()), start(), 1
-        )
 
 
 def test_privacy_counts_on_all_steps(log: pytest.LogCaptureFixture) -> None:

@@ -491,6 +491,8 @@ def test_other_model_is_refused() -> None:
         ({"optimiser": "sgd:momentum=0.9,weight_decay=0.1"}, "make their own optimiser, leave it"),
         ({"response_probability": 0.9}, r"is 0.9, .*: leave it out"),
         ({"response_probability": {"100": 0.9}}, "has a key '100': give node ids"),
+        ({"optimizer": "sgd:momentum=0.9"}, "Did you mean 'optimiser'"),
+        ({"fraction_fit": 0.5}, "fraction_train"),  # as in Flower's older API
         ({"min_train_nodes": -1}, "min_train_nodes"),
         ({"min_available_nodes": "all"}, "min_available_nodes"),
     ],

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from flwr.app import Array, ArrayRecord, Message, RecordDict
+from flwr.app import Array, ArrayRecord, Error, Message, RecordDict
 
 from fedshuffle.errors import FedShuffleError
 from fedshuffle.flower import protocol
@@ -79,3 +79,28 @@ def test_fields_are_checked(key: str, value: object) -> None:
     change(content, **{key: value})
     with pytest.raises(FedShuffleError, match=key):
         protocol.read(Message(content, 1, protocol.FULL_GRADIENT), protocol.Query)
+
+
+LOADING = "Error(s) in loading state_dict for Net:\n\tMissing key(s): a. \n\tUnexpected key(s): b."
+
+
+@pytest.mark.parametrize(
+    ("reason", "said"),
+    [
+        (None, "no reason given"),
+        (
+            f"<class 'RuntimeError'>:<'{LOADING}'>",  # of a SuperNode
+            "<class 'RuntimeError'>:<'Error(s) in loading state_dict for Net: Missing key(s): a."
+            " Unexpected key(s): b.'>",
+        ),
+        (  # of Ray, in Flower's simulator
+            f"Traceback (most recent call last):\n  File 'a.py', line 1\nRuntimeError: {LOADING}",
+            "RuntimeError: Error(s) in loading state_dict for Net: Missing key(s): a. Unexpected"
+            " key(s): b.",
+        ),
+    ],
+)
+def test_reason_of_an_error_is_all_that_the_exception_says(reason: str | None, said: str) -> None:
+    message = Message(RecordDict({}), 1, "train")
+    error = Message(Error(2, reason), reply_to=message)
+    assert protocol.reason_of(error) == said

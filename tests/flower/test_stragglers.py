@@ -160,5 +160,3 @@ def test_schedule_needs_its_own_loop() -> None:
     )
     with pytest.raises(FedShuffleError, match="another one calls it"):
         wrapped.start(grid(), start(), 1, train_config=ConfigRecord({"lr": LR}))
-    with pytest.raises(FedShuffleError, match="only start keeps a schedule"):
-        strategy(schedule=DEADLINE).configure_train(1, start(), ConfigRecord(), grid())

@@ -7,23 +7,24 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord
-from flwr.serverapp.strategy import Strategy
+from flwr.app import ArrayRecord, ConfigRecord, MetricRecord
+from flwr.serverapp.strategy import (
+    DifferentialPrivacyClientSideFixedClipping,
+    DifferentialPrivacyServerSideFixedClipping,
+)
 from torch import Tensor, nn
 
 from fedshuffle import LocalWork, _files, losses, methods
 from fedshuffle.errors import FedShuffleError
-from fedshuffle.flower import FedShuffleStrategy, client_app
+from fedshuffle.flower import client_app
 from fedshuffle.local_work import AtMost
 from fedshuffle.training.run_folder import RunFolder
 from fedshuffle.transforms import channel
 from tests.flower.grid import LocalGrid
 from tests.flower.helpers import (
     FEDERATION,
-    SIZES,
     WORK,
     apps,
-    change,
     data,
     model,
     same,
@@ -78,61 +79,13 @@ def test_step_size_and_epochs_may_vary() -> None:
     assert same(result.arrays, simulated(3, **options))
 
 
-def test_flowers_loop_gives_the_same_model() -> None:
-    ours = strategy(method="fedshuffle-mvr")
-    result = Strategy.start(ours, LocalGrid(apps()), start(), 3)
-    assert same(result.arrays, simulated(3, method="fedshuffle-mvr"))
-    assert result.train_metrics_clientapp[2]["replied"] == 2
-
-
-def test_flowers_loop_may_run_twice_but_has_no_folder(tmp_path: Path) -> None:
-    ours = strategy(method="fedshuffle-mvr")
-    for _ in range(2):
-        result = Strategy.start(ours, LocalGrid(apps()), start(), 2)
-        assert same(result.arrays, simulated(2, method="fedshuffle-mvr"))
-    with pytest.raises(FedShuffleError, match="checkpoints"):
-        Strategy.start(strategy(out=tmp_path / "run"), LocalGrid(apps()), start(), 1)
-
-
-@pytest.mark.parametrize("other", [2, 9])
-def test_flowers_loop_refuses_replies_for_another_client(
-    other: int, log: pytest.LogCaptureFixture
-) -> None:
-    ours, grid = strategy(sampling="full"), LocalGrid(apps())
-    replies = grid.send_and_receive(ours.configure_train(1, start(), ConfigRecord(), grid))
-    change(replies[1].content, client=other)
-    _, metrics = ours.aggregate_train(1, [*replies, replies[3]])
-    assert metrics is not None
-    assert metrics["replied"] == 3
-    assert f"client {other} " in warnings(log)
-    assert "twice" in warnings(log)
-
-
-def test_custom_loop_may_begin_at_any_round_but_refuses_old_replies(
-    log: pytest.LogCaptureFixture,
-) -> None:
-    def tasks(ours: FedShuffleStrategy, round: int, grid: LocalGrid) -> list[Message]:
-        return list(ours.configure_train(round, start(), ConfigRecord(), grid))
-
-    grid = LocalGrid(apps())
-    later, before = strategy(), strategy()
-    assert tasks(later, 6, grid)[0].metadata.group_id == "6"
-    sixth = {m.metadata.dst_node_id - 100 for m in tasks(later, 6, grid)}
-    assert sixth == set(before._run(SIZES, 1).cohort(5).clients.tolist())
-
-    ours = strategy(sampling="full")
-    old = grid.send_and_receive(tasks(ours, 1, grid))
-    tasks(ours, 2, grid)
-    _, metrics = ours.aggregate_train(2, old)
-    assert metrics is not None
-    assert metrics["replied"] == 0
-    assert "another round" in warnings(log)
-    with pytest.raises(FedShuffleError, match="leave out evaluate_every"):
-        tasks(strategy(evaluate_every=1), 1, grid)
-    with pytest.raises(FedShuffleError, match="evaluate_config has 'batch'"):
-        ours.configure_evaluate(1, start(), ConfigRecord({"batch": 1}), grid)
-    with pytest.raises(FedShuffleError, match="retries"):
-        tasks(strategy(retries=1), 1, grid)
+@pytest.mark.parametrize(
+    "wrap",
+    [DifferentialPrivacyServerSideFixedClipping, DifferentialPrivacyClientSideFixedClipping],
+)
+def test_wrapper_is_refused(wrap: Any) -> None:
+    with pytest.raises(FedShuffleError, match=r"no other strategy can wrap it.*privacy="):
+        wrap(strategy(), 1.0, 1.0, 2).start(LocalGrid(apps()), start(), 1)
 
 
 def test_frozen_values_must_be_those_of_the_server() -> None:

@@ -15,6 +15,7 @@ where :math:`p_i` is the probability that client i is among the replies
 import logging
 import time
 from collections.abc import Iterable, Mapping
+from inspect import signature
 from typing import Any, Literal
 
 import numpy as np
@@ -23,7 +24,7 @@ from flwr.serverapp import Grid
 from flwr.serverapp.strategy import FedAvg, Result
 
 from fedshuffle._arrays import FloatArray, count, expect, number
-from fedshuffle.errors import FedShuffleError, one_line, unknown
+from fedshuffle.errors import FedShuffleError, check_known, one_line, unknown
 from fedshuffle.flower import stragglers
 from fedshuffle.flower.checks import response_estimate
 from fedshuffle.flower.population import Population, Report
@@ -106,6 +107,9 @@ class ConsistentFedAvg(FedAvg):  # type: ignore[misc]  # Flower is untyped here
         step_size_key: str = "lr",
         **fedavg: Any,
     ) -> None:
+        ours, theirs = (signature(each).parameters for each in (ConsistentFedAvg, FedAvg))
+        for name in fedavg:
+            check_known("argument of ConsistentFedAvg", name, {*ours, *theirs} - {"args", "fedavg"})
         super().__init__(*args, **fedavg)
         if step_sizes not in (known := ["equal", "scaled"]):
             raise unknown("step_sizes", step_sizes, known)

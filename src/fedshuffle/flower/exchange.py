@@ -53,16 +53,11 @@ class Exchange(Generic[_Replies]):
     bytes: Counter[str] = field(default_factory=Counter)
     """The sizes of all arrays sent ``down``, and of those in valid replies, ``up``."""
 
-    @property
-    def group(self) -> str:
-        """Flower's group id of the messages; replies carry it too."""
-        return str(self.round + 1)
-
     def message(self, client: int, node: Node, ttl: float) -> Message:
         """The message to a client at a node."""
         content = self.write(client)
         self.bytes["down"] += protocol.nbytes(content)
-        return Message(content, node, self.kind, ttl=ttl, group_id=self.group)
+        return Message(content, node, self.kind, ttl=ttl, group_id=str(self.round + 1))
 
     def accept(self, client: int, reply: Message) -> str:
         """Store a reply; returns why not, if it is not valid."""

@@ -199,8 +199,14 @@ def parse(record: Mapping[str, Any], kind: type[_Fields]) -> _Fields:
 
 def error_of(message: Message) -> str:
     """The error that a node sent instead of a reply."""
-    reason = (message.error.reason or "no reason given").strip().split("\n")[-1][:300]
-    return f"{reason} (Flower's error {message.error.code})"
+    return f"{reason_of(message)} (Flower's error {message.error.code})"
+
+
+def reason_of(message: Message) -> str:
+    """Why a node sent an error, in one line; of a traceback the exception."""
+    lines = (message.error.reason or "no reason given").strip().split("\n")
+    begin = max(k for k, line in enumerate(lines) if line[:1].strip())
+    return " ".join(" ".join(lines[begin:]).split())[:300]
 
 
 def is_foreign(reply: Message) -> bool:

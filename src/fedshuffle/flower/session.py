@@ -4,13 +4,12 @@ import logging
 import math
 import time
 from collections import Counter
-from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from flwr.app import Array, ArrayRecord, Message, MetricRecord
+from flwr.app import Array, ArrayRecord, MetricRecord
 from flwr.serverapp import Grid
 from torch import Tensor
 
@@ -103,16 +102,10 @@ class Session:
     registry: ClientRegistry
     model: Model
     state: State
-    _round: ClientRound | None = None
-    """The round that Flower's own loop has begun,"""
-    _training: Exchange[UpdateBuffer] | None = None
-    """its local training, unless nobody takes part,"""
-    _asked: dict[int, int] = field(default_factory=dict)
-    """and the clients that were asked, by node."""
     _state_after: dict[int, int] = field(default_factory=dict)
-    """After how many rounds each client last replied, and so its state is known,"""
+    """After how many rounds each client last replied, and so its state is known."""
     _empty_rounds: list[float] = field(default_factory=list)
-    """and the probabilities of the last rounds in which nobody replied."""
+    """The probabilities of the last rounds in which nobody replied."""
 
     def __post_init__(self) -> None:
         self.replies: Replies | None = None
@@ -128,47 +121,13 @@ class Session:
 
     def run_round(self) -> dict[str, Any]:
         """Run the next round; returns its record."""
-        round, request = self._until_training()
+        round = ClientRound(self.run, self.state, self._response_probability())
+        while isinstance(request := round.next(), FullGradient):
+            query = exchange.full_gradients(request)
+            self._send(round, query)
+            round.add_gradients(query.replies)
         if isinstance(request, LocalTraining):
             self._train(round, request)
-        return self._end(round)
-
-    def training_messages(self, arrays: ArrayRecord, round: int) -> list[Message]:
-        """The first half of a round in Flower's own loop: the messages for local training."""
-        self.state = replace(self.state, x=self.model.flat(arrays), round=round)
-        current, request = self._until_training()
-        self._round, self._training = current, None
-        if isinstance(request, State):
-            return []
-        self._training = training = self._exchange(current, request)
-        nodes = self.registry.nodes(training.clients)
-        if len(nodes) < len(training.clients):
-            self.registry.wait_for_pending()
-            nodes = self.registry.nodes(training.clients)
-        self._asked = {node: client for client, node in nodes.items() if node is not None}
-        timeout = self.strategy.timeout
-        return [training.message(client, node, timeout) for node, client in self._asked.items()]
-
-    def aggregate(self, replies: Iterable[Message]) -> dict[str, Any]:
-        """The second half: aggregate the replies."""
-        if (round := self._round) is None:
-            raise FedShuffleError("nobody was asked yet: call configure_train first.")
-        if (training := self._training) is not None:
-            for reply in replies:
-                client = self._asked.pop(reply.metadata.src_node_id, -1)
-                if client < 0 and not reply.has_error():
-                    why = "its node was not asked, or replies twice."
-                elif reply.metadata.group_id != training.group:
-                    why = f"client {client} replies to another round."
-                else:
-                    why = training.accept(client, reply)
-                if why:
-                    _log.warning(f"round {self.state.round + 1}: invalid reply: {why}")
-            missing = [c for c in training.clients if c not in training.replies.steps]
-            round.missing |= dict.fromkeys(missing, "did not reply")
-            round.bytes.update(training.bytes)
-            round.add_training(training.replies)
-        self._round = None
         return self._end(round)
 
     def evaluate(self) -> MetricRecord | None:
@@ -192,24 +151,15 @@ class Session:
                 _log.warning("evaluation: client %d is left out of %s: %s", client, name, value)
         return MetricRecord(means | {"clients": len(found)}) if found else None
 
-    def _until_training(self) -> tuple[ClientRound, LocalTraining | State]:
-        """Begin a round, and do all exchanges before local training."""
-        round = ClientRound(self.run, self.state, self._response_probability())
-        while isinstance(request := round.next(), FullGradient):
-            query = exchange.full_gradients(request)
-            self._send(round, query)
-            round.add_gradients(query.replies)
-        return round, request
-
     def _response_probability(self) -> FloatArray:
         """That each client replies, as stated or as estimated from the rounds before."""
         if self.replies is None:
             return self.strategy.response_probability
         return self.replies.probabilities(np.arange(len(self.replies)))
 
-    def _exchange(self, round: ClientRound, request: LocalTraining) -> Exchange[UpdateBuffer]:
+    def _train(self, round: ClientRound, request: LocalTraining) -> None:
         secure, direction = self.strategy.secure_aggregation, self.run.method.direction
-        return local_training(
+        training = local_training(
             request,
             TrainingOptions(
                 self.run.workload.batch_size,
@@ -223,10 +173,7 @@ class Session:
                 must_finish=self.run.chain.private,
             ),
         )
-
-    def _train(self, round: ClientRound, request: LocalTraining) -> None:
-        training = self._exchange(round, request)
-        if (secure := self.strategy.secure_aggregation) is None:
+        if secure is None:
             self._send(round, training)
             round.add_training(training.replies)
             return

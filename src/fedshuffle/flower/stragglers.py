@@ -87,7 +87,7 @@ def slow_clients_count_less(schedule: TrainingSchedule) -> str:
 
 
 @final
-class ScheduledGrid(Grid):  # type: ignore[misc]  # Flower is untyped here
+class ScheduledGrid:
     """Flower's grid, with replies to ``train`` as a schedule takes them.
 
     A reply belongs to the call that sent its message: one that is late is never seen again.
@@ -99,7 +99,7 @@ class ScheduledGrid(Grid):  # type: ignore[misc]  # Flower is untyped here
     def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> Any:
         """Send messages; returns the replies of those that are in time, or of the first."""
         sent = list(messages)
-        if not sent or any(_kind(one) != "train" for one in sent):
+        if not sent or any(one.metadata.message_type != "train" for one in sent):
             return self.grid.send_and_receive(sent, timeout=timeout)
         seconds, first = limits(self.schedule, math.inf if timeout is None else timeout)
         for message in sent:  # nobody needs a later reply
@@ -110,30 +110,9 @@ class ScheduledGrid(Grid):  # type: ignore[misc]  # Flower is untyped here
         _log.info(f"{self.schedule}: {len(replies)} of {len(sent)} clients were in time")
         return replies
 
-    def get_node_ids(self) -> Any:
-        """Of the grid."""
-        return self.grid.get_node_ids()
-
-    def push_messages(self, messages: Iterable[Message]) -> Any:
-        """Of the grid."""
-        return self.grid.push_messages(messages)
-
-    def pull_messages(self, message_ids: Iterable[str]) -> Any:
-        """Of the grid."""
-        return self.grid.pull_messages(message_ids)
-
-    def set_run(self, run: Any) -> None:
-        """Of the grid."""
-        self.grid.set_run(run)
-
-    @property
-    def run(self) -> Any:
-        """Of the grid."""
-        return self.grid.run
-
-    def create_message(self, *args: Any, **options: Any) -> Message:
-        """Of the grid."""
-        return self.grid.create_message(*args, **options)
+    def __getattr__(self, name: str) -> Any:
+        """All else is that of the grid."""
+        return getattr(self.grid, name)
 
 
 def _collect(outbox: Outbox[int], end: float, first: int | None) -> list[Message]:
@@ -150,7 +129,3 @@ def _collect(outbox: Outbox[int], end: float, first: int | None) -> list[Message
         if not outbox.waiting or time.monotonic() >= end:
             return replies
         time.sleep(POLL_SECONDS)
-
-
-def _kind(message: Message) -> str:
-    return str(message.metadata.message_type)

@@ -235,38 +235,23 @@ class FedShuffleStrategy(Strategy):  # type: ignore[misc]  # Flower is untyped h
     def configure_train(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
-        """The messages of the next round, for Flower's own loop; full gradients are asked here."""
-        checks.check_config("train_config", config)
-        if self.folder:
-            raise FedShuffleError("only start writes metrics and checkpoints: leave out out.")
-        if self.secure_aggregation is not None:
-            raise FedShuffleError("only start offers secure aggregation: call start.")
-        if self.privacy is not None:
-            raise FedShuffleError("only start knows how many rounds privacy pays for: call start.")
-        if not isinstance(self.schedule, Wait):
-            raise FedShuffleError("only start keeps a schedule: call start, or leave out schedule.")
-        if self.retries:
-            raise FedShuffleError("only start asks clients again: leave out retries.")
-        if self.evaluate_every:
-            raise FedShuffleError("only start lets clients evaluate: leave out evaluate_every.")
-        if self._session is None or server_round == 1:
-            self._session = self._begin(grid, arrays, server_round)
-        return self._session.training_messages(arrays, server_round - 1)
+        """Refuse Flower's own loop, in which wrappers call this: :meth:`start` has its own."""
+        raise FedShuffleError(
+            "FedShuffleStrategy has rounds of its own, so no other strategy can wrap it: call its"
+            " own start. For differential privacy it has privacy=..., and fedshuffle.audit says"
+            " what it minimises."
+        )
 
     def aggregate_train(
         self, server_round: int, replies: Iterable[Message]
     ) -> tuple[ArrayRecord | None, MetricRecord | None]:
-        """The model after the round that :meth:`configure_train` began."""
-        if self._session is None:
-            raise FedShuffleError("nobody was asked yet: call configure_train first.")
-        record = self._session.aggregate(replies)
-        return self._session.arrays(), _metrics(record)
+        """Nothing: :meth:`start` aggregates."""
+        return None, None
 
     def configure_evaluate(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
-        """Nothing: only :meth:`start` evaluates (``evaluate_every``)."""
-        checks.check_config("evaluate_config", config)
+        """Nothing: :meth:`start` evaluates (``evaluate_every``)."""
         return []
 
     def aggregate_evaluate(

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from fedshuffle._arrays import FloatArray
 from fedshuffle.errors import FedShuffleError, error_context, one_line
 from fedshuffle.flower.exchange import expired
-from fedshuffle.flower.protocol import read_array
+from fedshuffle.flower.protocol import read_array, reason_of
 
 _STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
 """Last parts of the names of what torch's normalisation layers observe, and do not train."""
@@ -119,7 +119,7 @@ def _real(arrays: ArrayRecord, name: str, whose: str) -> NDArray[Any]:
 
 def _failure(reply: Message) -> str:
     """Why a client sent an error."""
-    why = (reply.error.reason or "no reason given").strip().split("\n")[-1]
+    why = reason_of(reply)
     if "secaggplus" in why:
         why += (
             ". Its secaggplus_mod hides the number of its steps: leave the mod out, or use"
