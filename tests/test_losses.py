@@ -235,6 +235,15 @@ def test_the_mean_is_torchs_bit_for_bit() -> None:
         assert torch.equal(*slopes)
 
 
+def test_classes_in_a_column_of_their_own_are_named() -> None:
+    for shape in ((9, 1), (8,)):
+        targets = torch.zeros(shape, dtype=torch.long)
+        with pytest.raises(
+            FedShuffleError, match=r"do not fit outputs of shape \(9, 4\): give .*9"
+        ):
+            losses.cross_entropy(nn.Identity(), torch.randn(9, 4), targets)
+
+
 @dataclass
 class Output:
     """What a model of transformers gives."""

@@ -134,6 +134,11 @@ def _numbered(outputs: Tensor, targets: Tensor) -> Tensor:
             " losses.sequence_classification or losses.causal_lm for a model of transformers."
         )
     if not targets.is_floating_point():
+        if targets.shape != (wanted := (*outputs.shape[:1], *outputs.shape[2:])):
+            raise FedShuffleError(
+                f"classes of shape {tuple(targets.shape)} do not fit outputs of shape"
+                f" {tuple(outputs.shape)}: give classes of shape {tuple(wanted)}, one number each."
+            )
         return targets.long()
     if targets.shape != outputs.shape:
         raise FedShuffleError(

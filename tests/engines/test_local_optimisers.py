@@ -171,6 +171,12 @@ def test_single_precision_is_within_1e_6_of_a_bare_loop() -> None:
         torch.testing.assert_close(found, wanted, rtol=0, atol=1e-6)
 
 
+def test_half_precision_is_named_where_its_range_is_too_small() -> None:
+    """Adam divides by the root of a mean square plus 1e-8, which is zero in float16."""
+    with pytest.raises(FedShuffleError, match=r"not finite.*in torch\.float16.*by \.float\(\)"):
+        trained(nn.Sequential(network(), nn.ReLU(), nn.Linear(3, 3)).half(), "adamw", "sequential")
+
+
 def test_weight_decay_of_the_local_work_is_part_of_the_gradient() -> None:
     wanted = bare(network(), torch.optim.Adam, {}, weight_decay=0.1)
     assert_same(trained(network(), "adam", "sequential", weight_decay=0.1), wanted)
