@@ -235,6 +235,34 @@ def test_the_mean_is_torchs_bit_for_bit() -> None:
         assert torch.equal(*slopes)
 
 
+@pytest.mark.parametrize("kind", [torch.uint8, torch.uint16])
+def test_labels_of_few_bytes_count_as_any_others(kind: torch.dtype) -> None:
+    """Among them torch takes 156 (or 65436) for -100, the class that does not count."""
+    torch.manual_seed(0)
+    outputs, classes = torch.randn(6, 200), torch.tensor([156, 156, 156, 1, 2, 3])
+    found = [
+        Evaluation(data, ["loss", "accuracy", "f1-macro"], loss=losses.cross_entropy)(nn.Identity())
+        for labels in (classes, classes.to(kind))
+        for data in [Federation.from_arrays(outputs, labels, sizes=[2, 4])]
+    ]
+    assert found[0] == found[1]
+    batch = outputs, classes.to(kind)
+    wanted = functional.cross_entropy(outputs, classes)
+    torch.testing.assert_close(losses.cross_entropy(nn.Identity(), *batch), wanted)
+    assert losses.cross_entropy.counted(nn.Identity(), *batch) == 6
+    tokens = classes.to(kind).reshape(2, 3)
+    assert losses.causal_lm.counted(nn.Identity(), tokens, tokens) == 4
+
+
+def test_classes_in_a_column_of_their_own_are_named() -> None:
+    for shape in ((9, 1), (8,)):
+        targets = torch.zeros(shape, dtype=torch.long)
+        with pytest.raises(
+            FedShuffleError, match=r"do not fit outputs of shape \(9, 4\): give .*9"
+        ):
+            losses.cross_entropy(nn.Identity(), torch.randn(9, 4), targets)
+
+
 @dataclass
 class Output:
     """What a model of transformers gives."""

@@ -75,6 +75,8 @@ def main() -> None:
     parser.add_argument("--step-size", type=float, default=0.5)
     parser.add_argument("--out", type=Path, help="a folder for the adapters")
     chosen = parser.parse_args()
+    if chosen.checkpoint is not None and not chosen.checkpoint.is_dir():
+        parser.error(f"there is no folder {str(chosen.checkpoint)!r}")
 
     base, tokenizer = pretrained(chosen.checkpoint)
     config = peft.LoraConfig(task_type="CAUSAL_LM", r=4, lora_alpha=8, target_modules="all-linear")

@@ -119,7 +119,7 @@ class LocalOptimiser:
         options: dict[str, Any] = {}
         for part in rest.split(",") if colon else ():
             key, equals, value = (word.strip() for word in part.partition("="))
-            if not (key and equals and value) or key in options:
+            if not (key and equals and value) or key in {*options, "betas"}:
                 raise FedShuffleError(
                     f"the local optimiser {text!r} cannot be read: write it like"
                     " 'adamw:weight_decay=0.1,beta1=0.95', each option once."

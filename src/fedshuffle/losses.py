@@ -109,16 +109,26 @@ def counted(loss: Any, model: nn.Module, fields: Sequence[Tensor]) -> float:
     return number
 
 
+def which_count(targets: Tensor) -> Tensor:
+    """Which classes count. Among bytes, torch would take 156 for -100.
+
+    >>> import torch
+    >>> which_count(torch.tensor([156, 0], dtype=torch.uint8)).tolist()
+    [True, True]
+    """
+    return targets.long() != IGNORED
+
+
 def _cross_entropies(outputs: Tensor, targets: Tensor) -> Tensor | tuple[Tensor, Tensor]:
     values = functional.cross_entropy(outputs, _numbered(outputs, targets), reduction="none")
-    return values if targets.is_floating_point() else (values, targets != IGNORED)  # soft targets
+    return values if targets.is_floating_point() else (values, which_count(targets))  # soft targets
 
 
 def _mean_cross_entropy(outputs: Tensor, targets: Tensor) -> Tensor:
     if targets.is_floating_point():
         return functional.cross_entropy(outputs, _numbered(outputs, targets))
     total = functional.cross_entropy(outputs, _numbered(outputs, targets), reduction="sum")
-    return total / (targets != IGNORED).sum().clamp(min=1)  # zero if nothing counts
+    return total / which_count(targets).sum().clamp(min=1)  # zero if nothing counts
 
 
 def _mean_next_tokens(outputs: Tensor, targets: Tensor) -> Tensor:
@@ -134,6 +144,11 @@ def _numbered(outputs: Tensor, targets: Tensor) -> Tensor:
             " losses.sequence_classification or losses.causal_lm for a model of transformers."
         )
     if not targets.is_floating_point():
+        if targets.shape != (wanted := (*outputs.shape[:1], *outputs.shape[2:])):
+            raise FedShuffleError(
+                f"classes of shape {tuple(targets.shape)} do not fit outputs of shape"
+                f" {tuple(outputs.shape)}: give classes of shape {tuple(wanted)}, one number each."
+            )
         return targets.long()
     if targets.shape != outputs.shape:
         raise FedShuffleError(
@@ -144,7 +159,7 @@ def _numbered(outputs: Tensor, targets: Tensor) -> Tensor:
 
 
 def _classes_count(targets: Tensor) -> Tensor:
-    return targets.new_ones(len(targets)) if targets.is_floating_point() else targets != IGNORED
+    return targets.new_ones(len(targets)) if targets.is_floating_point() else which_count(targets)
 
 
 def _squared_errors(outputs: Tensor, targets: Tensor) -> Tensor:
@@ -224,7 +239,7 @@ def _next_tokens(model: nn.Module, fields: Sequence[Tensor]) -> tuple[Tensor, Te
 
 
 def _next_tokens_count(labels: Tensor) -> Tensor:
-    return labels[:, 1:] != IGNORED
+    return which_count(labels[:, 1:])
 
 
 squared_error = MeanLoss(_squared_errors)

@@ -21,6 +21,7 @@ from tests.engines.models import ENGINES, SIZES, data
 FEDERATION = data((6,), 3, SIZES)
 STEP_SIZE, ROUNDS, BATCH = 0.03, 2, 4
 STEPS = [2 * -(-size // BATCH) for size in SIZES]  # of two epochs
+SLOW = pytest.mark.slow
 WORK: dict[str, Any] = {"epochs": 2, "batch_size": BATCH}
 
 USUAL: dict[str, tuple[Any, dict[str, Any]]] = {
@@ -164,11 +165,23 @@ def test_a_class_without_a_module_travels_with_its_code() -> None:
     assert len(packed.requests) < 2 * len(pack([tasks[:1]])[1][0].requests)  # its code only once
 
 
-def test_single_precision_is_within_1e_6_of_a_bare_loop() -> None:
+@pytest.mark.parametrize(
+    "engine",
+    [
+        *("reference", "sequential", "vectorized", "sequential:2"),
+        *(pytest.param(f"{e}:2:processes", marks=SLOW) for e in ("sequential", "vectorized")),
+    ],
+)
+def test_single_precision_is_within_1e_6_of_a_bare_loop(engine: str) -> None:
     wanted = bare(network().float(), torch.optim.AdamW, {})
-    for engine in ("reference", "sequential", "vectorized", "sequential:2"):
-        found = trained(network().float(), "adamw", engine)
-        torch.testing.assert_close(found, wanted, rtol=0, atol=1e-6)
+    found = trained(network().float(), "adamw", engine)
+    torch.testing.assert_close(found, wanted, rtol=0, atol=1e-6)
+
+
+def test_half_precision_is_named_where_its_range_is_too_small() -> None:
+    """Adam divides by the root of a mean square plus 1e-8, which is zero in float16."""
+    with pytest.raises(FedShuffleError, match=r"not finite.*in torch\.float16.*by \.float\(\)"):
+        trained(nn.Sequential(network(), nn.ReLU(), nn.Linear(3, 3)).half(), "adamw", "sequential")
 
 
 def test_weight_decay_of_the_local_work_is_part_of_the_gradient() -> None:

@@ -446,3 +446,12 @@ def test_the_example_runs_offline(
     assert ("separate averages" in said) == (variant == "fedex")
     assert (tmp_path / "out" / "adapters" / "adapter_model.safetensors").exists()
     assert (tmp_path / "out" / "base").exists() == (variant == "fedex")
+
+
+def test_the_example_names_a_folder_that_is_not_there(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["train.py", "--checkpoint", "nowhere"])
+    with pytest.raises(SystemExit):
+        runpy.run_path(str(EXAMPLE), run_name="__main__")
+    assert "there is no folder 'nowhere'" in capsys.readouterr().err

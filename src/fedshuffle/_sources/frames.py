@@ -235,6 +235,12 @@ def _encoded(
     else:
         with error_context(f"encode of column {name!r}"):
             made = how(values)
+    if isinstance(made, Mapping):  # a tokeniser's
+        keys = ", ".join(map(str, made))
+        raise FedShuffleError(
+            f"encode of column {name!r} returned {keys} by name: return one of them, as"
+            f" lambda texts: tokenizer(texts, padding=True)[{next(iter(made), 'input_ids')!r}]."
+        )
     what, remedy = f"what encode makes of column {name!r}", "Return numbers only."
     with error_context(
         lambda error: f"{one_line(error)}. Pad them, such as by fedshuffle.data.padded.",

@@ -60,12 +60,12 @@ def read_folder(
         raise FedShuffleError(
             f"{str(root)!r} has no folders. Put images into {root.name}/CLIENT/CLASS/."
         )
+    for path in (*_files(root), *(one for client in found for one in _stray(root / client))):
+        raise FedShuffleError(
+            f"{str(path)!r} is not in the folder of a class, as in {root.name}/CLIENT/CLASS/. Put"
+            " it there, or remove it."
+        )
     for client, files in found.items():
-        for path in _stray(root / client):
-            raise FedShuffleError(
-                f"{str(path)!r} is not in the folder of a class, as in {root.name}/{client}/CLASS/."
-                " Put it there, or remove it."
-            )
         if not files:
             raise FedShuffleError(
                 f"client {client!r} has no images in folders of classes, as in"
@@ -77,6 +77,7 @@ def read_folder(
     number = {name: k for k, name in enumerate(names if classes is None else classes)}
 
     def opened() -> Iterator[Any]:
+        common = None
         for path in (path for files in found.values() for _, path in files):
             with _reading(path), pillow.open(path) as image:
                 if image.mode[0] in "IF":  # converting it would cut what is above 255
@@ -84,7 +85,14 @@ def read_folder(
                         f"its mode is {image.mode!r}, not 8 bits per colour: convert it"
                     )
                 changed = image.convert(mode)
-            yield changed if size is None else changed.resize((size[1], size[0]))
+                if size is not None:
+                    changed = changed.resize((size[1], size[0]))
+                elif changed.size != (common := common or changed.size):
+                    raise ValueError(
+                        f"it is {changed.size[::-1]} high and wide, and others {common[::-1]}: give"
+                        " size=(height, width), to which all are scaled"
+                    )
+            yield changed
 
     images = pixels(opened(), repr(str(root)))
     labels = [number[name] for files in found.values() for name, _ in files]

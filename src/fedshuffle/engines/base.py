@@ -281,9 +281,11 @@ def transformed_gradients(
 def not_finite(problem: Problem, task: ClientTask) -> DivergedError:
     """The error for an update with NaN or infinity."""
     batches = task.minibatches
+    cause = "The step size is probably too large: lower it."
+    if problem.dtype == torch.float16:  # the epsilon of Adam is zero there
+        cause = "The model is in torch.float16, whose range is small: convert it, as by .float()."
     return DivergedError(
-        f"the update is not finite after {batches.steps} steps of size {task.step_size:g}."
-        " The step size is probably too large: lower it.",
+        f"the update is not finite after {batches.steps} steps of size {task.step_size:g}. {cause}",
         client=problem.federation.ids[batches.client],
         round=batches.round,
         stage="local training",

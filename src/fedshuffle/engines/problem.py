@@ -342,8 +342,8 @@ def _one_kind(parameters: Mapping[str, nn.Parameter]) -> tuple[torch.dtype, torc
     if len(kinds) > 1:
         shown = [f"{name!r} of {dtype} on {device}" for (dtype, device), name in kinds.items()]
         raise FedShuffleError(
-            f"the model mixes trainable parameters: {', '.join(sorted(shown))}. Convert them to one"
-            " dtype and device."
+            f"the model mixes trainable parameters: {', '.join(sorted(shown))}. Convert the model"
+            " to one dtype and device, as by model.float()."
         )
     return next(iter(kinds))
 

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from fedshuffle._arrays import IGNORED, FloatArray, IntArray, count, expect
+from fedshuffle._arrays import FloatArray, IntArray, count, expect
 from fedshuffle.engines import Loss
 from fedshuffle.engines.example_transform import transformed
 from fedshuffle.errors import FedShuffleError
@@ -18,7 +18,7 @@ from fedshuffle.evaluation import metrics as named
 from fedshuffle.evaluation.clients import ClientTable
 from fedshuffle.evaluation.metrics import Metric, SetMetric, flatten, shape
 from fedshuffle.federation import Federation
-from fedshuffle.losses import MeanLoss, counted, predict, tells_counts
+from fedshuffle.losses import MeanLoss, counted, predict, tells_counts, which_count
 from fedshuffle.randomness import Address
 
 
@@ -134,7 +134,7 @@ class Evaluation:
         every = self.data.tensors()[-1].cpu()
         parts = [every[a:b] for a, b in pairwise(self.data.offsets.tolist())]
         if not every.is_floating_point():
-            parts = [part[part != IGNORED] for part in parts]
+            parts = [part[which_count(part)] for part in parts]
         if why := metric.undefined(torch.cat(parts)):
             raise FedShuffleError(f"metric {metric.name!r} is undefined on this data: {why}.")
         reasons = [metric.undefined(part) for part in parts if self.per_client]

@@ -11,10 +11,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fedshuffle._arrays import IGNORED, FloatArray, IntArray, expect
+from fedshuffle._arrays import FloatArray, IntArray, expect
 from fedshuffle.engines import Loss
 from fedshuffle.errors import FedShuffleError, unknown
-from fedshuffle.losses import Each, MeanLoss, cross_entropy
+from fedshuffle.losses import Each, MeanLoss, cross_entropy, which_count
 
 
 @dataclass(frozen=True)
@@ -187,8 +187,8 @@ def top(outputs: Tensor, targets: Tensor, k: int) -> tuple[Tensor, Tensor]:
         )
     if k > outputs.shape[1]:
         raise FedShuffleError(f"top-{k} has no meaning for {outputs.shape[1]} classes.")
-    counted = targets != IGNORED
-    right = (targets * counted).long().unsqueeze(1)
+    counted = which_count(targets)
+    right = (targets.long() * counted).unsqueeze(1)
     own = outputs.gather(1, right)
     classes = torch.arange(outputs.shape[1], device=outputs.device)
     earlier = classes.reshape(-1, *[1] * (outputs.ndim - 2)) < right
@@ -207,7 +207,7 @@ def flatten(outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, IntArray]
     tokens = targets.ndim > 1 and (outputs.shape[0], *outputs.shape[2:]) == targets.shape
     if targets.is_floating_point() or not (tokens or targets.ndim == 1):
         return outputs, targets, np.ones(len(targets), np.int64)
-    valid = targets != IGNORED
+    valid = which_count(targets)
     counts: IntArray = valid.reshape(len(targets), -1).sum(1).numpy()
     return (outputs.movedim(1, -1) if tokens else outputs)[valid], targets[valid], counts
 

@@ -255,10 +255,10 @@ def _check(adapter: Adapter, purpose: str, shared: bool) -> None:
         fault = "is no linear layer: leave it out of target_modules"
     elif shared:
         fault = "shares its weight with another layer: leave it out of target_modules"
-    elif weight.dtype != adapter.a.dtype:
+    elif weight.dtype != adapter.a.dtype or weight.element_size() < 4:
         fault = (
-            f"has a base of {weight.dtype} and adapters of {adapter.a.dtype}: convert the model to"
-            " one dtype"
+            f"has a base of {weight.dtype} and adapters of {adapter.a.dtype}. Corrections are small"
+            " and need both in single precision: call model.float() first"
         )
     elif not adapter.a.requires_grad:
         fault = "has a frozen A, and flora draws a new one in every round: train it as well"
