@@ -3,6 +3,7 @@
 import itertools
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -536,6 +537,21 @@ def test_intervals_of_a_log_hold_for_correlated_rounds(monkeypatch: pytest.Monke
     assert 0.92 <= coverage() <= 0.99
     monkeypatch.setattr(estimation, "_correlated", lambda found, seen: found)
     assert coverage() < 0.7
+
+
+def test_intervals_of_a_log_hold_where_step_sizes_fall() -> None:
+    """Batches that move the model by ``1 + cos`` tell less of their spread than equal ones: their
+    squares as much as ``16 (mean of squares)^2 / (mean of fourth powers) = 16 * 1.5^2 / (35/8)``.
+    """
+    held = []
+    for seed in range(100):
+        seen, true = _markov_log(seed, rounds=1000)
+        sizes = 1 + np.cos(math.pi * (np.arange(seen.rounds) + 0.5) / seen.rounds)
+        moved = seen.contribution * sizes[seen.round]
+        found = estimate(replace(seen, contribution=moved), np.full(4, 0.25), None)
+        held.append(np.abs(found.weights - true) <= found.half_widths(0.95))
+    np.testing.assert_allclose(found.freedom, 16 * 1.5**2 / (35 / 8) - 1, rtol=0.01)
+    assert 0.93 <= np.mean(held) <= 0.97
 
 
 def test_short_logs_are_not_taken_for_independent_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
