@@ -93,6 +93,19 @@ def test_the_command_line_contract() -> None:
     assert "inclusion probability of sampling and availability together" in came["fix"]
 
 
+@pytest.mark.parametrize("schedule", [None, "deadline:60"])
+def test_a_finding_names_who_leaves_before_it_answers(schedule: str | None) -> None:
+    timing: dict[str, Any] = {"schedule": schedule, "clock": "fixed:1"} if schedule else {}
+    there = "independent:1+leaves:0.1,0.5,0.8"
+    found = audit(CLIENTS, "fedshuffle-so", availability=there, **timing)
+    np.testing.assert_allclose(found.inclusion_probabilities, [0.9, 0.5, 0.2])
+    told = [finding.what for finding in found.findings if "leave" in finding.what]
+    assert len(told) == 1
+    assert "client 2 80% of the times that it is asked, client 0 10%" in told[0]
+    alike = audit(CLIENTS, "fedshuffle-so", "uniform:2", availability="independent:1+leaves:0.3")
+    assert not [finding for finding in alike.findings if "leave" in finding.what]
+
+
 @pytest.mark.parametrize(
     "there",
     [
