@@ -3,6 +3,7 @@
 import itertools
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -90,6 +91,19 @@ def test_the_command_line_contract() -> None:
     (came,) = [finding for finding in found["findings"] if "come and go" in finding["what"]]
     assert "client 0 is there 90% of the time, client 2 20%" in came["what"]
     assert "inclusion probability of sampling and availability together" in came["fix"]
+
+
+@pytest.mark.parametrize("schedule", [None, "deadline:60"])
+def test_a_finding_names_who_leaves_before_it_answers(schedule: str | None) -> None:
+    timing: dict[str, Any] = {"schedule": schedule, "clock": "fixed:1"} if schedule else {}
+    there = "independent:1+leaves:0.1,0.5,0.8"
+    found = audit(CLIENTS, "fedshuffle-so", availability=there, **timing)
+    np.testing.assert_allclose(found.inclusion_probabilities, [0.9, 0.5, 0.2])
+    told = [finding.what for finding in found.findings if "leave" in finding.what]
+    assert len(told) == 1
+    assert "client 2 80% of the times that it is asked, client 0 10%" in told[0]
+    alike = audit(CLIENTS, "fedshuffle-so", "uniform:2", availability="independent:1+leaves:0.3")
+    assert not [finding for finding in alike.findings if "leave" in finding.what]
 
 
 @pytest.mark.parametrize(
@@ -536,6 +550,21 @@ def test_intervals_of_a_log_hold_for_correlated_rounds(monkeypatch: pytest.Monke
     assert 0.92 <= coverage() <= 0.99
     monkeypatch.setattr(estimation, "_correlated", lambda found, seen: found)
     assert coverage() < 0.7
+
+
+def test_intervals_of_a_log_hold_where_step_sizes_fall() -> None:
+    """Batches that move the model by ``1 + cos`` tell less of their spread than equal ones: their
+    squares as much as ``16 (mean of squares)^2 / (mean of fourth powers) = 16 * 1.5^2 / (35/8)``.
+    """
+    held = []
+    for seed in range(100):
+        seen, true = _markov_log(seed, rounds=1000)
+        sizes = 1 + np.cos(math.pi * (np.arange(seen.rounds) + 0.5) / seen.rounds)
+        moved = seen.contribution * sizes[seen.round]
+        found = estimate(replace(seen, contribution=moved), np.full(4, 0.25), None)
+        held.append(np.abs(found.weights - true) <= found.half_widths(0.95))
+    np.testing.assert_allclose(found.freedom, 16 * 1.5**2 / (35 / 8) - 1, rtol=0.01)
+    assert 0.93 <= np.mean(held) <= 0.97
 
 
 def test_short_logs_are_not_taken_for_independent_rounds(monkeypatch: pytest.MonkeyPatch) -> None:

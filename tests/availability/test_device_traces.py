@@ -59,7 +59,7 @@ def test_the_command(
     )
     Federation.from_arrays(np.arange(3.0), client_ids=["ann", "bob, jr", "bob, jr"]).save(store)
     assert run(monkeypatch, *words, "--data", str(store)) == 0
-    assert "In 5 rounds nobody is there" in capsys.readouterr().out
+    assert "In 5 of them nobody is there" in capsys.readouterr().out
     assert out.read_text().splitlines()[-1] == '"bob, jr",8,10'
     assert len(Trace.read(out, ["ann", "bob, jr"], allow_gaps=True)) == 2
     assert run(monkeypatch, *words, "--clients", "3") == 2

@@ -137,9 +137,13 @@ def _correlated(found: WeightEstimate, seen: Observations) -> WeightEstimate:
         return found
     batch = seen.round * batches // k
     cells = np.bincount(batch * n + seen.client, seen.contribution, batches * n)
-    spread = errors_of_shares(cells.astype(np.float64).reshape(batches, n))
+    moved = cells.astype(np.float64).reshape(batches, n)
+    spread = errors_of_shares(moved)
     larger = spread > found.errors
-    freedom = np.where(larger, np.minimum(found.freedom, batches - 1.0), found.freedom)
+    # Where step sizes fall, the first batches have most of the spread (Satterthwaite 1946).
+    squares = (moved.sum(axis=1) / moved.sum()) ** 2
+    freedom = np.minimum(found.freedom, squares.sum() ** 2 / (squares**2).sum() - 1)
+    freedom = np.where(larger, freedom, found.freedom)
     return WeightEstimate(found.weights, np.where(larger, spread, found.errors), freedom)
 
 

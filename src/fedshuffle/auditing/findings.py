@@ -12,6 +12,7 @@ from fedshuffle.local_work import Workload
 from fedshuffle.methods import MVR, Cohort, GlobalMomentum, InclusionProbability, Method, Plain
 from fedshuffle.methods.servers import Average
 from fedshuffle.sampling import AmongAvailable, Buffers, Full
+from fedshuffle.timing import InTime
 
 TOLERANCE = 1e-8  # the relative distance within which effective weights equal the objective's
 CLOSE = 1e-5  # the same for answers of servers, which may compute in single precision
@@ -33,6 +34,10 @@ _TEXTS = {  # what, why and fix, a line each
 client {rarely} {least:.0%}.
         The weights are divided by the clients that came, so those who come often count more.
         Divide by the inclusion probability of sampling and availability together{instead}.""",
+    "leaves": """Clients leave before they answer: client {leaver} {gone:.0%} of the times that it \
+is asked, client {stayer} {kept:.0%}.
+        The weights are divided by the clients that answered, so those that leave count less.
+        Divide by the inclusion probability, which includes leaving{instead}.""",
     "deadline": """Late clients are dropped: client {fast} is in time in {most:.0%} of its rounds, \
 client {slow} in {least:.0%}.
         The weights are divided by the clients that came, so fast ones count more.
@@ -236,6 +241,8 @@ def method_findings(
     came = subject.sampling if isinstance(subject.sampling, AmongAvailable) else None
     there = subject.sampling.inclusion if came is None else came.availability_probability
     causes["availability"] = came is not None and not by_probability and bool(np.ptp(there) > 1e-9)
+    leaves = _leaves(came)
+    causes["leaves"] = not by_probability and bool(np.ptp(leaves) > 1e-9)
     causes |= {} if buffers is None or by_probability else _by_arrivals(buffers)
     causes["never"] = bool((subject.sampling.inclusion == 0).any())
     estimated = subject.probability / subject.sampling.p  # 1, or a factor for each client
@@ -259,6 +266,10 @@ def method_findings(
         rarely=subject.federation.ids[int(there.argmin())],
         most=there.max(),
         least=there.min(),
+        leaver=subject.federation.ids[int(leaves.argmax())],
+        stayer=subject.federation.ids[int(leaves.argmin())],
+        gone=leaves.max(),
+        kept=leaves.min(),
         times=there.max() / max(there.min(), 1e-300),
         exponent=0.0 if buffers is None else buffers.schedule.staleness,
         never=subject.federation.ids[int(subject.sampling.inclusion.argmin())],
@@ -267,6 +278,15 @@ def method_findings(
         client=subject.federation.ids[most],
         ratio=effective[most] / objective[most],
     )
+
+
+def _leaves(sampling: AmongAvailable | None) -> FloatArray:
+    """The probability of each client to leave before it answers, however fast it is."""
+    if sampling is None:
+        return np.zeros(1)
+    there = sampling.availability
+    leaves = there.of.leaves if isinstance(there, InTime) else there.leaves
+    return np.zeros(1) if leaves is None else leaves
 
 
 def _by_arrivals(buffers: Buffers) -> dict[str, bool]:

@@ -138,7 +138,7 @@ def _print_trace(facts: dict[str, Any]) -> None:
     )
     lines = [f"{facts['out']}: {intervals} of {clients} over {rounds}."]
     if empty:
-        lines.append(f"In {empty:,} rounds nobody is there: write --availability trace:{file}")
+        lines.append(f"In {empty:,} of them nobody is there: write --availability trace:{file}")
     console.print(escape("\n".join(lines)), soft_wrap=True)
 
 

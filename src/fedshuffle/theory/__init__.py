@@ -31,6 +31,7 @@ from fedshuffle.theory.rates import (
     largest_step_size,
 )
 from fedshuffle.theory.regression import linear_regression_constants, logistic_regression_constants
+from fedshuffle.theory.reshuffling import reshuffled_bound
 
 if TYPE_CHECKING:
     from fedshuffle.theory.advice import Advice, advise
@@ -64,6 +65,7 @@ __all__ = [
     "nearest_constants",
     "problem_constants",
     "quadratic_constants",
+    "reshuffled_bound",
     "sampling_advice",
     "smallest_s",
     "step_advice",
