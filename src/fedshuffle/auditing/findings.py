@@ -270,7 +270,7 @@ def method_findings(
 
 def _by_arrivals(buffers: Buffers) -> dict[str, bool]:
     """How an asynchronous schedule makes clients count differently."""
-    by_staleness = bool(buffers.schedule.staleness) and uneven(buffers.times.mean)
+    by_staleness = bool(buffers.schedule.staleness) and uneven(buffers.tasks.mean)
     return {"arrival rates": uneven(buffers.p), "stale updates": by_staleness}
 
 
