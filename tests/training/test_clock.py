@@ -108,6 +108,11 @@ def test_methods_take_the_time_of_all_that_they_compute(
     assert found.history[0]["time"] == pytest.approx(want)
 
 
+def test_optimal_sampling_asks_once_more() -> None:
+    found = trained(clock=Clock([1.0], latency=0.5), sampling="optimal:2", rounds=1)
+    assert found.history[0]["time"] == pytest.approx(2 * 0.5 + 4)
+
+
 def test_who_is_in_time_depends_on_what_a_method_computes() -> None:
     clock = Clock([1.0], jitter=Exponential(), latency=0.5)
     slow = audit(CLIENTS, "mime", schedule="deadline:4", clock=clock).inclusion_probabilities
