@@ -20,7 +20,14 @@ from fedshuffle.errors import FedShuffleError
 from fedshuffle.federation import Federation
 from fedshuffle.finetuning.exact import check_prepared
 from fedshuffle.local_work import LocalWork
-from fedshuffle.methods import Cohort, InclusionProbability, Method
+from fedshuffle.methods import (
+    Cohort,
+    CohortMoments,
+    Direction,
+    InclusionProbability,
+    Method,
+    Unnormalised,
+)
 from fedshuffle.privacy import Privacy
 from fedshuffle.probabilities import Estimate
 from fedshuffle.sampling import Sampling
@@ -272,7 +279,8 @@ def _warn_of_unfinished_work(run: Run) -> None:
     they send by the steps that they did.
     """
     stop, rule = run.workload.work.interruption, run.method.averaging
-    if not isinstance(stop, UntilDeadline) or not isinstance(rule.normaliser, InclusionProbability):
+    right = isinstance(rule.normaliser, InclusionProbability | Unnormalised)
+    if not isinstance(stop, UntilDeadline) or not right or not _by_updates(run.method.direction):
         return
     steps = run.workload.possible_steps[0].max(axis=1)  # one step is done, or the client is away
     done = np.where(steps > 1, stop.tasks.in_time(stop.deadline).min(axis=1), 1.0)
@@ -295,3 +303,17 @@ def _warn_of_unfinished_work(run: Run) -> None:
         " the share of the work that was done.",
         stacklevel=3,
     )
+
+
+def _by_updates(direction: Direction) -> bool:
+    """Whether clients count by what they send, and not, as in SCAFFOLD, by what the server knows of
+    them, or together with who else takes part.
+    """
+    if direction.needs_joint:
+        return False
+    one = np.ones(2)
+    whole, part = (
+        direction.effective_weights(CohortMoments(one, one, 1.0, sent, estimate=one))
+        for sent in (one, np.array([1.0, 0.5]))
+    )
+    return whole is None or part is None or not np.allclose(part / part.sum(), whole / whole.sum())
