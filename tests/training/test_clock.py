@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from fedshuffle import Federation, FedShuffleError, LocalWork, audit, losses, train
+from fedshuffle import Federation, FedShuffleError, LocalWork, Privacy, audit, losses, train
 from fedshuffle.auditing import contributions
 from fedshuffle.config import load
 from fedshuffle.local_work import EpochRange
@@ -147,6 +147,8 @@ def test_unfinished_work_that_is_not_corrected_for_is_a_warning(method: str) -> 
     remedy = "fedshuffle-gen" if method == "fedshuffle" else remedy
     assert f"Use method {remedy}," in str(said[0].message)
     trained(method=remedy, **settings)
+    with pytest.warns(UserWarning, match=r"Leave out '\+partial'"):
+        trained(method=method, **settings, privacy=Privacy(clip=1.0, noise=1.0))
     trained(method=method, schedule="deadline:1000+partial", rounds=1)  # nobody is late
     trained(method=method, schedule="deadline:0.8", rounds=1)  # late ones send nothing
 

@@ -296,11 +296,13 @@ def _warn_of_unfinished_work(run: Run) -> None:
         return
     alone, _, _ = run.method.name.partition("+")
     remedy = "fedshuffle-gen" if alone == "fedshuffle" else f"{alone}+fedshuffle-gen"
+    advice = f"Use method {remedy}, which weighs by the share of the work that was done."
+    if run.mechanism:  # its noise would have to cover a client that did one step of all
+        advice = "Leave out '+partial', as weighing by the work that was done needs more noise."
     warnings.warn(
         f"by the deadline client {run.federation.ids[slowest[0]]} is done with all its steps in"
         f" {done.min():.0%} of its rounds, and {run.method.name} counts clients by the steps that"
-        f" they did, so slow ones count less than you meant. Use method {remedy}, which weighs by"
-        " the share of the work that was done.",
+        f" they did, so slow ones count less than you meant. {advice}",
         stacklevel=3,
     )
 
