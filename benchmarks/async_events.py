@@ -1,11 +1,10 @@
 """Asynchronous schedules: how fast their events are, and how true their closed forms.
 
-    python benchmarks/async_events.py [events | run | forms | quadratic]
+    python benchmarks/async_events.py [events | runs | forms | quadratic]
 
 ``events``: events per second of CPU time, without training, and the peak memory of 1,000 more.
-``run``: the same with a model of two parameters: updates per second of CPU time, of whole server
+``runs``: the same with a model of two parameters: updates per second of CPU time, of whole server
 steps, and without the local training in them.
-``runs``: updates per second of CPU time when a model of two parameters is trained.
 ``forms``: rate shares and mean staleness weights against a million simulated updates (a fifth where
 clients are drawn by the server): the largest difference, and in standard errors.
 ``quadratic``: where FedAvg and FedShuffle end under FedBuff, on clients that want different points.
@@ -25,7 +24,7 @@ from fedshuffle import Federation, LocalWork, audit
 from fedshuffle._arrays import FloatArray
 from fedshuffle.engines import Engine, Problem, make
 from fedshuffle.kernel import Answer, LocalTraining, Request
-from fedshuffle.timing import Clock, Exponential, Jitter, LogNormal, NoJitter, Tasks, TaskTimes
+from fedshuffle.timing import Clock, Exponential, Jitter, LogNormal, NoJitter, Tasks
 from fedshuffle.timing import parse_schedule as parse
 from fedshuffle.timing.events import Events
 from fedshuffle.timing.rates import rate_shares
@@ -45,9 +44,9 @@ SCHEDULES = (
 )
 
 
-def task_times(seconds: FloatArray, jitter: Jitter) -> TaskTimes:
+def task_times(seconds: FloatArray, jitter: Jitter) -> Tasks:
     work = LocalWork().on(np.ones(len(seconds), dtype=np.int64))
-    return TaskTimes(Tasks(Clock(seconds, jitter=jitter), work))
+    return Tasks(Clock(seconds, jitter=jitter), work)
 
 
 def events() -> None:

@@ -112,7 +112,7 @@ def test_it_is_a_sampling(check: Any) -> None:
         (Uniform(5, 2), "over:2of4", LocalWork(), "asks 4 clients itself"),
         (AmongAvailable(Full(5), Independent([0.5] * 5)), "over:2of4", LocalWork(), "availability"),
         (Full(5), "over:2of6", LocalWork(), "the number of clients that over:2of6 asks is 6"),
-        (Full(5), "over:1of4", LocalWork(), "client 1 needs 2 seconds and is never in time"),
+        (Full(5), "over:1of4", LocalWork(), "client 3 needs 3 seconds and, like 2 others"),
         (Full(5), "over:2of4", LocalWork(steps="min"), "its own epochs or steps"),
         (Full(5), "over:2of4", LocalWork(interruption=MissLast()), "leave out one of them"),
     ],

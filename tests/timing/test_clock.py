@@ -89,6 +89,7 @@ def test_texts() -> None:
     written_by_python = parse_clock("fixed:1e-05+down:1e+07,2e+07+latency:1e+00", PAIR)
     assert written_by_python.down.tolist() == [1e7, 2e7]
     assert parse_clock("fixed:2e+02+up:1", PAIR).seconds.tolist() == [200, 200]
+    assert parse_clock(" fixed:1 + latency:2 ", PAIR).latency.tolist() == [2, 2]
     rates = parse_clock("rates:4,0.5", PAIR)
     assert rates.mean(np.arange(2), np.array([1, 9])).tolist() == [0.25, 2]
 

@@ -114,6 +114,7 @@ def test_a_round_on_time_is_in_time_whatever_rounding_does() -> None:
             r"client 2 needs 3.6 seconds and is never .*add '\+partial'.*later deadline",
         ),
         ("deadline:0.2+partial", "client 2 needs 3.6 seconds and is never in time.*: set a later"),
+        ("deadline:0.05", "client 2 needs 3.6 seconds and, like 2 others, is never in time"),
     ],
 )
 def test_who_can_never_be_in_time_is_an_error(schedule: str, message: str) -> None:

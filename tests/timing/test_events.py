@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from fedshuffle import FedShuffleError, LocalWork
 from fedshuffle.randomness import Purpose, generator, uniform, uniforms
-from fedshuffle.timing import Asynchronous, Clock, LogNormal, Tasks, TaskTimes
+from fedshuffle.timing import Asynchronous, Clock, LogNormal, Tasks
 from fedshuffle.timing.events import Events
 from fedshuffle.timing.simulation import simulate
 
@@ -94,7 +94,7 @@ def test_looping_clients_all_at_once_are_those_event_by_event(
 ) -> None:
     """Also where several arrive at an instant."""
     work, schedule = LocalWork().on(np.ones(len(times), dtype=np.int64)), Asynchronous(buffer)
-    found = simulate(schedule, TaskTimes(Tasks(Clock(times), work)), 0, 10)
+    found = simulate(schedule, Tasks(Clock(times), work), 0, 10)
     events = Events(schedule, len(times), 0, lambda task, i: float(times[i]))
     for step in range(10):
         np.testing.assert_array_equal(found.clients[step], events.arrivals(step).clients)
@@ -109,8 +109,7 @@ def test_the_unit_of_time_does_not_matter(unit: float, at_a_time: int | None) ->
     whole, parts = np.array([3.0, 1.0, 2.0]), np.array([3, 1, 2]) * unit
     events = Events(schedule, 3, 0, lambda task, i: float(parts[i]))
     of_parts, of_whole = (
-        simulate(schedule, TaskTimes(Tasks(Clock(seconds), work)), 0, 5000)
-        for seconds in (parts, whole)
+        simulate(schedule, Tasks(Clock(seconds), work), 0, 5000) for seconds in (parts, whole)
     )
     np.testing.assert_array_equal(of_parts.clients, of_whole.clients)
     np.testing.assert_array_equal(of_parts.staleness, of_whole.staleness)

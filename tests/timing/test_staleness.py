@@ -18,7 +18,6 @@ from fedshuffle.timing import (
     LogNormal,
     NoJitter,
     Tasks,
-    TaskTimes,
 )
 from fedshuffle.timing.rates import among_idle, rate_shares
 from fedshuffle.timing.simulation import simulate
@@ -28,9 +27,9 @@ FOUR = np.array([0.25, 0.5, 1.0, 2.0])
 ODD = np.exp([0.3, 0.5, 1.1, 2.3])  # no common multiples
 
 
-def times(seconds: FloatArray, jitter: Jitter | None = None) -> TaskTimes:
+def times(seconds: FloatArray, jitter: Jitter | None = None) -> Tasks:
     work = LocalWork().on(np.ones(len(seconds), dtype=np.int64))
-    return TaskTimes(Tasks(Clock(seconds, jitter=jitter), work))
+    return Tasks(Clock(seconds, jitter=jitter), work)
 
 
 @given(st.lists(st.floats(-8, 8), min_size=2, max_size=7), st.data())
@@ -128,7 +127,7 @@ def test_mean_weights_are_those_of_a_simulation(buffer: int, jitter: Jitter) -> 
 
 def test_random_epochs_take_random_times() -> None:
     work = LocalWork(epochs=EpochRange(1, 3)).on(np.array([2, 4]))
-    law = TaskTimes(Tasks(Clock([0.5, 1.0]), work))
+    law = Tasks(Clock([0.5, 1.0]), work)
     assert law.mean.tolist() == [2, 8]
     assert law.law is None
     which, seconds = law.sample(0, 1, 3000)

@@ -1,5 +1,6 @@
 """Training by the clock: time in records, resumed, and schedules that do not wait."""
 
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from fedshuffle import Federation, FedShuffleError, LocalWork, audit, losses, train
+from fedshuffle import Federation, FedShuffleError, LocalWork, Privacy, audit, losses, train
 from fedshuffle.auditing import contributions
 from fedshuffle.config import load
 from fedshuffle.local_work import EpochRange
@@ -108,6 +109,11 @@ def test_methods_take_the_time_of_all_that_they_compute(
     assert found.history[0]["time"] == pytest.approx(want)
 
 
+def test_optimal_sampling_asks_once_more() -> None:
+    found = trained(clock=Clock([1.0], latency=0.5), sampling="optimal:2", rounds=1)
+    assert found.history[0]["time"] == pytest.approx(2 * 0.5 + 4)
+
+
 def test_who_is_in_time_depends_on_what_a_method_computes() -> None:
     clock = Clock([1.0], jitter=Exponential(), latency=0.5)
     slow = audit(CLIENTS, "mime", schedule="deadline:4", clock=clock).inclusion_probabilities
@@ -141,8 +147,27 @@ def test_unfinished_work_that_is_not_corrected_for_is_a_warning(method: str) -> 
     remedy = "fedshuffle-gen" if method == "fedshuffle" else remedy
     assert f"Use method {remedy}," in str(said[0].message)
     trained(method=remedy, **settings)
+    with pytest.warns(UserWarning, match=r"Leave out '\+partial'"):
+        trained(method=method, **settings, privacy=Privacy(clip=1.0, noise=1.0))
     trained(method=method, schedule="deadline:1000+partial", rounds=1)  # nobody is late
     trained(method=method, schedule="deadline:0.8", rounds=1)  # late ones send nothing
+
+
+@pytest.mark.parametrize("method", ["mifa", "fedvarp", "mime-lite", "scaffold", "fedlin", "mime"])
+def test_who_is_warned_of_unfinished_work_is_helped_by_the_remedy(method: str) -> None:
+    """As the audit finds it: control variates need no help, and full gradients of the cohort, which
+    depend on who else is there, get none from it.
+    """
+    settings: dict[str, Any] = {"schedule": "deadline:0.8+partial", "clock": CLOCK, "draws": 3200}
+    before, after = (
+        audit(CLIENTS, f"{method}+{other}", **settings).total_variation
+        for other in ("fedshuffle", "fedshuffle-gen")
+    )
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        trained(method=f"{method}+fedshuffle", schedule=settings["schedule"], rounds=1)
+    assert bool(said) == (after < before - 1e-4)
+    assert not said or after < 1e-12
 
 
 def test_estimated_probabilities_follow_who_is_in_time() -> None:

@@ -57,9 +57,9 @@ def _exact(subject: Subject, buffers: Buffers) -> tuple[FloatArray, str] | None:
     if depends.window or depends.others or depends.random:
         return None
     moved, ratio = contribution_table(subject, 0)
-    chances, by_probability = buffers.times.chances, _divides(subject)
+    chances, by_probability = buffers.tasks.possible[1], _divides(subject)
     # The steps of a task and its staleness are independent, or the steps do not matter.
-    alone = schedule.staleness == 0 or buffers.times.independent_of_steps
+    alone = schedule.staleness == 0 or buffers.tasks.independent_of_steps
     if not alone and not (by_probability and _constant(moved)):
         return None
     if by_probability:
@@ -72,7 +72,7 @@ def _exact(subject: Subject, buffers: Buffers) -> tuple[FloatArray, str] | None:
         return buffers.p * stale * (each @ chances), "closed form"
     if _constant(ratio.u.ravel()) and (ratio.v is None or _constant(ratio.v.ravel())):
         return buffers.p * stale * (moved @ chances), "closed form"
-    independent = schedule.loops(len(buffers)) and buffers.times.law == "exponential"
+    independent = schedule.loops(len(buffers)) and buffers.tasks.law == "exponential"
     if not independent or schedule.staleness:
         return None
     return independent_arrivals(buffers.p, chances, moved, ratio, schedule.buffer), "quadrature"
@@ -117,7 +117,7 @@ def _monte_carlo(
     least = BATCHES * max(at_a_time, min(len(buffers), _ENOUGH))
     each = -(-max(draws, least) // (BATCHES * schedule.buffer))
     settles = max(BATCHES * each // 10, _SETTLES * at_a_time // schedule.buffer)
-    found = simulate(schedule, buffers.times, seed, settles + BATCHES * each)
+    found = simulate(schedule, buffers.tasks, seed, settles + BATCHES * each)
     found = SimulatedSteps(*(part[settles:] for part in found))
     stale = schedule.weight(found.staleness)
     moves = _moves(subject, found) * stale

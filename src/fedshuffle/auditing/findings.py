@@ -9,7 +9,7 @@ import numpy as np
 from fedshuffle._arrays import FloatArray, IntArray
 from fedshuffle.auditing.subject import Subject
 from fedshuffle.local_work import Workload
-from fedshuffle.methods import MVR, Cohort, GlobalMomentum, InclusionProbability, Method, Plain
+from fedshuffle.methods import MVR, Cohort, GlobalMomentum, Method, Plain
 from fedshuffle.methods.servers import Average
 from fedshuffle.sampling import AmongAvailable, Buffers, Full
 from fedshuffle.timing import InTime
@@ -235,7 +235,7 @@ def method_findings(
         "interruption": early,
     }
     why = why_not_normalise(objective, effective, other_causes=any(causes.values()))
-    by_probability = isinstance(method.averaging.normaliser, InclusionProbability)
+    by_probability = method.averaging.by_probability
     constant = buffers is not None and not uneven(objective)  # a buffer's sum of equal weights
     causes["normalised"] = partial and not by_probability and not constant
     came = subject.sampling if isinstance(subject.sampling, AmongAvailable) else None
@@ -291,7 +291,7 @@ def _leaves(sampling: AmongAvailable | None) -> FloatArray:
 
 def _by_arrivals(buffers: Buffers) -> dict[str, bool]:
     """How an asynchronous schedule makes clients count differently."""
-    by_staleness = bool(buffers.schedule.staleness) and uneven(buffers.times.mean)
+    by_staleness = bool(buffers.schedule.staleness) and uneven(buffers.tasks.mean)
     return {"arrival rates": uneven(buffers.p), "stale updates": by_staleness}
 
 

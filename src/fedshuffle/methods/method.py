@@ -232,8 +232,9 @@ class Method:
             )
         return Full(1)
 
-    def timing(self, timing: Timing, workload: Workload) -> Timing:
-        """The timing with what this method asks of clients and lets them compute in a round.
+    def timing(self, timing: Timing, workload: Workload, two_phase: bool = False) -> Timing:
+        """The timing with what this method asks of clients and lets them compute in a round; a
+        two-phase sampling asks once more.
 
         MIME computes two gradients per step, and a full one besides.
 
@@ -254,7 +255,8 @@ class Method:
             )
         costs = self.direction
         full = costs.full_gradients * workload.steps_per_epoch
-        clock = timing.clock.charged(costs.gradients_per_step, full, costs.trips)
+        trips = costs.trips + two_phase
+        clock = timing.clock.charged(costs.gradients_per_step, full, trips)
         return dataclasses.replace(timing, clock=clock)
 
     def check(self, workload: Workload, sampling: Sampling) -> None:

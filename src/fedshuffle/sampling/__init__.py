@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 
 from fedshuffle import availability as availabilities
-from fedshuffle._arrays import count, expect
+from fedshuffle._arrays import IntArray, count, expect
 from fedshuffle.availability import Always, Availability
 from fedshuffle.errors import FedShuffleError, check_known, error_context
 from fedshuffle.federation import Federation
@@ -193,9 +193,9 @@ def scheduled(
         found, workload = _until(schedule, sampling, tasks)
     else:
         found = _first(schedule, sampling, tasks)
-    for i in np.flatnonzero(found.inclusion == 0).tolist():
-        if sampling.inclusion[i] > 0:
-            raise FedShuffleError(_never_in_time(schedule, ids[i], tasks, i))
+    late = np.flatnonzero((found.inclusion == 0) & (sampling.inclusion > 0))
+    if len(late):
+        raise FedShuffleError(_never_in_time(schedule, ids, tasks, late))
     return found, workload
 
 
@@ -230,17 +230,18 @@ def _first(schedule: OverSelection, sampling: Sampling, tasks: Tasks) -> OverSel
 
 
 def _never_in_time(
-    schedule: Deadline | OverSelection, name: Hashable, tasks: Tasks, client: int
+    schedule: Deadline | OverSelection, ids: Sequence[Hashable], tasks: Tasks, late: IntArray
 ) -> str:
-    """Why a client can never take part, and what to do."""
-    one = np.array([client])
-    seconds = float(tasks.clock.mean(one, tasks.possible[0][one, 0], tasks.sizes)[0])
-    late = f"client {name} needs {seconds:.3g} seconds and is never in time for {schedule}, so its"
-    late += " objective cannot be minimised: "
+    """Why these clients can never take part, and what to do."""
+    seconds = tasks.clock.mean(late, tasks.possible[0][late, 0], tasks.sizes)
+    slowest, others = late[seconds.argmax()], len(late) - 1
+    also = f", like {others} other{'s' * (others > 1)}," if others else ""
+    told = f"client {ids[slowest]} needs {seconds.max():.3g} seconds and{also} is never in time for"
+    told += f" {schedule}, so its objective cannot be minimised: "
     if isinstance(schedule, OverSelection):
-        return f"{late}take more updates, or give the clock a jitter, or leave out the client."
-    also = "" if schedule.partial else "add '+partial', so that it sends what it has; or "
-    return f"{late}{also}set a later deadline, or leave it out of the federation."
+        return f"{told}take more updates, or give the clock a jitter, or leave out the client."
+    partly = "" if schedule.partial else "add '+partial', so that it sends what it has; or "
+    return f"{told}{partly}set a later deadline, or leave it out of the federation."
 
 
 def is_import_path(text: str) -> bool:

@@ -11,7 +11,6 @@ from fedshuffle.timing.events import Arrivals, Events
 from fedshuffle.timing.rates import rate_shares
 from fedshuffle.timing.schedule import Asynchronous
 from fedshuffle.timing.staleness import mean_weights
-from fedshuffle.timing.task_times import TaskTimes
 from fedshuffle.timing.tasks import Tasks
 from fedshuffle.transforms import Chain
 
@@ -19,7 +18,7 @@ from fedshuffle.transforms import Chain
 def buffers(schedule: Asynchronous, sampling: Sampling, tasks: Tasks) -> "Buffers":
     """The buffers of a schedule, which leaves nothing to a sampling."""
     if isinstance(sampling, Full):
-        return Buffers(schedule, TaskTimes(tasks))
+        return Buffers(schedule, tasks)
     what = (
         "availability: leave it out, or use schedule 'wait'"
         if isinstance(sampling, AmongAvailable)
@@ -43,8 +42,8 @@ class Buffers(Sampling):
         >>> import numpy as np
         >>> from fedshuffle import LocalWork
         >>> from fedshuffle.timing import Clock, Tasks
-        >>> times = TaskTimes(Tasks(Clock([1.0, 3.0]), LocalWork().on(np.ones(2, dtype=int))))
-        >>> buffers = Buffers(Asynchronous(buffer=2), times)
+        >>> tasks = Tasks(Clock([1.0, 3.0]), LocalWork().on(np.ones(2, dtype=int)))
+        >>> buffers = Buffers(Asynchronous(buffer=2), tasks)
         >>> buffers.p.tolist(), buffers.draw(seed=0, round=0).tolist()
         ([1.5, 0.5], [0, 0])
     """
@@ -52,12 +51,12 @@ class Buffers(Sampling):
     distinct = False
     independent_rounds = False
 
-    def __init__(self, schedule: Asynchronous, times: TaskTimes) -> None:
-        self.schedule, self.times = schedule, times
-        self.p = frozen(schedule.buffer * rate_shares(schedule, times))
+    def __init__(self, schedule: Asynchronous, tasks: Tasks) -> None:
+        self.schedule, self.tasks = schedule, tasks
+        self.p = frozen(schedule.buffer * rate_shares(schedule, tasks))
 
     def __repr__(self) -> str:
-        return f"{self.schedule}, {self.times.clock!r}"
+        return f"{self.schedule}, {self.tasks.clock!r}"
 
     def check(self, chain: Chain, private: bool, down_channel: bool = False) -> None:
         """Refuse what cannot happen to updates of clients that start at their own times."""
@@ -77,7 +76,7 @@ class Buffers(Sampling):
 
     @functools.lru_cache(maxsize=4)  # noqa: B019  # a seed's steps are made one after another
     def _events(self, seed: int) -> Events:
-        return Events(self.schedule, len(self), seed, functools.partial(self.times.draw, seed))
+        return Events(self.schedule, len(self), seed, functools.partial(self.tasks.draw, seed))
 
     def draw(self, seed: int, round: int) -> IntArray:
         return self.arrivals(seed, round).clients
@@ -85,7 +84,7 @@ class Buffers(Sampling):
     @functools.cached_property
     def staleness_weights(self) -> FloatArray | None:
         """The mean staleness weight of each client; None if no formula is known."""
-        return mean_weights(self.schedule, self.times)
+        return mean_weights(self.schedule, self.tasks)
 
     def pair_probabilities(self) -> FloatArray:
         raise FedShuffleError(

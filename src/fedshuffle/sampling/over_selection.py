@@ -14,6 +14,7 @@ that are done at the same time come in the order of their numbers.
 
 import itertools
 import math
+from collections.abc import Callable
 from functools import cached_property
 
 import numpy as np
@@ -153,19 +154,14 @@ class OverSelected(Sampling):
 
     def _distributions(self, times: FloatArray) -> FloatArray:
         """The probability to be done at each of some times: (times, n, A)."""
-        clock, everyone, sizes = self.tasks.clock, np.arange(len(self.tasks)), self.tasks.sizes
-        columns = [
-            clock.in_time(times[:, None], everyone, steps, sizes)
-            for steps in self.tasks.possible[0].T
-        ]
-        return np.stack(columns, axis=2)
+        return self._at(times, self.tasks.clock.in_time)
 
     def _densities(self, times: FloatArray) -> FloatArray:
-        clock, everyone, sizes = self.tasks.clock, np.arange(len(self.tasks)), self.tasks.sizes
-        columns = [
-            clock.density(times[:, None], everyone, steps, sizes)
-            for steps in self.tasks.possible[0].T
-        ]
+        return self._at(times, self.tasks.clock.density)
+
+    def _at(self, times: FloatArray, value: Callable[..., FloatArray]) -> FloatArray:
+        everyone, steps = np.arange(len(self.tasks)), self.tasks.possible[0].T
+        columns = [value(times[:, None], everyone, some, self.tasks.sizes) for some in steps]
         return np.stack(columns, axis=2)
 
     def _check_work(self, work: float, remedy: str) -> None:

@@ -32,7 +32,6 @@ from fedshuffle.timing.schedule import (
 from fedshuffle.timing.schedule import parse as parse_schedule
 from fedshuffle.timing.schedule import resolve as resolve_schedule
 from fedshuffle.timing.settings import Timing
-from fedshuffle.timing.task_times import TaskTimes
 from fedshuffle.timing.tasks import Tasks
 
 __all__ = [
@@ -47,7 +46,6 @@ __all__ = [
     "MessageSizes",
     "NoJitter",
     "OverSelection",
-    "TaskTimes",
     "Tasks",
     "Timing",
     "TrainingSchedule",

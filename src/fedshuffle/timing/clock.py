@@ -9,7 +9,8 @@ seconds: the latency of each of m trips, the model on its way down and the updat
 their bytes and bandwidths, and the steps, ``s_i`` seconds each, times a factor J with mean one that
 is drawn for every task. For most methods m = g = 1 and f = 0; others, as MIME, ask twice per round,
 or compute g gradients per step and f full gradients besides, of ``e_i`` steps each, those of an
-epoch. The clock is virtual: nobody waits.
+epoch. The clock is virtual: nobody waits. It sends the second request to each client at once, as if
+the server needed no answers of the others for it.
 """
 
 from typing import Any, Literal, NamedTuple

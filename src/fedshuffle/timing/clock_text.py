@@ -94,7 +94,7 @@ def resolve(
 
 def _read(text: str) -> tuple[str, str, dict[str, str]]:
     """The kind that a text names, its argument, and the options after it."""
-    main, *rest = re.split(r"\+(?!\d)", text.strip())  # not in 1e+07
+    main, *rest = (part.strip() for part in re.split(r"\+(?!\d)", text))  # not in 1e+07
     name, _, argument = main.partition(":")
     check_known("clock", name, _MAKERS)
     if not argument:

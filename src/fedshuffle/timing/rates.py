@@ -17,27 +17,27 @@ import numpy as np
 
 from fedshuffle._arrays import FloatArray
 from fedshuffle.timing.schedule import Asynchronous
-from fedshuffle.timing.task_times import TaskTimes
+from fedshuffle.timing.tasks import Tasks
 
 _HALVINGS = 60
 
 
-def rate_shares(schedule: Asynchronous, times: TaskTimes) -> FloatArray:
+def rate_shares(schedule: Asynchronous, tasks: Tasks) -> FloatArray:
     """The share of each client in all arrivals, in a long run.
 
     >>> from fedshuffle import LocalWork
-    >>> from fedshuffle.timing import Clock, Tasks
-    >>> times = TaskTimes(Tasks(Clock([1.0, 1.0, 2.0]), LocalWork().on(np.ones(3, dtype=int))))
-    >>> rate_shares(Asynchronous(), times).tolist()
+    >>> from fedshuffle.timing import Clock
+    >>> tasks = Tasks(Clock([1.0, 1.0, 2.0]), LocalWork().on(np.ones(3, dtype=int)))
+    >>> rate_shares(Asynchronous(), tasks).tolist()
     [0.4, 0.4, 0.2]
-    >>> rate_shares(Asynchronous(concurrency=2), times).round(3).tolist()
+    >>> rate_shares(Asynchronous(concurrency=2), tasks).round(3).tolist()
     [0.375, 0.375, 0.25]
     """
-    n = len(times)
+    n = len(tasks)
     at_a_time = schedule.at_a_time(n)
     if schedule.draw != "idle":
         return np.full(n, 1 / n)
-    rates = 1 / times.mean if at_a_time == n else among_idle(times.mean, at_a_time)
+    rates = 1 / tasks.mean if at_a_time == n else among_idle(tasks.mean, at_a_time)
     rates = rates / rates.max()  # equal ones become 1, so that shares of n are exactly 1 / n
     return np.asarray(rates / rates.sum())
 

@@ -9,7 +9,7 @@ from fedshuffle._arrays import FloatArray, IntArray
 from fedshuffle.timing.events import ROUNDING, Events
 from fedshuffle.timing.jitter import NoJitter
 from fedshuffle.timing.schedule import Asynchronous
-from fedshuffle.timing.task_times import TaskTimes
+from fedshuffle.timing.tasks import Tasks
 
 
 class SimulatedSteps(NamedTuple):
@@ -21,38 +21,38 @@ class SimulatedSteps(NamedTuple):
     """Which of its possible numbers of steps a client was given."""
 
 
-def simulate(schedule: Asynchronous, times: TaskTimes, seed: int, steps: int) -> SimulatedSteps:
+def simulate(schedule: Asynchronous, tasks: Tasks, seed: int, steps: int) -> SimulatedSteps:
     """The first server steps of a schedule.
 
     >>> from fedshuffle import LocalWork
-    >>> from fedshuffle.timing import Clock, Tasks
-    >>> times = TaskTimes(Tasks(Clock([1.0, 3.0]), LocalWork().on(np.ones(2, dtype=int))))
-    >>> found = simulate(Asynchronous(), times, seed=0, steps=4)
+    >>> from fedshuffle.timing import Clock
+    >>> tasks = Tasks(Clock([1.0, 3.0]), LocalWork().on(np.ones(2, dtype=int)))
+    >>> found = simulate(Asynchronous(), tasks, seed=0, steps=4)
     >>> found.clients.ravel().tolist(), found.staleness.ravel().tolist()
     ([0, 0, 0, 1], [0, 0, 0, 3])
     """
-    if schedule.loops(len(times)):
-        return _looping(schedule.buffer, times, seed, steps)
-    events = Events(schedule, len(times), seed, partial(times.draw, seed))
+    if schedule.loops(len(tasks)):
+        return _looping(schedule.buffer, tasks, seed, steps)
+    events = Events(schedule, len(tasks), seed, partial(tasks.draw, seed))
     found = [events.arrivals(step) for step in range(steps)]
     clients, addresses = (
         np.array([getattr(a, k) for a in found]) for k in ("clients", "addresses")
     )
     which = np.zeros_like(clients)
-    if len(times.chances) > 1:
-        tasks = zip(addresses.ravel().tolist(), clients.ravel().tolist(), strict=True)
-        each = [times.alternative(seed, task, client) for task, client in tasks]
+    if len(tasks.possible[1]) > 1:
+        pairs = zip(addresses.ravel().tolist(), clients.ravel().tolist(), strict=True)
+        each = [tasks.alternative(seed, address, client) for address, client in pairs]
         which = np.array(each).reshape(which.shape)
     return SimulatedSteps(clients, np.array([a.staleness for a in found]), which)
 
 
-def _looping(buffer: int, times: TaskTimes, seed: int, steps: int) -> SimulatedSteps:
+def _looping(buffer: int, tasks: Tasks, seed: int, steps: int) -> SimulatedSteps:
     """Clients that loop do not know of each other: the tasks of each at once, then all sorted."""
     needed = steps * buffer
-    horizon, found = needed / (1 / times.mean).sum(), list[tuple[IntArray, FloatArray]]()
+    horizon, found = needed / (1 / tasks.mean).sum(), list[tuple[IntArray, FloatArray]]()
     while sum(len(ends) for _, ends in found) < needed:
         horizon *= 1.1
-        found = [_tasks(times, seed, client, horizon) for client in range(len(times))]
+        found = [_tasks(tasks, seed, client, horizon) for client in range(len(tasks))]
     clients = np.repeat(np.arange(len(found)), [len(ends) for _, ends in found])
     which, when = (np.concatenate(parts) for parts in zip(*found, strict=True))
     order = np.argsort(when, kind="stable")
@@ -70,12 +70,12 @@ def _looping(buffer: int, times: TaskTimes, seed: int, steps: int) -> SimulatedS
     return SimulatedSteps(*(a.reshape(steps, buffer) for a in (clients, staleness, which)))
 
 
-def _tasks(times: TaskTimes, seed: int, client: int, horizon: float) -> tuple[IntArray, FloatArray]:
+def _tasks(tasks: Tasks, seed: int, client: int, horizon: float) -> tuple[IntArray, FloatArray]:
     """The tasks of a client that end before a time: which numbers of steps, and when they end."""
-    count = int(1.2 * horizon / times.mean[client]) + 10
-    fixed = isinstance(times.clock.jitter, NoJitter)
+    count = int(1.2 * horizon / tasks.mean[client]) + 10
+    fixed = isinstance(tasks.clock.jitter, NoJitter)
     while True:
-        which, seconds = times.sample(seed, client, count)
+        which, seconds = tasks.sample(seed, client, count)
         ends = _sums(seconds) if fixed else np.cumsum(seconds)
         if ends[-1] > horizon:
             return which[ends <= horizon], ends[ends <= horizon]

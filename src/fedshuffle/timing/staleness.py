@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from fedshuffle._arrays import FloatArray
 from fedshuffle.timing.rates import rate_shares
 from fedshuffle.timing.schedule import Asynchronous
-from fedshuffle.timing.task_times import TaskTimes
+from fedshuffle.timing.tasks import Tasks
 
 _MOST = 500  # clients with fixed times: n^3 operations
 _MULTIPLE = 10_000  # times whose ratio is that of two numbers up to this have a common multiple
@@ -32,28 +32,28 @@ _FACTORS = np.arange(1, 7)  # of two rates that add up with multiples of a third
 _CLOSE = 1e-14  # a ratio of two random times is so close to such a one in one of a million cases
 
 
-def mean_weights(schedule: Asynchronous, times: TaskTimes) -> FloatArray | None:
+def mean_weights(schedule: Asynchronous, tasks: Tasks) -> FloatArray | None:
     """The mean staleness weight of each client; None if no formula is known.
 
     >>> from fedshuffle import LocalWork
-    >>> from fedshuffle.timing import Clock, Exponential, Tasks
+    >>> from fedshuffle.timing import Clock, Exponential
     >>> clock = Clock([0.25, 0.5, 1, 2], per="task", jitter=Exponential())
-    >>> times = TaskTimes(Tasks(clock, LocalWork().on(np.ones(4, dtype=int))))
-    >>> mean_weights(Asynchronous(staleness=0.5), times).round(3).tolist()
+    >>> tasks = Tasks(clock, LocalWork().on(np.ones(4, dtype=int)))
+    >>> mean_weights(Asynchronous(staleness=0.5), tasks).round(3).tolist()
     [0.823, 0.649, 0.501, 0.379]
     """
     if schedule.staleness == 0:
-        return np.ones(len(times))
-    if not schedule.loops(len(times)):
+        return np.ones(len(tasks))
+    if not schedule.loops(len(tasks)):
         return None
-    if times.law == "exponential":
-        shares = rate_shares(schedule, times)
+    if tasks.law == "exponential":
+        shares = rate_shares(schedule, tasks)
         return looping_exponential(shares, schedule.buffer, schedule.staleness)
-    if times.law != "fixed" or len(times) > _MOST:
+    if tasks.law != "fixed" or len(tasks) > _MOST:
         return None
-    if common_multiple(times.mean) or rates_add_up(times.mean):
+    if common_multiple(tasks.mean) or rates_add_up(tasks.mean):
         return None
-    return looping_fixed(times.mean, schedule)
+    return looping_fixed(tasks.mean, schedule)
 
 
 def looping_exponential(share: FloatArray, buffer: int, exponent: float) -> FloatArray:

@@ -86,7 +86,7 @@ class Run:
         timing = Timing.of(schedule, clock, federation, message_sizes)
         drawn = among_available(resolve(sampling, federation), availability, federation, rounds)
         workload = self.method.local_work(work).on(self.federation.sizes)
-        self.timing = self.method.timing(timing, workload)
+        self.timing = self.method.timing(timing, workload, drawn.two_phase)
         drawn, workload = scheduled(drawn, self.timing, workload, federation.ids)
         self.sampling, self.workload = self.method.sampling(drawn), workload
         self.workload.optimiser.check()

@@ -20,7 +20,7 @@ from fedshuffle.errors import FedShuffleError
 from fedshuffle.federation import Federation
 from fedshuffle.finetuning.exact import check_prepared
 from fedshuffle.local_work import LocalWork
-from fedshuffle.methods import Cohort, Method
+from fedshuffle.methods import Cohort, CohortMoments, Direction, Method, Unnormalised
 from fedshuffle.privacy import Privacy
 from fedshuffle.probabilities import Estimate
 from fedshuffle.sampling import Sampling
@@ -273,7 +273,8 @@ def _warn_of_unfinished_work(run: Run) -> None:
     they send by the steps that they did.
     """
     stop, rule = run.workload.work.interruption, run.method.averaging
-    if not isinstance(stop, UntilDeadline) or not rule.by_probability:
+    right = rule.by_probability or isinstance(rule.normaliser, Unnormalised)
+    if not isinstance(stop, UntilDeadline) or not right or not _by_updates(run.method.direction):
         return
     steps = run.workload.possible_steps[0].max(axis=1)  # one step is done, or the client is away
     done = np.where(steps > 1, stop.tasks.in_time(stop.deadline).min(axis=1), 1.0)
@@ -289,10 +290,26 @@ def _warn_of_unfinished_work(run: Run) -> None:
         return
     alone, _, _ = run.method.name.partition("+")
     remedy = "fedshuffle-gen" if alone == "fedshuffle" else f"{alone}+fedshuffle-gen"
+    advice = f"Use method {remedy}, which weights by the share of the work that was done."
+    if run.mechanism:  # its noise would have to cover a client that did one step of all
+        advice = "Leave out '+partial', as weighting by the work that was done needs more noise."
     warnings.warn(
         f"by the deadline client {run.federation.ids[slowest[0]]} is done with all its steps in"
         f" {done.min():.0%} of its rounds, and {run.method.name} counts clients by the steps that"
-        f" they did, so slow ones count less than you meant. Use method {remedy}, which weights by"
-        " the share of the work that was done.",
+        f" they did, so slow ones count less than you meant. {advice}",
         stacklevel=3,
     )
+
+
+def _by_updates(direction: Direction) -> bool:
+    """Whether clients count by what they send, and not, as in SCAFFOLD, by what the server knows of
+    them, or together with who else takes part.
+    """
+    if direction.needs_joint:
+        return False
+    one = np.ones(2)
+    whole, part = (
+        direction.effective_weights(CohortMoments(one, one, 1.0, sent, estimate=one))
+        for sent in (one, np.array([1.0, 0.5]))
+    )
+    return whole is None or part is None or not np.allclose(part / part.sum(), whole / whole.sum())
