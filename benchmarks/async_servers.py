@@ -49,8 +49,8 @@ def nvflare() -> dict[str, MakeServer]:
         "BuffModelManager, K = 3, staleness_weight": (3, True),
     }
     return {
-        name: nvflare_server(functools.partial(manager, k, staleness_weight=weigh), 4)
-        for name, (k, weigh) in settings.items()
+        name: nvflare_server(functools.partial(manager, k, staleness_weight=weight), 4)
+        for name, (k, weight) in settings.items()
     }
 
 

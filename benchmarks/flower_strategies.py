@@ -71,7 +71,7 @@ def audited(make: Callable[[], Any]) -> list[Audit | str]:
 def table() -> str:
     """One line per strategy."""
     gc.freeze()  # some strategies collect garbage at every call: leave it little to look at
-    head = ["strategy", "weighted sum", "weighs clients", *SETTINGS, "and"]
+    head = ["strategy", "weighted sum", "weights clients", *SETTINGS, "and"]
     lines = [
         f"Measured with Flower {version('flwr')}.",
         "",

@@ -30,13 +30,13 @@ class Buffered:
         self.started[client] = self.made, self.model
         return self.model
 
-    def weighed(self, client: int, update: FloatArray) -> FloatArray:
+    def weighted(self, client: int, update: FloatArray) -> FloatArray:
         weight = (1 + self.made - self.started[client][0]) ** -self.a
-        weighed: FloatArray = self.scale[client] * weight * update
-        return weighed
+        weighted: FloatArray = self.scale[client] * weight * update
+        return weighted
 
     def upload(self, client: int, update: FloatArray) -> None:
-        self.waiting.append(self.weighed(client, update))
+        self.waiting.append(self.weighted(client, update))
         if len(self.waiting) == self.buffer:
             self.model, self.waiting = self.model + sum(self.waiting), []
             self.made += 1
@@ -47,14 +47,14 @@ class Mixing(Buffered):
 
     share = 0.5
 
-    def weighed(self, client: int, update: FloatArray) -> FloatArray:
+    def weighted(self, client: int, update: FloatArray) -> FloatArray:
         return self.share * (self.started[client][1] + update - self.model)
 
 
 class Forgetful(Buffered):
     """Drops what is stale by more than four models, so shorter scripts show nothing."""
 
-    def weighed(self, client: int, update: FloatArray) -> FloatArray:
+    def weighted(self, client: int, update: FloatArray) -> FloatArray:
         return update * (self.made - self.started[client][0] <= 4)
 
 
@@ -144,7 +144,7 @@ def test_lost_updates_are_found() -> None:
 
 def test_a_server_that_is_not_linear() -> None:
     class Signs(Buffered):
-        def weighed(self, client: int, update: FloatArray) -> FloatArray:
+        def weighted(self, client: int, update: FloatArray) -> FloatArray:
             return np.tanh(update)
 
     result = audit_async_server(Signs, ALIKE, RATES, uploads=500)
@@ -161,7 +161,7 @@ class Overshooting(Mixing):
 
 
 class Still(Buffered):
-    def weighed(self, client: int, update: FloatArray) -> FloatArray:
+    def weighted(self, client: int, update: FloatArray) -> FloatArray:
         return 0 * update
 
 

@@ -288,7 +288,7 @@ def test_estimates_over_correlated_rounds_are_those_of_a_long_run() -> None:
 
 
 def test_directions_keep_their_weights_where_estimates_meet_correlated_rounds() -> None:
-    """Control variates give all clients of a cohort the whole gradient, however they are weighed;
+    """Control variates give all clients of a cohort the whole gradient, however they are weighted;
     FedLin's cohort estimates it with the same probabilities, so it is simulated.
     """
     there = Markov([0.45, 0.25, 0.1], [0.05, 0.25, 0.4])

@@ -181,7 +181,7 @@ def test_demo_writes_consistent_results(short: DemoResult, folder: Path) -> None
         assert found["suboptimality"] == method.suboptimality.tolist()
         assert found["audit"]["total_variation"] == method.audit.total_variation
         assert method.excess.shape == (RUNS, len(short.digits.federation))
-        # The clients' losses, weighed as meant, add up to what is left to gain.
+        # The clients' losses, weighted as meant, add up to what is left to gain.
         weights = method.audit.objective_weights
         assert method.excess @ weights == pytest.approx(method.left)
         assert method.step_size == min(method.pilots, key=method.pilots.__getitem__)

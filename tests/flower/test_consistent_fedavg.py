@@ -278,7 +278,7 @@ def test_log_says_once_what_uneven_steps_mean(log: pytest.LogCaptureFixture) -> 
         here = grid()
         messages = strategy.configure_train(round, x, ConfigRecord({"lr": LR}), here)
         strategy.aggregate_train(round, here.send_and_receive(messages))
-        said = "1 to 8 steps of sgd, and are weighed by how far these go. That is exact"
+        said = "1 to 8 steps of sgd, and are weighted by how far these go. That is exact"
         assert (said in log.text) is explained
 
 

@@ -158,7 +158,7 @@ def test_invalid_replies_are_refused(
 
 
 def test_infinite_model_is_not_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Updates that are finite one by one, but not when they are weighed."""
+    """Updates that are finite one by one, but not when they are weighted."""
     all_apps = apps()
     all_apps[1] = wrong(update=torch.full((43,), 3e37))
     monkeypatch.setattr("fedshuffle.flower.exchange.MAX_NORM", float("inf"))

@@ -432,12 +432,12 @@ def test_mistakes_in_a_server_have_clear_errors(step: Any, message: str) -> None
     ("weights", "message"), [(np.ones(2), r"shape \(2,\)"), (np.full(3, np.nan), "finite")]
 )
 def test_mistakes_in_effective_weights_have_clear_errors(weights: Any, message: str) -> None:
-    class Weighing(_Made):
+    class Weighting(_Made):
         def effective_weights(self, moments: CohortMoments) -> Any:
             return weights
 
-    method = Method("mistaken", "", PLAIN, direction=Weighing(_planned(_go)))
-    with pytest.raises(FedShuffleError, match=f"Weighing.effective_weights .*{message}"):
+    method = Method("mistaken", "", PLAIN, direction=Weighting(_planned(_go)))
+    with pytest.raises(FedShuffleError, match=f"Weighting.effective_weights .*{message}"):
         audit(Federation.from_sizes([1, 2, 3]), method)
 
 

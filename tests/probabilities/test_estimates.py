@@ -127,7 +127,7 @@ def test_the_bias_of_counting(p: float, b: float) -> None:
 
 
 def test_counting_starts_from_the_rate_of_all_clients() -> None:
-    """So a first round is weighed as if all clients came alike, and scales are right at once."""
+    """So a first round is weighted as if all clients came alike, and scales are right at once."""
     past = past_of([[True, False, False, True]] * 3, BetaRate())
     np.testing.assert_allclose(past.probabilities(0, np.array([0, 3])), 0.5)
     np.testing.assert_allclose(past.probabilities(2, np.array([0, 3])), 3 / 4)

@@ -712,7 +712,7 @@ def test_norms_cannot_see_what_equal_drift_cancels() -> None:
     """Equal Hessians, full participation: the fixed point moves least for FedShuffle.
 
     Client i has tau_i copies of one point, so its update goes ``1 - (1 - gamma_i)^tau_i`` of the
-    way to it, and the fixed point weighs it by that times its aggregation weight.
+    way to it, and the fixed point weights it by that times its aggregation weight.
     """
     tau = np.array([4, 20, 100])
     w = tau / tau.sum()

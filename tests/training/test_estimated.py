@@ -35,7 +35,7 @@ def model() -> torch.nn.Linear:
 
 
 def test_weights_are_divided_by_the_estimates() -> None:
-    """By counting, from the cohorts that were drawn before; records weigh losses by them, too."""
+    """By counting, from the cohorts that were drawn before; records weight losses by them, too."""
     method = methods.get("fedshuffle").with_probabilities(BetaRate(1, 2))
     run, counts = Run(CLIENTS, method, availability=CHAIN, seed=3), np.zeros(4)
     known = Run(CLIENTS, "fedshuffle", availability=CHAIN, seed=3)

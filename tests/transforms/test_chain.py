@@ -280,7 +280,7 @@ def test_optimal_sampling_on_every_engine(engine: str) -> None:
 
 @pytest.mark.parametrize("engine", ENGINES)
 def test_gradients_of_fewer_clients_than_workers_go_through_a_chain(engine: str) -> None:
-    """And a client that weighs nothing still keeps what it did not send."""
+    """And a client of weight zero still keeps what it did not send."""
     problem = problem_of("linear")
     states = torch.zeros(1, 21, dtype=torch.float64)
     for weight in (1.0, 0.0):

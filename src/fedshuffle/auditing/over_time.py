@@ -19,7 +19,7 @@ _MOST = 10**6  # clients times rounds
 
 _SURE = 5.0  # standard errors by which a window must differ to be reported
 
-Weigh = Callable[[Subject], tuple[FloatArray, str] | None]
+WeightsOf = Callable[[Subject], tuple[FloatArray, str] | None]
 
 
 def check_steady(subject: Subject) -> None:
@@ -36,7 +36,7 @@ def check_steady(subject: Subject) -> None:
 
 
 def over_time(
-    subject: Subject, exact: bool, biased: bool, weigh: Weigh
+    subject: Subject, exact: bool, biased: bool, weights_of: WeightsOf
 ) -> tuple[list[Finding], list[str]]:
     """A finding, or a note if the weights are right in the mean, that says who counts when."""
     sampling, objective = subject.sampling, subject.federation.weights
@@ -50,7 +50,7 @@ def over_time(
     most, window, client = 0.0, range(0), subject.federation.ids[0]
     bounds = [rounds * k // WINDOWS for k in range(WINDOWS + 1)]
     for part in (range(begin, end) for begin, end in itertools.pairwise(bounds) if begin < end):
-        found = weigh(replace(subject, within=part))
+        found = weights_of(replace(subject, within=part))
         if found is None or not found[0].sum() > 0:  # nobody was there
             continue
         ratio = found[0] / found[0].sum() / objective

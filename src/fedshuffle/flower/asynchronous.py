@@ -28,7 +28,7 @@ from fedshuffle.flower.exchange import POLL_SECONDS, Outbox
 from fedshuffle.flower.population import Report
 from fedshuffle.flower.train_replies import TrainReply, check_start, move
 from fedshuffle.flower.train_requests import check_keys, client_config
-from fedshuffle.flower.weighing import Weighing
+from fedshuffle.flower.weighting import Weighting
 from fedshuffle.local_optimisers import SGD, LocalOptimiser
 from fedshuffle.randomness import Purpose, check_seed, generator
 from fedshuffle.timing import Asynchronous, resolve_schedule
@@ -95,7 +95,7 @@ class ConsistentFedBuff:
                 " 'fedbuff:K=10,C=100'; ConsistentFedAvg has rounds."
             )
         self.schedule = found
-        self._weighing = Weighing(objective, optimiser, local_steps, server_step_size)
+        self._weighting = Weighting(objective, optimiser, local_steps, server_step_size)
         self.seed = check_seed(seed)
         self.min_available_nodes = count(min_available_nodes, "min_available_nodes")
         self.weighted_by_key, self.steps_key = weighted_by_key, steps_key
@@ -139,7 +139,7 @@ class ConsistentFedBuff:
                 " ask clients to evaluate: leave it out, and evaluate on the server (evaluate_fn)."
             )
         _log.info(
-            f"{self.schedule}, {self._weighing.objective} of all clients seen so far count alike"
+            f"{self.schedule}, {self._weighting.objective} of all clients seen so far count alike"
         )
         self._joined = {}
         self._contributed.clear()
@@ -195,7 +195,7 @@ class ConsistentFedBuff:
 
     def _message(self, task: _Task, config: ConfigRecord, timeout: float) -> Message:
         known, seed = self.reports.get(task.node), (self.seed, self._sent, task.node)
-        own = client_config(config, task.version + 1, self._weighing.local_steps, known, seed)
+        own = client_config(config, task.version + 1, self._weighting.local_steps, known, seed)
         self._sent += 1
         content = RecordDict({self.arrayrecord_key: task.arrays, self.configrecord_key: own})
         return Message(content, dst_node_id=task.node, message_type="train", ttl=timeout)
@@ -225,7 +225,7 @@ class ConsistentFedBuff:
     ) -> tuple[ArrayRecord, MetricRecord]:
         """The model after a server step, and its metrics."""
         tasks, replies = zip(*buffer, strict=True)
-        self._weighing.explain(replies)
+        self._weighting.explain(replies)
         staleness = np.array([version - task.version for task in tasks])
         fresh = (1.0 + staleness) ** -self.schedule.staleness
         nodes = [task.node for task in tasks]
@@ -245,13 +245,13 @@ class ConsistentFedBuff:
         self, nodes: list[int], replies: Sequence[TrainReply], fresh: FloatArray, version: int
     ) -> tuple[FloatArray, FloatArray]:
         """How much each update counts, and what corrects for the length of its steps."""
-        weighing, reports = self._weighing, [*self.reports.values()]
-        weights = weighing.weights(replies, reports) * fresh / len(self._joined)
-        mean = weighing.mean_length(reports)
+        weighting, reports = self._weighting, [*self.reports.values()]
+        weights = weighting.weights(replies, reports) * fresh / len(self._joined)
+        mean = weighting.mean_length(reports)
         assert mean is not None
         # What came now is counted: it makes the estimate exact for clients that come regularly.
         rates = [self._contributed[k] / (version + 1 - self._joined[k]) for k in nodes]
-        return weights / np.array(rates), weighing.per_length(replies, mean)
+        return weights / np.array(rates), weighting.per_length(replies, mean)
 
 
 def _evaluate(evaluate: Evaluate | None, result: Result, version: int) -> None:

@@ -30,7 +30,7 @@ from fedshuffle.flower.checks import response_estimate
 from fedshuffle.flower.population import Population, Report
 from fedshuffle.flower.train_replies import TrainReply, check_start, move
 from fedshuffle.flower.train_requests import check_keys, client_config
-from fedshuffle.flower.weighing import Weighing
+from fedshuffle.flower.weighting import Weighting
 from fedshuffle.local_optimisers import SGD, LocalOptimiser
 from fedshuffle.probabilities import Estimate
 from fedshuffle.randomness import Purpose, check_seed, generator
@@ -60,7 +60,7 @@ class ConsistentFedAvg(FedAvg):  # type: ignore[misc]  # Flower is untyped here
         objective: what counts alike, all ``"examples"`` or all ``"clients"``.
         optimiser: what clients make their local steps with, new in each round, as in
             :class:`~fedshuffle.LocalWork`: ``"sgd:momentum=0.9"`` for
-            ``torch.optim.SGD(..., momentum=0.9)``. Steps are weighed by how far they go.
+            ``torch.optim.SGD(..., momentum=0.9)``. Steps are weighted by how far they go.
         step_sizes: ``"equal"`` leaves step sizes alone. ``"scaled"`` sends every client its own,
             in inverse proportion to its steps, as FedShuffle does: the ``lr`` of ``train_config``
             is that of a client with the mean number of steps. Clients must use it.
@@ -114,7 +114,7 @@ class ConsistentFedAvg(FedAvg):  # type: ignore[misc]  # Flower is untyped here
         if step_sizes not in (known := ["equal", "scaled"]):
             raise unknown("step_sizes", step_sizes, known)
         self.step_sizes = step_sizes
-        self._weighing = Weighing(
+        self._weighting = Weighting(
             objective, optimiser, local_steps, server_step_size, mean_examples
         )
         given: Mapping[int, float] | None = None
@@ -185,10 +185,10 @@ class ConsistentFedAvg(FedAvg):  # type: ignore[misc]  # Flower is untyped here
     def summary(self) -> None:
         """Log what is about to run."""
         super().summary()
-        objective = self._weighing.objective
+        objective = self._weighting.objective
         clients = "clients seen so far" if self.population.estimate else "connected clients"
-        _log.info(f"weighs by inclusion probability, {objective} of all {clients} count alike")
-        _log.info(f"local steps are taken to be those of {self._weighing.optimiser}")
+        _log.info(f"divides by inclusion probability, {objective} of all {clients} count alike")
+        _log.info(f"local steps are taken to be those of {self._weighting.optimiser}")
         corrected = self.population.estimate or self.population.given
         if not corrected and not isinstance(self.schedule, Wait):
             _log.warning(stragglers.slow_clients_count_less(self.schedule))
@@ -232,14 +232,14 @@ class ConsistentFedAvg(FedAvg):  # type: ignore[misc]  # Flower is untyped here
         chosen = sorted(draw.choice(len(connected), size, replace=False).tolist())
         population.asked = [connected[k] for k in chosen]
         _log.info(f"configure_train: sampled {size} nodes (out of {len(connected)})")
-        mean, self._planned = self._weighing.mean_length(population.known), {}
+        mean, self._planned = self._weighting.mean_length(population.known), {}
         self._messages = []
         for node in population.asked:
             known = population.reports.get(node)
             seed = self.seed, self._round, node
-            own = client_config(config, self._round, self._weighing.local_steps, known, seed)
+            own = client_config(config, self._round, self._weighting.local_steps, known, seed)
             if self.step_sizes == "scaled" and mean is not None:
-                planned = (self._weighing.mean_length([known]) if known else None) or mean
+                planned = (self._weighting.mean_length([known]) if known else None) or mean
                 self._planned[node] = planned
                 own[self.step_size_key] = float(config[self.step_size_key]) * (mean / planned)
             content = RecordDict({self.arrayrecord_key: arrays, self.configrecord_key: own})
@@ -267,7 +267,7 @@ class ConsistentFedAvg(FedAvg):  # type: ignore[misc]  # Flower is untyped here
         weights, per_length = self._weights(valid)
         self._check_private(weights * per_length)
         self.population.end(_reports(valid))
-        self._weighing.explain(valid)
+        self._weighting.explain(valid)
         given = [reply.arrays for reply in valid]
         arrays = move(self._sent, given, weights, per_length)
         metrics = self._train_metrics([reply.content for reply in valid], first)
@@ -295,12 +295,12 @@ class ConsistentFedAvg(FedAvg):  # type: ignore[misc]  # Flower is untyped here
         step is that of full participation.
         """
         past = self.population.known or [*_reports(replies).values()]
-        mean = self._weighing.mean_length(past)
+        mean = self._weighting.mean_length(past)
         assert mean is not None
         planned = np.array([self._planned.get(reply.node, mean) for reply in replies])
         probability = self.population.inclusion([reply.node for reply in replies])
-        weights = self._weighing.weights(replies, past) / self.population.size / probability
-        return weights, self._weighing.per_length(replies, planned)
+        weights = self._weighting.weights(replies, past) / self.population.size / probability
+        return weights, self._weighting.per_length(replies, planned)
 
     def _wait_for_nodes(self, grid: Grid) -> list[int]:
         shown, wanted = -1, max(self.min_available_nodes, self.min_train_nodes, 1)

@@ -278,7 +278,7 @@ class FedShuffleStrategy(Strategy):  # type: ignore[misc]  # Flower is untyped h
             _log.info(f"{settings}; response probability {smallest:g} and more")
         if not isinstance(self.method.averaging.normaliser, averaging.InclusionProbability):
             _log.warning(
-                f"{name} does not weigh clients by inclusion probability, so clients that drop out"
+                f"{name} does not weight clients by inclusion probability, so clients that drop out"
                 " bias its mean round. Use fedshuffle-gen (or NAME+fedshuffle-gen)."
             )
         if self.method.direction.needs_joint:

@@ -16,11 +16,11 @@ _log = logging.getLogger("flwr.fedshuffle")
 
 
 @final
-class Weighing:
+class Weighting:
     """The objective, and what clients make their steps with.
 
-    >>> weighing = Weighing("examples", "sgd")
-    >>> weighing.mean_length([Report(examples=1, steps=2), Report(examples=3, steps=6)])
+    >>> weighting = Weighting("examples", "sgd")
+    >>> weighting.mean_length([Report(examples=1, steps=2), Report(examples=3, steps=6)])
     5.0
     """
 
@@ -68,7 +68,7 @@ class Weighing:
         return factors
 
     def explain(self, replies: Sequence[TrainReply]) -> None:
-        """Log, once, what weighing by the steps can and cannot repair."""
+        """Log, once, what weighting by the steps can and cannot repair."""
         if self._explained:
             return
         least, most = (extreme(reply.steps for reply in replies) for extreme in (min, max))
@@ -87,7 +87,7 @@ class Weighing:
             _log.warning(f"{did} {lost}: give all clients the same number (local_steps).")
         elif least < most:
             _log.info(
-                f"{did} are weighed by how far these go. That is exact if clients do use"
+                f"{did} are weighted by how far these go. That is exact if clients do use"
                 f" {self.optimiser}, new in each round. If not, say what:"
                 ' optimiser="sgd:momentum=0.9", or "adamw".'
             )
