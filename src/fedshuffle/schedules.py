@@ -13,6 +13,7 @@ import inspect
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -119,13 +120,16 @@ SCHEDULES: dict[str, Callable[..., Callable[[int], float]]] = {
 def parse(text: str) -> tuple[str, dict[str, Any]]:
     """The name and the arguments in the text of a schedule.
 
-    Numbers follow the name in the order of the function's arguments, without ``rounds``.
+    Numbers follow the name in the order of the function's arguments, without ``rounds``. A number
+    alone is a constant.
 
-    >>> parse("warmup:10+cosine:0.1")
-    ('warmup:10+cosine', {'step_size': 0.1})
+    >>> parse("warmup:10+cosine:0.1"), parse("0.1")
+    (('warmup:10+cosine', {'step_size': 0.1}), ('constant', {'step_size': 0.1}))
     >>> parse("inverse_time:0.1:30")
     ('inverse_time', {'step_size': 0.1, 'halved_after': 30.0})
     """
+    with suppress(ValueError):
+        return "constant", {"step_size": float(text)}
     warmup, plus, last = text.rpartition("+")
     name, *numbers = last.split(":")
     full = warmup + plus + name

@@ -107,6 +107,7 @@ def test_table(tmp_path: Path) -> None:
     [
         ("fixed:0.1,0.2,0.3", "3 numbers for 2 clients"),
         ("fixed:-1", "seconds of a clock: client 0 has -1"),
+        ("fixed:1e-320", "client 0 has 9.99989e-321"),  # its rate is infinite
         ("fixed:fast", "write 'fixed:SECONDS'"),
         ("rates:0", "rates: client 0 has 0"),
         ("lognormal:0.1", "write 'lognormal:MEDIAN:SIGMA'"),

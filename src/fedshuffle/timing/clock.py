@@ -76,7 +76,7 @@ class Clock:
         if per not in ("step", "task"):
             raise FedShuffleError(f"a clock counts per 'step' or per 'task', not {per!r}.")
         n = max(1, np.size(seconds))
-        self.seconds = _each(seconds, "seconds", n, "(0, inf)")
+        self.seconds = _each(seconds, "seconds", n, "[1e-100, 1e100]")  # rates are finite, too
         self.latency = _each(latency, "latency", n, "[0, inf)")
         self.down = _each(down, "down", n, "(0, inf]")
         self.up = _each(up, "up", n, "(0, inf]")
