@@ -88,6 +88,7 @@ LOADING = "Error(s) in loading state_dict for Net:\n\tMissing key(s): a. \n\tUne
     ("reason", "said"),
     [
         (None, "no reason given"),
+        (" \n", "no reason given"),
         (
             f"<class 'RuntimeError'>:<'{LOADING}'>",  # of a SuperNode
             "<class 'RuntimeError'>:<'Error(s) in loading state_dict for Net: Missing key(s): a."

@@ -93,7 +93,7 @@ def test_where_nothing_is_proven() -> None:
     problem = ProblemConstants(2.0, 1.0, mu=0.1)
     settings: dict[str, Any] = {"start": 1.0, "meta_epochs": 3}
     for given, b, step_size, words in (
-        (problem, 3, 0.1, "3 divides no 4"),
+        (problem, 3, 0.1, "divides 4, not 3"),
         (ProblemConstants(2.0), 2, 0.1, "give mu"),
         (problem, 2, 0.6, "1 / L = 0.5"),
     ):

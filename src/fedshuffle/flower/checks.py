@@ -125,7 +125,7 @@ def check_estimated(run: Run, secure: bool) -> None:
 def check_secure(run: Run, retries: int, response_probability: FloatArray) -> None:
     """Refuse what needs more than the sum of the updates, or weights that are not known before."""
     method = run.method
-    if not isinstance(method.averaging.normaliser, averaging.InclusionProbability):
+    if not method.averaging.by_probability:
         raise FedShuffleError(
             f"{method.name} divides by a sum over the clients that reply, but with secure"
             " aggregation clients apply their weights before anybody knows who replies. Use"

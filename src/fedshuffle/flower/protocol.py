@@ -204,7 +204,7 @@ def error_of(message: Message) -> str:
 
 def reason_of(message: Message) -> str:
     """Why a node sent an error, in one line; of a traceback the exception."""
-    lines = (message.error.reason or "no reason given").strip().split("\n")
+    lines = ((message.error.reason or "").strip() or "no reason given").split("\n")
     begin = max(k for k, line in enumerate(lines) if line[:1].strip())
     return " ".join(" ".join(lines[begin:]).split())[:300]
 

@@ -24,7 +24,7 @@ from fedshuffle.flower.client_registry import ClientRegistry
 from fedshuffle.flower.secure_aggregation import SecureAggregation
 from fedshuffle.flower.session import Model, Session
 from fedshuffle.local_work import LocalWork
-from fedshuffle.methods import Method, averaging
+from fedshuffle.methods import Method
 from fedshuffle.privacy import Privacy
 from fedshuffle.probabilities import Estimate
 from fedshuffle.probabilities.drift import drift_warning
@@ -276,7 +276,7 @@ class FedShuffleStrategy(Strategy):  # type: ignore[misc]  # Flower is untyped h
             return
         else:
             _log.info(f"{settings}; response probability {smallest:g} and more")
-        if not isinstance(self.method.averaging.normaliser, averaging.InclusionProbability):
+        if not self.method.averaging.by_probability:
             _log.warning(
                 f"{name} does not weight clients by inclusion probability, so clients that drop out"
                 " bias its mean round. Use fedshuffle-gen (or NAME+fedshuffle-gen)."

@@ -59,7 +59,7 @@ def reshuffled_bound(
     number(step_size, "step_size", "(0, inf)")
     if n % b:
         raise FedShuffleError(
-            f"the bound is for cohorts that are all as large: {b} divides no {n}."
+            f"the bound is for cohorts of equal size: take a B that divides {n}, not {b}."
         )
     if not problem.mu > 0:
         raise FedShuffleError("the bound is for strongly convex losses: give mu, such as l2.")
